@@ -81,7 +81,8 @@ def mixed_loads(sizes: Sizes, count: int, images: bool, degree: int = 1) -> list
                 grids.remove(max(grids, key=prod))
             if sizes.tokens((*load, (text, tuple(grids)))) <= room:
                 load = (*load, (text, tuple(grids)))
-        found.append(load)
+        if load:
+            found.append(load)
     return found
 
 

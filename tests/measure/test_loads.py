@@ -37,6 +37,11 @@ def test_packs_tell_all_constants_apart(quick: bool) -> None:
     assert scaled.shape[1] == len(TERMS)
 
 
+def test_no_pack_is_empty_on_ranks_with_hardly_any_memory() -> None:
+    for max_tokens in (8, 16, 24):
+        assert all(text_loads(SIZES._replace(max_tokens=max_tokens), True))
+
+
 def test_without_an_encoder_there_are_no_images() -> None:
     assert image_loads(Sizes(512, (), 4), quick=True) == []
 
