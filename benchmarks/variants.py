@@ -33,6 +33,7 @@ _BASELINES = "schedules += [*packed_to(problem, cap), paper_at(problem, cap, mem
 _NEAR = "NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
+_EXCHANGES = 'if problem.sync == "micro_batch" or not _is_near'
 _SPAN = "(10**9, 4)), 4.5"
 _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]"
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
@@ -117,10 +118,12 @@ VARIANTS = (
         "self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]",
         "0.0 * self.items.tokens",
     ),
-    one("micro_batch: no exchanges between packs", "EXCHANGED = 3", "EXCHANGED = 0"),
-    one("micro_batch: exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
-    one("micro_batch: exchanges of single sequences", "FEW = 6", "FEW = 1"),
-    one("micro_batch: exchanges of two from packs of up to 16", "FEW = 6", "FEW = 16"),
+    one("micro_batch: no exchanges between packs", _EXCHANGES, 'if problem.sync == "step" and not _is_near'),
+    one("step: no exchanges between packs", _EXCHANGES, 'if problem.sync == "micro_batch" and not _is_near'),
+    one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
+    one("exchanges of single sequences", "FEW = 6", "FEW = 1"),
+    one("exchanges of two from packs of up to 16", "FEW = 6", "FEW = 16"),
+    one("step: one exchange tried a turn", "TRIES = 12", "TRIES = 1"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),

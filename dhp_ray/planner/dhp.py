@@ -7,7 +7,8 @@ of a larger batch is then about as short as the result of the search, and that i
 tuned, each to its best cap: as many of them as take a small share of the step, since planning runs during the previous
 step. (With sync=micro_batch two caps do not show how short a baseline can be.)
 
-With sync=micro_batch the shortest of all these schedules are then improved by exchanges between their packs.
+The shortest of all these schedules are then improved by exchanges between their packs; with sync=step only if they are
+far from the bound.
 
 If packs may move activations to host memory, all of this is done twice. The second time every sequence has enough ranks
 that its copies are hidden; the first time it may have fewer. So no plan is longer than without offload. A small batch,
@@ -32,6 +33,7 @@ from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem, without_waits
 from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.step.critical_path import with_shorter_path
 from dhp_ray.planner.step.search import dhp_step
 
 NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
@@ -50,7 +52,9 @@ take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does t
 
 
 EXCHANGED = 3
-"""With sync=micro_batch, up to MANY sequences x ranks: the number of schedules that exchanges between packs improve."""
+"""Up to MANY sequences x ranks: the number of schedules that exchanges between packs improve. With sync=step only those
+that are more than NEAR above the bound.
+"""
 
 
 class Timed(NamedTuple):
@@ -73,10 +77,21 @@ def dhp(problem: Problem, tunes: bool = True) -> Schedule:
         seconds = np.cumsum([len(problem.samples) * seconds for _, seconds in TUNING])
         found += [_with_time(problem, baseline(problem)) for (baseline, _), end_s in zip(TUNING, seconds)
                   if end_s <= HIDDEN * _shortest(found).seconds]
-    if problem.sync == "micro_batch" and len(problem.samples) * cluster.num_ranks <= MANY:
-        shortest = sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
-        found += [_with_time(problem, with_exchanges(problem, timed.schedule)) for timed in shortest]
+    if len(problem.samples) * cluster.num_ranks <= MANY:
+        found += [_with_time(problem, _exchanged(problem, timed.schedule))
+                  for timed in sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
+                  if problem.sync == "micro_batch" or not _is_near(problem, timed.seconds)]
     return _shortest(found).schedule
+
+
+def _exchanged(problem: Problem, schedule: Schedule) -> Schedule:
+    exchanged = with_exchanges if problem.sync == "micro_batch" else with_shorter_path
+    return exchanged(problem, schedule)
+
+
+def _is_near(problem: Problem, seconds: float) -> bool:
+    fixed_s = problem.cost.fixed_s
+    return seconds - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
 
 
 def _with_time(problem: Problem, schedule: Schedule) -> Timed:
@@ -99,9 +114,8 @@ def _worth_tuning(problem: Problem, best: Timed, baselines: Sequence[Timed]) -> 
 def _timed(problem: Problem) -> list[Timed]:
     """Schedules of a batch."""
     schedules = dhp_micro_batch(problem) if problem.sync == "micro_batch" else dhp_step(problem)
-    times, fixed_s = [time_of(problem, schedule) for schedule in schedules], problem.cost.fixed_s
-    near = min(times) - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
-    count, num_found = len(problem.samples), len(schedules)
+    times = [time_of(problem, schedule) for schedule in schedules]
+    near, count, num_found = _is_near(problem, min(times)), len(problem.samples), len(schedules)
     if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])

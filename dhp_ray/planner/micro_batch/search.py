@@ -204,8 +204,8 @@ def shortest_s(ends: list[State]) -> float:
 
 def dhp_micro_batch(problem: Problem) -> list[Schedule]:
     """Candidate schedules. If ranks are unequal, the first one assigns them to packs by speed, regardless of nodes. A
-    second one treats them as equal, so that packs stay inside nodes; it is left out for a huge batch if it is unlikely to
-    be shorter (`_nodes_may_matter`). If making a process group takes time, two more use only few degrees, which need
+    second one treats them as equal, so that packs stay inside nodes; it is left out for a huge batch if it is hardly
+    shorter (`_nodes_may_matter`). If making a process group takes time, two more use only few degrees, which need
     the same groups batch after batch: powers of two; and powers of two up to half a node, and whole nodes.
     """
     num_ranks, node_size = problem.cluster.num_ranks, problem.cluster.ranks_per_node

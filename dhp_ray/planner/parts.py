@@ -1,0 +1,144 @@
+"""What the packs of a plan may give one another (one sequence or, in packs of few sequences, two together), and the
+seconds of a pack after that. Groups keep their ranks.
+
+`exchanges.py` of `micro_batch` and `critical_path.py` of `step` make plans shorter with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.encoders import longest_member_s
+from dhp_ray.planner.items import Items, compiled_predicted_s
+from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.rates import Rates
+from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes
+
+FEW = 6
+"""The most sequences of a pack of which two may change packs together."""
+
+
+class Batch(NamedTuple):
+    """The sequences, the work of each (seconds of one rank), their images (seconds, those of sequence i from
+    first_image[i] on), and the tokens of a pack that a rank holds."""
+
+    items: Items
+    work: np.ndarray
+    first_image: np.ndarray
+    image_s: np.ndarray
+    tokens_per_rank: int
+
+
+class Groups(NamedTuple):
+    """Pack p runs on the members first[p] to first[p + 1], which have `speeds`. By pack: its micro-batch, its slowest
+    speed, and the seconds of communication for each token."""
+
+    first: np.ndarray
+    speeds: np.ndarray
+    micro_batch: np.ndarray
+    slowest: np.ndarray
+    transfer_s: np.ndarray
+
+
+class Parts(NamedTuple):
+    """What packs may give: none of their sequences (-1, -1), one (row, -1) or two. By part: its sequences, pack, work
+    and tokens."""
+
+    one: np.ndarray
+    two: np.ndarray
+    pack: np.ndarray
+    work: np.ndarray
+    tokens: np.ndarray
+
+
+def described(problem: Problem, schedule: Schedule) -> tuple[Batch, Groups, np.ndarray]:
+    """A batch, the groups of a schedule, and the pack of each sequence."""
+    degree = np.diff(schedule.first_rank)
+    rates, speeds = problem.machine.rates, problem.speeds[schedule.ranks]
+    crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
+    groups = Groups(schedule.first_rank, speeds, schedule.micro_batch,
+                    np.minimum.reduceat(speeds, schedule.first_rank[:-1]),
+                    np.where(crosses, rates[degree].across_s, rates[degree].inside_s))
+    work = problem.items.language_s + problem.items.vision_s
+    batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.machine.tokens_per_rank)
+    pack_of = np.empty(len(problem.items), dtype=np.int64)
+    pack_of[schedule.rows] = np.repeat(np.arange(len(degree)), np.diff(schedule.first_row))
+    return batch, groups, pack_of
+
+
+def in_packs(schedule: Schedule, pack_of: np.ndarray) -> Schedule:
+    """The sequences in these packs, each pack in the order of the batch: so `pack_s` deals images to members."""
+    rows, first_row = by_owner(pack_of, len(schedule.first_row) - 1)
+    return schedule._replace(rows=rows, first_row=first_row)
+
+
+def held_by(batch: Batch, schedule: Schedule) -> np.ndarray:
+    """The tokens of each pack."""
+    held: np.ndarray = np.add.reduceat(batch.items.tokens[schedule.rows], schedule.first_row[:-1]).astype(np.float64)
+    return held
+
+
+@inner
+def move(parts: Parts, part: int, pack: int, pack_of: np.ndarray) -> None:
+    if parts.one[part] >= 0:
+        pack_of[parts.one[part]] = pack
+    if parts.two[part] >= 0:
+        pack_of[parts.two[part]] = pack
+
+
+@inner
+def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
+    """Of each pack: none of its sequences; each one; each two, if it has at most FEW."""
+    size, last, before = np.zeros(num_packs, np.int64), np.full(num_packs, -1), np.full(len(pack_of), -1)
+    for row in range(len(pack_of)):
+        pack = pack_of[row]
+        size[pack], before[row], last[pack] = size[pack] + 1, last[pack], row
+    count = num_packs + len(pack_of)
+    for pack in range(num_packs):
+        count += size[pack] * (size[pack] - 1) // 2 if size[pack] <= FEW else 0
+    parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count))
+    parts.pack[:num_packs] = np.arange(num_packs)
+    place = num_packs
+    for one in range(len(pack_of)):
+        two = -1
+        while True:
+            parts.one[place], parts.two[place], parts.pack[place] = one, two, pack_of[one]
+            parts.work[place] = batch.work[one] + (batch.work[two] if two >= 0 else 0.0)
+            parts.tokens[place] = batch.items[one].tokens + (batch.items[two].tokens if two >= 0 else 0)
+            place += 1
+            two = before[two if two >= 0 else one]
+            if two < 0 or size[pack_of[one]] > FEW:
+                break
+    return parts
+
+
+@inner
+def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.ndarray) -> tuple[float, float]:
+    """(seconds, tokens) of a pack."""
+    language_s, attention_s, host_s, tokens, count, num_images = 0.0, 0.0, 0.0, 0.0, 0, 0
+    for row in range(len(pack_of)):
+        if pack_of[row] == pack:
+            item = batch.items[row]
+            language_s += item.language_s
+            attention_s += item.attention_s
+            host_s += item.host_s
+            tokens += item.tokens
+            num_images += item.image_s > 0.0
+            count += 1
+    degree, encode_s = groups.first[pack + 1] - groups.first[pack], 0.0
+    rate = rates[degree]
+    if num_images > 0:
+        rows, count = np.zeros(count, dtype=np.int64), 0
+        for row in range(len(pack_of)):
+            if pack_of[row] == pack:
+                rows[count] = row
+                count += 1
+        encode_s = longest_member_s(
+            rows, batch.first_image, batch.image_s, groups.speeds[groups.first[pack] : groups.first[pack + 1]])
+        encode_s += rate.encoder_pass_s / groups.slowest[pack]
+    seconds = compiled_predicted_s(language_s, attention_s, encode_s, host_s, tokens, degree, groups.slowest[pack],
+                                   groups.transfer_s[pack], rate)
+    return seconds, tokens
