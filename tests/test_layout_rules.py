@@ -25,7 +25,6 @@ COVERED_BY = {
     "measure/payloads.py": "measure/test_member.py",
     "measure/picture.py": "measure/test_cost_file.py",
     "measure/timings.py": "measure/test_member.py",
-    "planner/parts.py": "planner/test_exchanges.py",
     "runtime/driver/measuring.py": "integration/test_measured_costs.py",
     "runtime/origins.py": "runtime/driver/test_modes.py",
     "runtime/worker/measuring.py": "measure/test_member.py",

@@ -1,5 +1,5 @@
-"""What the packs of a plan may give one another (one sequence or, in packs of few sequences, two together), and the
-seconds of a pack after that. Groups keep their ranks.
+"""What the packs of a plan may give one another (a sequence; a pack of at most FEW sequences may give two at once), and
+the seconds of a pack after that. Groups keep their ranks.
 
 `exchanges.py` of `micro_batch` and `critical_path.py` of `step` make plans shorter with it.
 """
@@ -44,11 +44,11 @@ class Groups(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What packs may give: none of their sequences (-1, -1), one (row, -1) or two. By part: its sequences, pack, work
-    and tokens."""
+    """What packs may give: a sequence (`row`; `second` is -1) or two. Before all these, part p is nothing of pack p (-1
+    and -1). By part: its sequences, pack, work and tokens."""
 
-    one: np.ndarray
-    two: np.ndarray
+    row: np.ndarray
+    second: np.ndarray
     pack: np.ndarray
     work: np.ndarray
     tokens: np.ndarray
@@ -83,15 +83,15 @@ def held_by(batch: Batch, schedule: Schedule) -> np.ndarray:
 
 @inner
 def move(parts: Parts, part: int, pack: int, pack_of: np.ndarray) -> None:
-    if parts.one[part] >= 0:
-        pack_of[parts.one[part]] = pack
-    if parts.two[part] >= 0:
-        pack_of[parts.two[part]] = pack
+    if parts.row[part] >= 0:
+        pack_of[parts.row[part]] = pack
+    if parts.second[part] >= 0:
+        pack_of[parts.second[part]] = pack
 
 
 @inner
 def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
-    """Of each pack: none of its sequences; each one; each two, if it has at most FEW."""
+    """Of each pack: nothing; each of its sequences; each two of them, if it has at most FEW."""
     size, last, before = np.zeros(num_packs, np.int64), np.full(num_packs, -1), np.full(len(pack_of), -1)
     for row in range(len(pack_of)):
         pack = pack_of[row]
@@ -102,15 +102,15 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
     parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count))
     parts.pack[:num_packs] = np.arange(num_packs)
     place = num_packs
-    for one in range(len(pack_of)):
-        two = -1
+    for row in range(len(pack_of)):
+        second = -1
         while True:
-            parts.one[place], parts.two[place], parts.pack[place] = one, two, pack_of[one]
-            parts.work[place] = batch.work[one] + (batch.work[two] if two >= 0 else 0.0)
-            parts.tokens[place] = batch.items[one].tokens + (batch.items[two].tokens if two >= 0 else 0)
+            parts.row[place], parts.second[place], parts.pack[place] = row, second, pack_of[row]
+            parts.work[place] = batch.work[row] + (batch.work[second] if second >= 0 else 0.0)
+            parts.tokens[place] = batch.items[row].tokens + (batch.items[second].tokens if second >= 0 else 0)
             place += 1
-            two = before[two if two >= 0 else one]
-            if two < 0 or size[pack_of[one]] > FEW:
+            second = before[second if second >= 0 else row]
+            if second < 0 or size[pack_of[row]] > FEW:
                 break
     return parts
 

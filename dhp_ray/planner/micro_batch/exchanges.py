@@ -1,7 +1,7 @@
 """Exchanges sequences between the packs of a plan, so that micro-batches become shorter. Packs keep their ranks.
 
 A micro-batch takes as long as its slowest pack. That pack gives a sequence to another pack, or swaps it for one with
-less work; in packs of at most FEW sequences, two may also be given or taken together. The other pack may be in the same
+less work; a pack of few sequences may also give two at once (`parts.py`). The other pack may be in the same
 micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10 tokens each; a
 token takes 1 s, and 2 s in a sequence with images (i):
 
@@ -13,7 +13,7 @@ work, divided by the ranks of a pack and its slowest speed. If the other micro-b
 first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are equally slow,
 after which the slowest one ends earlier and nothing later than before. Micro-batches take turns: at most as many as
 there are sequences, until EFFORT is used up or a whole round brings nothing.
-O(turns x sequences of a pack x sequences), with FEW as a constant.
+O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BETTER = 1e-6
 """The share of a micro-batch's time that counts as shorter."""
 
 EFFORT = 1e7
-"""The exchanges that turns compare; some 20 ms. Ten times as many shorten plans of thousands of sequences by 0.02 % at
-most."""
+"""The most exchanges that all turns compare; an exact timing counts as one for each sequence of the batch. Ten times as
+many shorten no row of benchmarks/ablation.py."""
 
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
@@ -58,11 +58,11 @@ def exchange(
     for pack in range(num_packs):
         longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
     left = num_micro_batches  # turns in a row that bring nothing
-    turn, compared = 0, 0
+    turn, compared = 0, 0.0
     while left > 0 and turn < len(pack_of) and compared < EFFORT:
         parts = parts_of(batch, pack_of, num_packs)
         shortened, num_compared = _shorten(
-            batch, groups, rates, pack_of, times, held, longest_s, turn % num_micro_batches, parts)
+            batch, groups, rates, pack_of, times, held, longest_s, turn % num_micro_batches, parts, EFFORT - compared)
         left = num_micro_batches if shortened else left - 1
         turn, compared = turn + 1, compared + num_compared
 
@@ -70,10 +70,11 @@ def exchange(
 @inner
 def _shorten(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray,
-    longest_s: np.ndarray, number: int, parts: Parts,
-) -> tuple[bool, int]:
+    longest_s: np.ndarray, number: int, parts: Parts, most: float,
+) -> tuple[bool, float]:
     """Make one exchange of the slowest pack of a micro-batch; return whether there was one, and how many were compared.
-    `times` and `held`: seconds and tokens of each pack. `longest_s`: seconds of each micro-batch."""
+    If more than `most` would have to be compared: none, and infinitely many. `times` and `held`: seconds and tokens of
+    each pack. `longest_s`: seconds of each micro-batch."""
     slowest, second, second_s, third_s = -1, -1, 0.0, 0.0
     for pack in range(len(times)):
         if groups.micro_batch[pack] == number:
@@ -84,7 +85,10 @@ def _shorten(
                 second, second_s, third_s = pack, times[pack], second_s
             else:
                 third_s = max(third_s, times[pack])
-    found, compared = _candidates(
+    compared = float((parts.pack == slowest).sum() * len(parts.pack))
+    if compared > most:
+        return False, np.inf
+    found = _candidates(
         parts, groups, batch.tokens_per_rank, times, held, longest_s, slowest, (second, second_s, third_s))
     for place in range(TRIES):
         if found[0, place] == np.inf:
@@ -120,25 +124,23 @@ def _shorten(
 def _candidates(
     parts: Parts, groups: Groups, tokens_per_rank: int, times: np.ndarray, held: np.ndarray, longest_s: np.ndarray,
     slowest: int, others: tuple[int, float, float],
-) -> tuple[np.ndarray, int]:
+) -> np.ndarray:
     """(4, TRIES): exchanges of the slowest pack of a micro-batch, the best first: estimated seconds of the micro-batch,
     plus those that another one takes longer (infinite: there is no such exchange); work that moves; the part that is
-    given, and the one that is taken. And how many exchanges were compared. `others`: the second slowest pack, its
-    seconds, and those of the third."""
-    num_packs, compared, count = len(times), 0, 0
+    given, and the one that is taken. `others`: the second slowest pack, its seconds, and those of the third."""
+    num_packs, size = len(times), 0
     second, second_s, third_s = others
     found, capacity, speeds = np.full((4, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs)
     for pack in range(num_packs):
         degree = groups.first[pack + 1] - groups.first[pack]
         capacity[pack], speeds[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
     for part in range(num_packs, len(parts.pack)):
-        count += parts.pack[part] == slowest and parts.two[part] < 0
+        size += parts.pack[part] == slowest and parts.second[part] < 0
     for given in range(num_packs, len(parts.pack)):
         if parts.pack[given] != slowest:
             continue
-        whole = count <= 1 + (parts.two[given] >= 0)
-        compared += len(parts.pack)
-        for taken in range(num_packs if whole else 0, len(parts.pack)):  # something, if the whole pack is given
+        gives_all = size <= 1 + (parts.second[given] >= 0)
+        for taken in range(num_packs if gives_all else 0, len(parts.pack)):  # for nothing only if a sequence stays
             other, more = parts.pack[taken], parts.work[given] - parts.work[taken]
             if other == slowest or more <= 0.0:
                 continue
@@ -160,4 +162,4 @@ def _candidates(
                     found[:, place + 1] = found[:, place]
             if place < TRIES:
                 found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
-    return found, compared
+    return found

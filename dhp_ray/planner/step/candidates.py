@@ -22,7 +22,6 @@ from dhp_ray.planner.step.rank_lists import RankLists
 EVEN = 1e-12
 """A candidate must be better by more than this many seconds to count as better."""
 
-
 ROUNDING = 1e-12
 """The share by which two ways to compute a time may differ."""
 
@@ -169,8 +168,8 @@ def _in_lists(
             index, after, slowest = by_degree[place], following[place], speed[place]
             # a bound of the area without `time_s`: it rules out most lists, by waste without idle time or by their end
             exposed = max(0.0, transfer * slowest - hidden) + rates[degree].overhead_s * slowest
-            area, room = scaled + degree * exposed, (makespan - earliest[place]) * degree * slowest
-            if stretch[place] * area - compute >= best.cost or area > room * (1.0 + ROUNDING):
+            area, room_s = scaled + degree * exposed, makespan * (1.0 + ROUNDING) - earliest[place]
+            if stretch[place] * area - compute >= best.cost or area > room_s * degree * slowest:
                 before, place = place, after
                 continue
             begin, stop, head = first[index], first[index + 1], heads[index]

@@ -1,9 +1,9 @@
 """Shortens the critical path of a `sync=step` plan by exchanges between packs. Groups keep their ranks and their order.
 
 The critical path is the pack that ends last, the pack whose end it waited for, and so on, back to the step's start. One
-of its packs gives a sequence to a pack outside the path, or swaps it for one with less work; in packs of few sequences
-also two together (`parts.py`). A pack outside the path has slack: the time by which it may end later without making the
-plan longer. Two ranks that hold 9 tokens; a token takes 1 s:
+of its packs gives a sequence to a pack outside the path, or swaps it for one with less work; a pack of few sequences
+may also give two at once (`parts.py`). A pack outside the path has slack: the time by which it may end later without
+making the plan longer. Two ranks that hold 9 tokens; a token takes 1 s:
 
     before   rank 0  |--5-4--|-3-3-|    15 s        swap 5 and 3:       rank 0  |-3-4-|-3-3-|    13 s
              rank 1  |-4-3-|-2-2-|      11 s        2 s move            rank 1  |-4-5-|-2-2-|    13 s
@@ -32,7 +32,7 @@ BETTER = 1e-6
 """The share of the plan's time that counts as shorter."""
 
 EFFORT = 1e7
-"""The exchanges that turns compare; some 20 ms."""
+"""The most exchanges that all turns compare; an exact timing counts as one for each sequence and rank of a pack."""
 
 TRIES = 12
 """The most exchanges that are tried by exact times in one turn."""
@@ -65,21 +65,24 @@ def shorten(
 ) -> None:
     """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: seconds and tokens of each pack. All
     three are updated."""
-    turn, compared, shorter = 0, 0, True
+    turn, compared, shorter = 0, 0.0, True
     while shorter and turn < len(pack_of) and compared < EFFORT:
         timeline = _timeline(groups.first, ranks, times, num_ranks)
         parts = parts_of(batch, pack_of, len(times))
-        found, num_compared = _candidates(
-            parts, groups, batch.tokens_per_rank, held, _on_path(timeline), timeline.end.max(),
-            _slack_s(groups.first, ranks, times, timeline))
+        on_path = _on_path(timeline)
+        compared += on_path[parts.pack].sum() * len(parts.pack)
+        if compared > EFFORT:
+            break
+        found = _candidates(parts, groups, batch.tokens_per_rank, held, on_path, timeline.end.max(),
+                            _slack_s(groups.first, ranks, times, timeline))
         shorter = False
         for place in range(TRIES):
             if shorter or found[0, place] == np.inf:
                 break
             given, taken = int(found[2, place]), int(found[3, place])
             shorter = _exchanged(batch, groups, rates, ranks, pack_of, times, held, timeline, parts, given, taken)
-            num_compared += len(pack_of) + len(ranks)
-        turn, compared = turn + 1, compared + num_compared
+            compared += len(pack_of) + len(ranks)
+        turn += 1
 
 
 @inner
@@ -144,25 +147,24 @@ def _slack_s(first: np.ndarray, ranks: np.ndarray, times: np.ndarray, timeline: 
 def _candidates(
     parts: Parts, groups: Groups, tokens_per_rank: int, held: np.ndarray, on_path: np.ndarray, end_s: float,
     slack_s: np.ndarray,
-) -> tuple[np.ndarray, int]:
-    """(4, TRIES): exchanges between a pack of the critical path and one outside it, the best first: the estimated
-    end (infinite: there is no such exchange); work that moves; the part that is given, and the one that is taken. And
-    how many exchanges were compared."""
-    num_packs, compared = len(slack_s), 0
+) -> np.ndarray:
+    """(4, TRIES): exchanges between a pack of the critical path and one outside it, the best first: the estimated end
+    of the plan (infinite: there is no such exchange); work that moves; the part that is given, and the one that is
+    taken."""
+    num_packs = len(slack_s)
     found, speeds, size = np.full((4, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs, np.int64)
     capacity = np.zeros(num_packs)
     for pack in range(num_packs):
         degree = groups.first[pack + 1] - groups.first[pack]
         capacity[pack], speeds[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
     for part in range(num_packs, len(parts.pack)):
-        size[parts.pack[part]] += parts.two[part] < 0
+        size[parts.pack[part]] += parts.second[part] < 0
     for given in range(num_packs, len(parts.pack)):
         pack = parts.pack[given]
         if not on_path[pack]:
             continue
-        whole = size[pack] <= 1 + (parts.two[given] >= 0)
-        compared += len(parts.pack)
-        for taken in range(num_packs if whole else 0, len(parts.pack)):  # something, if the whole pack is given
+        gives_all = size[pack] <= 1 + (parts.second[given] >= 0)
+        for taken in range(num_packs if gives_all else 0, len(parts.pack)):  # for nothing only if a sequence stays
             other, more = parts.pack[taken], parts.work[given] - parts.work[taken]
             if on_path[other] or more <= 0.0 or more >= slack_s[other] * speeds[other]:
                 continue
@@ -177,4 +179,4 @@ def _candidates(
                     found[:, place + 1] = found[:, place]
             if place < TRIES:
                 found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
-    return found, compared
+    return found

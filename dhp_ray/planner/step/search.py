@@ -8,8 +8,8 @@ tells about how much longer the next makespan must be. A trial is O(items x rank
 which tries more choices for the cost of a gap and for the order of the items (shuffled with a fixed seed if the batch
 is small). Small batches then go through a local search.
 
-If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items. Small batches continue
-with both; of larger ones only the better continues after the quick search.
+If a pack has a fixed cost, both packs made beforehand and single sequences are tried as items. Batches up to TINY
+continue with both; larger ones continue with the better of the two after the quick search.
 
 Sources: dual approximation (Hochbaum and Shmoys 1987), moldable tasks by a trial makespan (Mounie, Rapine and
 Trystram 1999), best-fit decreasing.
