@@ -122,7 +122,6 @@ VARIANTS = (
     one("step: no exchanges between packs", _EXCHANGES, 'if problem.sync == "micro_batch" and not _is_near'),
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),
-    one("exchanges of two from packs of up to 16", "FEW = 6", "FEW = 16"),
     one("step: one exchange tried a turn", "TRIES = 12", "TRIES = 1"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),

@@ -18,7 +18,7 @@ from dhp_ray.planner.rates import Rates
 from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes
 
 FEW = 6
-"""The most sequences of a pack of which two may change packs together."""
+"""The most sequences of a pack of which two may change packs together, once no exchange of single ones helps."""
 
 
 class Batch(NamedTuple):
@@ -90,15 +90,15 @@ def move(parts: Parts, part: int, pack: int, pack_of: np.ndarray) -> None:
 
 
 @inner
-def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
-    """Of each pack: nothing; each of its sequences; each two of them, if it has at most FEW."""
+def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int, few: int) -> Parts:
+    """Of each pack: nothing; each of its sequences; each two of them, if it has at most `few`."""
     size, last, before = np.zeros(num_packs, np.int64), np.full(num_packs, -1), np.full(len(pack_of), -1)
     for row in range(len(pack_of)):
         pack = pack_of[row]
         size[pack], before[row], last[pack] = size[pack] + 1, last[pack], row
     count = num_packs + len(pack_of)
     for pack in range(num_packs):
-        count += size[pack] * (size[pack] - 1) // 2 if size[pack] <= FEW else 0
+        count += size[pack] * (size[pack] - 1) // 2 if size[pack] <= few else 0
     parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count))
     parts.pack[:num_packs] = np.arange(num_packs)
     place = num_packs
@@ -110,7 +110,7 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int) -> Parts:
             parts.tokens[place] = batch.items[row].tokens + (batch.items[second].tokens if second >= 0 else 0)
             place += 1
             second = before[second if second >= 0 else row]
-            if second < 0 or size[pack_of[row]] > FEW:
+            if second < 0 or size[pack_of[row]] > few:
                 break
     return parts
 

