@@ -121,6 +121,7 @@ VARIANTS = (
     one("micro_batch: no exchanges between packs", _EXCHANGES, 'if problem.sync == "step" and not _is_near'),
     one("step: no exchanges between packs", _EXCHANGES, 'if problem.sync == "micro_batch" and not _is_near'),
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
+    one("exchanges: ten times as many are compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),
     one("step: one exchange tried a turn", "TRIES = 12", "TRIES = 1"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),

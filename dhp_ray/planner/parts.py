@@ -17,6 +17,12 @@ from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
 from dhp_ray.planner.schedule import Schedule, by_owner, crosses_nodes
 
+BETTER = 1e-6
+"""The share of a time that counts as shorter."""
+
+EFFORT = 1e7
+"""The most exchanges of a plan that are compared; an exact timing counts as one for each sequence of the batch."""
+
 FEW = 6
 """The most sequences of a pack of which two may change packs together, once no exchange of single ones helps."""
 
@@ -79,6 +85,19 @@ def held_by(batch: Batch, schedule: Schedule) -> np.ndarray:
     """The tokens of each pack."""
     held: np.ndarray = np.add.reduceat(batch.items.tokens[schedule.rows], schedule.first_row[:-1]).astype(np.float64)
     return held
+
+
+@inner
+def insert(found: np.ndarray, after_s: float, more: float, given: int, taken: int) -> None:
+    """Insert an exchange into `found` (4, most), which is sorted by its first two rows, if it is one of the best."""
+    most = found.shape[1]
+    place = most
+    while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
+        place -= 1
+        if place + 1 < most:
+            found[:, place + 1] = found[:, place]
+    if place < most:
+        found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
 
 
 @inner

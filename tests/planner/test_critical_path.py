@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
-from test_exchanges import best_exchange, packs_of, schedule_of
+from test_exchanges import best_exchange, check, packs_of, schedule_of
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem
 from dhp_ray.planner.baselines.static import Layout, uniform
@@ -55,16 +55,7 @@ def test_shorter_with_the_same_groups_in_their_memory(
                for row, (tokens, images) in enumerate(lengths)]
     problem = bounded(checked_problem(samples, ClusterSpec(num_ranks, 4, 8192, speeds), cost, sync="step"))
     before = dhp_step(problem)[0] if by_search else uniform(problem, Layout(min(degree, num_ranks), 8192))
-    in_order = np.concatenate([np.sort(pack) for pack in packs_of(before)])  # images are dealt to members in it
-    before = before._replace(rows=in_order)
-    after = with_shorter_path(problem, before)
-    assert time_of(problem, after) <= time_of(problem, before) * (1 + 1e-12)
-    assert sorted(after.rows.tolist()) == list(range(len(samples)))
-    assert all(packs_of(after))
-    assert (after.ranks == before.ranks).all()
-    assert (after.first_rank == before.first_rank).all()
-    tokens = np.add.reduceat(problem.items.tokens[after.rows], after.first_row[:-1])
-    assert (tokens <= np.diff(after.first_rank) * 8192).all()
+    check(problem, before, with_shorter_path)
 
 
 def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
@@ -12,8 +13,9 @@ from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem
 from dhp_ray.planner.baselines.static import Layout, uniform
-from dhp_ray.planner.micro_batch.exchanges import BETTER, with_exchanges
+from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
+from dhp_ray.planner.parts import BETTER
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of
@@ -62,6 +64,20 @@ def best_exchange(problem: Problem, schedule: Schedule, most: int = 2) -> Schedu
                     if time_of(problem, trial) < best_s:
                         best, best_s = trial, time_of(problem, trial)
     return best
+
+
+def check(problem: Problem, before: Schedule, exchanged: Callable[[Problem, Schedule], Schedule]) -> None:
+    """Each sequence runs once, on the same groups, in their memory, and the step is no longer."""
+    in_order = np.concatenate([np.sort(pack) for pack in packs_of(before)])  # images are dealt to members in it
+    before = before._replace(rows=in_order)
+    after = exchanged(problem, before)
+    assert time_of(problem, after) <= time_of(problem, before) * (1 + 1e-12)
+    assert sorted(after.rows.tolist()) == list(range(len(problem.samples)))
+    assert all(packs_of(after))
+    for kept in ("ranks", "first_rank", "micro_batch"):
+        assert (getattr(after, kept) == getattr(before, kept)).all()
+    tokens = np.add.reduceat(problem.items.tokens[after.rows], after.first_row[:-1])
+    assert (tokens <= np.diff(after.first_rank) * problem.cluster.tokens_per_rank).all()
 
 
 def test_the_module_s_example() -> None:
@@ -135,16 +151,7 @@ def test_shorter_with_the_same_groups_in_their_memory(
         before = micro_batch_schedule(problem, problem.machine, least_degrees(range(1, num_ranks + 1), num_ranks))
     else:
         before = uniform(problem, Layout(min(degree, num_ranks), 8192))
-    in_order = np.concatenate([np.sort(pack) for pack in packs_of(before)])  # images are dealt to members in it
-    before = before._replace(rows=in_order)
-    after = with_exchanges(problem, before)
-    assert time_of(problem, after) <= time_of(problem, before) * (1 + 1e-12)
-    assert sorted(after.rows.tolist()) == list(range(len(samples)))
-    assert all(packs_of(after))
-    for kept in ("ranks", "first_rank", "micro_batch"):
-        assert (getattr(after, kept) == getattr(before, kept)).all()
-    tokens = np.add.reduceat(problem.items.tokens[after.rows], after.first_row[:-1])
-    assert (tokens <= np.diff(after.first_rank) * 8192).all()
+    check(problem, before, with_exchanges)
 
 
 def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:

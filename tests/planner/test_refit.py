@@ -71,9 +71,7 @@ def world(
 @pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2), MIXED, {"quadratic_s": 8.0}],
                          ids=["tenfold", "a fifth", "mixed", "attention"])
 def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> None:
-    """Costs that are right do not tell which of two terms is too high if all packs of a plan are alike, so the factors
-    are those of three worlds.
-    """
+    """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds."""
     worlds = [world(true, sync=sync, seed=seed) for seed in (1, 2, 3)]
     for found in worlds:
         assert found.errors[0] > 0.3

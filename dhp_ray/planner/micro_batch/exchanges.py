@@ -20,19 +20,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.parts import FEW, Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
+from dhp_ray.planner.parts import (
+    BETTER,
+    EFFORT,
+    FEW,
+    Batch,
+    Groups,
+    Parts,
+    described,
+    held_by,
+    in_packs,
+    insert,
+    move,
+    pack_s,
+    parts_of,
+)
 from dhp_ray.planner.pricing import times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
 from dhp_ray.planner.schedule import Schedule
-
-BETTER = 1e-6
-"""The share of a micro-batch's time that counts as shorter."""
-
-EFFORT = 1e7
-"""The most exchanges that all turns compare; an exact timing counts as one for each sequence of the batch. Ten times as
-many shorten no row of benchmarks/ablation.py."""
 
 TRIES = 6
 """The most exchanges of a pack that are tried by exact times in one turn."""
@@ -157,11 +164,5 @@ def _candidates(
             after_s = max(after_s, other_s) if inside else after_s + max(0.0, other_s - longest)
             if after_s > times[slowest]:
                 continue
-            place = TRIES
-            while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
-                place -= 1
-                if place + 1 < TRIES:
-                    found[:, place + 1] = found[:, place]
-            if place < TRIES:
-                found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
+            insert(found, after_s, more, given, taken)
     return found

@@ -21,18 +21,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.parts import FEW, Batch, Groups, Parts, described, held_by, in_packs, move, pack_s, parts_of
+from dhp_ray.planner.parts import (
+    BETTER,
+    EFFORT,
+    FEW,
+    Batch,
+    Groups,
+    Parts,
+    described,
+    held_by,
+    in_packs,
+    insert,
+    move,
+    pack_s,
+    parts_of,
+)
 from dhp_ray.planner.pricing import times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
 from dhp_ray.planner.schedule import Schedule
-
-BETTER = 1e-6
-"""The share of the plan's time that counts as shorter."""
-
-EFFORT = 1e7
-"""The most exchanges that all turns compare; an exact timing counts as one for each sequence and rank of a pack."""
 
 TRIES = 12
 """The most exchanges that are tried by exact times in one turn."""
@@ -174,11 +182,5 @@ def _candidates(
             if held[other] + tokens > capacity[other] or (tokens < 0 and held[pack] - tokens > capacity[pack]):
                 continue
             after_s = end_s - min(more / speeds[pack], slack_s[other] - more / speeds[other])
-            place = TRIES
-            while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
-                place -= 1
-                if place + 1 < TRIES:
-                    found[:, place + 1] = found[:, place]
-            if place < TRIES:
-                found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
+            insert(found, after_s, more, given, taken)
     return found

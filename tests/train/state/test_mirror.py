@@ -132,8 +132,8 @@ def test_one_rank_holds_no_replica_and_no_rank_its_own() -> None:
 
 def broken_off(rank: int, port: int, width: int, sends: bool, late_s: float) -> Any:
     """Rank 2 dies before it sends its version 2, or while that is on its way: what the others hold, and whether it is
-    right. They begin `late_s` after it. Of a peer that dies with much on its way gloo does not always end what is to be
-    received: then the group's timeout does, which every group of a run has.
+    right. They begin `late_s` after it. gloo does not always end a receive from a peer that dies while it sends; the
+    group's timeout then ends it, as in a run.
     """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
