@@ -12,23 +12,54 @@ from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.items import time_s
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.candidates import best_candidate
-from dhp_ray.planner.step.free_ranks import free_ranks
+from dhp_ray.planner.step.free_ranks import free_ranks, occupy
 from dhp_ray.planner.step.rank_lists import rank_lists
 
 RANKS_PER_NODE = 5
 
 
 @njit
+def least_seconds(items, num_ranks, machine):
+    """By degree: the shortest time of all items."""
+    least_s = np.zeros(num_ranks + 1)
+    for degree in range(1, num_ranks + 1):
+        least_s[degree] = min([time_s(items[row], degree, False, machine.fastest, machine.rates[degree])
+                               for row in range(len(items))])
+    return least_s
+
+
+@njit
 def found(items, lowest, makespan, machine, lists, busy, gap_weight):
     """The best candidate on up to a node's ranks, and its ranks."""
-    least_s, chosen = np.zeros(len(busy) + 1), np.zeros(len(busy), dtype=np.int64)
-    for degree in range(1, RANKS_PER_NODE + 1):
-        least_s[degree] = time_s(items[0], degree, False, machine.fastest, machine.rates[degree])
-    ranks = free_ranks(busy, least_s, machine, lists)
+    chosen = np.zeros(len(busy), dtype=np.int64)
+    ranks = free_ranks(busy, least_seconds(items, len(busy), machine), machine, lists)
     best = best_candidate(
         items[0], lowest, RANKS_PER_NODE, makespan, machine, lists, ranks, gap_weight, chosen
     )
     return best, chosen[: best.degree]
+
+
+@njit
+def placed(items, makespan, machine, lists, busy, gap_weight):
+    """By item, placed one after another: the waste of its candidate, and that of the same search by which no list of
+    ranks has been skipped before."""
+    wastes, chosen = np.zeros((2, len(items))), np.zeros(len(busy), dtype=np.int64)
+    least_s = least_seconds(items, len(busy), machine)
+    ranks = free_ranks(busy, least_s, machine, lists)
+    for row in range(len(items)):
+        afresh = free_ranks(ranks.free, least_s, machine, lists)
+        wastes[1, row] = best_candidate(
+            items[row], 1, len(busy), makespan, machine, lists, afresh, gap_weight, chosen
+        ).cost
+        best = best_candidate(items[row], 1, len(busy), makespan, machine, lists, ranks, gap_weight, chosen)
+        wastes[0, row] = best.cost
+        if best.degree > 0:
+            members = np.sort(chosen[: best.degree])
+            crosses = machine.node[members[0]] != machine.node[members[-1]]
+            slowest = machine.speeds[members].min()
+            end = best.start + time_s(items[row], best.degree, crosses, slowest, machine.rates[best.degree])
+            occupy(ranks, members, end, machine, lists)
+    return wastes
 
 
 @njit
@@ -69,3 +100,19 @@ def test_no_candidate_inside_a_node_wastes_less(ranks, lowest, gap_weight, slack
     if costs:
         assert best.cost <= min(costs.values()) + 1e-9
         assert best.cost >= costs[tuple(sorted(chosen))] - 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.4, 0.7, 0.71, 0.9, 1.0]), st.floats(0.0, 4.0)), min_size=6, max_size=15),
+       st.lists(st.sampled_from([500, 2_000, 8_000, 20_000]), min_size=2, max_size=12), st.sampled_from([0.25, 1.0]),
+       st.floats(0.3, 1.5))
+def test_lists_that_are_skipped_have_no_better_candidate(ranks, lengths, gap_weight, slack):
+    """Items are placed on ranks that become free ever later, until some find no ranks."""
+    busy = np.array([free for _, free in ranks])
+    cluster = ClusterSpec(len(busy), RANKS_PER_NODE, 8192, (*(speed for speed, _ in ranks[:-1]), 1.1))
+    samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
+    problem = problem_of(samples, cluster, ALL_TO_ALL, "step")
+    items, machine, lists = problem.items, problem.machine, rank_lists(problem.machine)
+    total_s = (items.language_s + items.vision_s).sum()
+    wastes = placed(items, busy.max() + slack * total_s / len(busy), machine, lists, busy, gap_weight)
+    np.testing.assert_allclose(wastes[0], wastes[1], rtol=0, atol=1e-9)

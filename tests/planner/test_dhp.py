@@ -269,12 +269,15 @@ def test_a_hundred_thousand_sequences():
 
 PLAIN = """
 import json, sys
+from dataclasses import replace
 sys.path.insert(0, {folder!r})
 from test_dhp import ALL_TO_ALL, RING, bimodal
 from dhp_ray.planner import ClusterSpec, plan_batch
 def groups(count, ranks, speeds, cost, sync):
     cluster = ClusterSpec(ranks, 4, 8192, speeds)
-    return plan_batch(bimodal(count, ranks, count), cluster, cost, sync=sync, pool=((0, 1), (2, 3))).to_json()["groups"]
+    samples = [replace(sample, vision_grids=((1, 16, 8 + row),) * (row % 3))
+               for row, sample in enumerate(bimodal(count, ranks, count))]
+    return plan_batch(samples, cluster, cost, sync=sync, pool=((0, 1), (2, 3))).to_json()["groups"]
 print(json.dumps([groups(count, ranks, speeds, cost, sync)
                   for count, ranks, speeds in ((12, 8, ()), (40, 6, ()), (9, 4, (1.0, 0.5, 0.8, 1.1)))
                   for cost in (ALL_TO_ALL, RING) for sync in ("step", "micro_batch")]))
