@@ -123,7 +123,6 @@ VARIANTS = (
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("exchanges: ten times as many are compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),
-    one("step: one exchange tried a turn", "TRIES = 12", "TRIES = 1"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),

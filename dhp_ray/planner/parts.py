@@ -88,19 +88,6 @@ def held_by(batch: Batch, schedule: Schedule) -> np.ndarray:
 
 
 @inner
-def insert(found: np.ndarray, after_s: float, more: float, given: int, taken: int) -> None:
-    """Insert an exchange into `found` (4, most), which is sorted by its first two rows, if it is one of the best."""
-    most = found.shape[1]
-    place = most
-    while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
-        place -= 1
-        if place + 1 < most:
-            found[:, place + 1] = found[:, place]
-    if place < most:
-        found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
-
-
-@inner
 def move(parts: Parts, part: int, pack: int, pack_of: np.ndarray) -> None:
     if parts.row[part] >= 0:
         pack_of[parts.row[part]] = pack

@@ -30,7 +30,6 @@ from dhp_ray.planner.parts import (
     described,
     held_by,
     in_packs,
-    insert,
     move,
     pack_s,
     parts_of,
@@ -164,5 +163,17 @@ def _candidates(
             after_s = max(after_s, other_s) if inside else after_s + max(0.0, other_s - longest)
             if after_s > times[slowest]:
                 continue
-            insert(found, after_s, more, given, taken)
+            _insert(found, after_s, more, given, taken)
     return found
+
+
+@inner
+def _insert(found: np.ndarray, after_s: float, more: float, given: int, taken: int) -> None:
+    """Insert an exchange into `found` (4, TRIES), which is sorted by its first two rows, if it is one of the best."""
+    place = TRIES
+    while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
+        place -= 1
+        if place + 1 < TRIES:
+            found[:, place + 1] = found[:, place]
+    if place < TRIES:
+        found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken

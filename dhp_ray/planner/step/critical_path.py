@@ -8,11 +8,12 @@ may end later without making the plan longer. Two ranks that hold 9 tokens; a to
     before   rank 0  |--5-4--|-3-3-|    15 s        swap 5 and 3:       rank 0  |-3-4-|-3-3-|    13 s
              rank 1  |-4-3-|-2-2-|      11 s        2 s move            rank 1  |-4-5-|-2-2-|    13 s
 
-The exchanges that memory allows are sorted by an estimate of the plan's end: the difference in work, divided by the
-ranks of a pack and its slowest speed, shortens the path and uses up slack. The first one is made that, by exact times,
-shortens the plan or lets fewer ranks end last. The search ends if there is none, or if EFFORT is used up. A plan of
-packs that memory fills, a few for each rank, gains most: a trial (`trial.py`) adds up the work of a rank, and does not
-see which sequences fit into one pack. O(turns x sequences of the path x sequences).
+Of the exchanges that memory allows, a turn takes the one with the earliest estimated end of the plan: the difference in
+work, divided by the ranks of a pack and its slowest speed, shortens the path and uses up slack. It is made if, by exact
+times, it shortens the plan or lets fewer ranks end last; otherwise the search ends, or goes on with two sequences at
+once. It also ends if EFFORT is used up. A plan of packs that memory fills, a few for each rank, gains most: a trial
+(`trial.py`) adds up the work of a rank, and does not see which sequences fit into one pack.
+O(turns x sequences of the path x sequences).
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from dhp_ray.planner.parts import (
     described,
     held_by,
     in_packs,
-    insert,
     move,
     pack_s,
     parts_of,
@@ -41,9 +41,6 @@ from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
 from dhp_ray.planner.schedule import Schedule
-
-TRIES = 12
-"""The most exchanges that are tried by exact times in one turn."""
 
 
 class Timeline(NamedTuple):
@@ -73,26 +70,22 @@ def shorten(
 ) -> None:
     """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: seconds and tokens of each pack. All
     three are updated."""
-    turn, compared, few = 0, 0.0, 1
-    while turn < len(pack_of) and compared < EFFORT:
+    compared, few = 0.0, 1
+    while True:
         timeline = _timeline(groups.first, ranks, times, num_ranks)
         parts = parts_of(batch, pack_of, len(times), few)
         on_path = _on_path(timeline)
-        compared += on_path[parts.pack].sum() * len(parts.pack)
+        compared += on_path[parts.pack].sum() * len(parts.pack) + len(pack_of) + len(ranks)
         if compared > EFFORT:
-            break
-        found = _candidates(parts, groups, batch.tokens_per_rank, held, on_path, timeline.end.max(),
-                            _slack_s(groups.first, ranks, times, timeline))
-        shorter = False
-        for place in range(TRIES):
-            if shorter or found[0, place] == np.inf:
-                break
-            given, taken = int(found[2, place]), int(found[3, place])
-            shorter = _exchanged(batch, groups, rates, ranks, pack_of, times, held, timeline, parts, given, taken)
-            compared += len(pack_of) + len(ranks)
-        if not shorter and few == FEW:
-            break
-        turn, few = turn + 1, few if shorter else FEW
+            return
+        given, taken = _best(parts, groups, batch.tokens_per_rank, held, on_path, timeline.end.max(),
+                             _slack_s(groups.first, ranks, times, timeline))
+        if given < 0 or not _exchanged(
+            batch, groups, rates, ranks, pack_of, times, held, timeline, parts, given, taken
+        ):
+            if few == FEW:
+                return
+            few = FEW
 
 
 @inner
@@ -154,16 +147,15 @@ def _slack_s(first: np.ndarray, ranks: np.ndarray, times: np.ndarray, timeline: 
 
 
 @inner
-def _candidates(
+def _best(
     parts: Parts, groups: Groups, tokens_per_rank: int, held: np.ndarray, on_path: np.ndarray, end_s: float,
     slack_s: np.ndarray,
-) -> np.ndarray:
-    """(4, TRIES): exchanges between a pack of the critical path and one outside it, the best first: the estimated end
-    of the plan (infinite: there is no such exchange); work that moves; the part that is given, and the one that is
-    taken."""
+) -> tuple[int, int]:
+    """The part that a pack of the critical path gives, and the one that it takes from a pack outside it, so that the
+    plan is estimated to end first, with the least work that moves; -1 and -1 if no exchange may help."""
     num_packs = len(slack_s)
-    found, speeds, size = np.full((4, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs, np.int64)
-    capacity = np.zeros(num_packs)
+    speeds, capacity, size = np.zeros(num_packs), np.zeros(num_packs), np.zeros(num_packs, np.int64)
+    best, best_s, least = (-1, -1), np.inf, np.inf
     for pack in range(num_packs):
         degree = groups.first[pack + 1] - groups.first[pack]
         capacity[pack], speeds[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
@@ -182,5 +174,6 @@ def _candidates(
             if held[other] + tokens > capacity[other] or (tokens < 0 and held[pack] - tokens > capacity[pack]):
                 continue
             after_s = end_s - min(more / speeds[pack], slack_s[other] - more / speeds[other])
-            insert(found, after_s, more, given, taken)
-    return found
+            if (after_s, more) < (best_s, least):
+                best, best_s, least = (given, taken), after_s, more
+    return best
