@@ -46,12 +46,13 @@ class Found(NamedTuple):
 def found_in(case: Case) -> list[Found]:
     found = []
     for sync in ("step", "micro_batch"):
-        for again in ("false", "true"):
+        for again in ("packs", "true"):
             one = opened(Case(case.model, case.device, case.workload, sync, seeds=(0,), recomputes=again))
             if one is None:
                 continue
             plan, training = one.planned("dhp").plans[0], one.training
-            offer = Offer(training.mode, training.tokens_per_rank, one.cost, training.gather_s, training.offload)
+            offer = Offer(training.mode, training.tokens_per_rank, one.cost, training.gather_s, training.offload,
+                          training.recomputation)
             [candidate] = candidates_of([offer], 1, plan.samples, one.cluster.nodes)
             problem = problem_of(plan.samples, plan.cluster, one.cost, plan.sync)
             drawn = np.random.default_rng(0).normal(0.0, SPREAD, (DRAWS, len(plan.groups)))
@@ -83,8 +84,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     models = parser.parse_args(argv).models.split(",")
     warm_up()
-    print("| 64 devices, one batch | step | step again | micro_batch | micro_batch again | auto takes | over the best "
-          "| with errors |\n|" + "---|" * 8)
+    print("| 64 devices, one batch | step, by pack | step, all | micro_batch, by pack | micro_batch, all | auto takes "
+          "| over the best | with errors |\n|" + "---|" * 8)
     every = []
     for case in (Case(model, device, mix) for model in models for device in ("910B", "H100") for mix in MIXES):
         if found := found_in(case):

@@ -30,7 +30,7 @@ _ONE_NODE = "if tiny and (machine.rates.inside_s == machine.rates.across_s).all(
 _WHOLE_NODES = "best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)"
 _MOPPED_QUICKLY = "leftover=max(64, len(work) // 16)"
 _BASELINES = "schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]"
-_NEAR = "NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000"
+_NEAR = "NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
 _EXCHANGES = 'if problem.sync == "micro_batch" or not _is_near'
@@ -94,9 +94,9 @@ VARIANTS = (
     one("no baseline as a candidate", _BASELINES, "pass"),
     one("no pow2 or static as a candidate", _BASELINES, "schedules += [paper_at(problem, cap, memory)]"),
     one("no dhp_paper as a candidate", _BASELINES, "schedules += packed_to(problem, cap)"),
-    one("baselines only above NEAR", _NEAR, "NEAR, SMALL, MANY, HUGE = 1e-2, 0, 5_000_000, 20_000"),
-    one("baselines only up to SMALL", _NEAR, "NEAR, SMALL, MANY, HUGE = 1e9, 10_000, 5_000_000, 20_000"),
-    one("baselines with packs of whole memory only", _NEAR, "NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 0, 20_000"),
+    one("baselines only above NEAR", "SMALL = 10_000", "SMALL = 0"),
+    one("baselines only up to SMALL", _NEAR, "NEAR, MANY, HUGE = 1e9, 5_000_000, 20_000"),
+    one("baselines with packs of whole memory only", _NEAR, "NEAR, MANY, HUGE = 1e-2, 0, 20_000"),
     one("static of the least degree only", "for factor in (1, 2, 4)", "for factor in (1,)"),
     one("micro_batch: at most 16 makespans", "(256, 40), (1024, 32), (4096, 16)", "(4096, 16)"),
     one("micro_batch: no span", _SPAN, "(10**9, 4)), 1e9"),

@@ -37,20 +37,19 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most
 
 
-def checkpoint_activations(module: nn.Module, wanted: bool) -> None:
-    """Let a transformers model recompute what is inside its layers in the backward pass, by autograd's hooks, or, if
-    that is not `wanted`, keep it.
+def checkpoint_activations(module: nn.Module) -> None:
+    """Let a transformers model recompute what is inside its layers in the backward pass, by autograd's hooks. A layer
+    does so while its `gradient_checkpointing` is True.
     """
     model: Any = module
-    newer = hasattr(model, "activation_checkpointing_enable")
-    if wanted and newer:
+    if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable({"use_reentrant": False})
-    elif wanted:  # its name in transformers 5.17; 5.23 warns of it
+    else:  # its name in transformers 5.17; 5.23 warns of it
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif newer:
-        model.activation_checkpointing_disable()
-    else:
-        model.gradient_checkpointing_disable()
+    # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
+    # encoder its features would then want a backward pass on the ranks that have images, and on no other: the exchange
+    # would hang.
+    model.disable_input_require_grads()
 
 
 def rope_positions(

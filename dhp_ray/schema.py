@@ -254,8 +254,10 @@ class Train:
     freeze: list[str] = key([], "parts left as they are: vision, language")
     lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
-        "false", "recompute activations in the backward pass; auto: what fits and is fastest, for each generation",
-        choices=("true", "false", "auto"))
+        "false", "recompute activations in the backward pass: true: of all layers; packs: of each pack that needs it "
+        "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU; not of packs "
+        "that move activations to host memory); auto: packs or true, what fits and is fastest, for each generation",
+        choices=("true", "false", "packs", "auto"))
     activation_offload: str = key(
         "off", "keep activations in host memory until the backward pass wants them: off; auto: of a pack that needs it "
         "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU); a number: this "

@@ -210,6 +210,8 @@ def print_table(plan: Plan) -> None:
         print(f"images:          {num_images}, encoded in the packs")
     if shares := [group.offload for group in plan.groups if group.offload]:
         print(f"offload:         {len(shares)} packs, up to {100 * max(shares):.0f} % of activations in host memory")
+    if shares := [group.recomputed for group in plan.groups if group.recomputed]:
+        print(f"recomputation:   {len(shares)} packs, up to {100 * max(shares):.0f} % of layers")
     print(f"predicted time:  {plan.predicted_time_s:.4f} s")
     print(f"lower bound:     {plan.lower_bound_s:.4f} s (the plan is {100 * gap:.1f} % above)")
     rounds = len(fixed_starts(plan))

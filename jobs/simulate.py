@@ -79,10 +79,11 @@ def report(simulation: Simulated, settings: Simulation) -> int:
     from dhp_ray.simulate.table import text_of
 
     machine, cluster = simulation.machine, settings.cluster
-    moved = f", up to {machine.first.most_tokens:,} with activations in host memory"
+    how = "activations in host memory" if machine.first.offload.share else "recomputed layers"
+    beyond = f", up to {machine.first.most_tokens:,} with {how}" if machine.first.beyond.share else ""
     print(f"{settings.model} on {cluster.num_ranks} {machine.device.name}, {cluster.ranks_per_node} a node: "
           f"{machine.first.mode}, {machine.first.tokens_per_rank:,} tokens a rank"
-          f"{moved if machine.first.offload.share else ''}; longest sequence "
+          f"{beyond}; longest sequence "
           f"{simulation.batches.longest_tokens:,} tokens. All modelled, nothing measured.")
     summaries = simulation.summaries()
     print(text_of(summaries))

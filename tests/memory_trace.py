@@ -40,6 +40,7 @@ from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload
@@ -228,9 +229,9 @@ def make_inputs(
 
 def traced(
     config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]], settings: MemorySettings, degree: int = 1,
-    lora: LoraSettings | None = None, share: float = 0.0,
+    lora: LoraSettings | None = None, share: float = 0.0, recomputed: float = 0.0,
 ) -> Traced:
-    """A pack of which the share `share` of layers is moved to host memory.
+    """A pack of which the share `share` of layers is moved to host memory, and the share `recomputed` runs again.
 
     In `sync=step` on one rank; in `micro_batch`, and where the ranks of a node share its memory, as rank 0 of
     `settings.world_size`, in a `fake_world`.
@@ -244,7 +245,8 @@ def traced(
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     link, encodes = SilentLink(degree), inputs.num_images > 0
-    inputs, load = replace(inputs, offload=share), load._replace(offload=share)
+    inputs = replace(inputs, offload=share, recomputed=recomputed)
+    load = load._replace(offload=share, recomputed=recomputed)
     offload = Offload(adapter, torch.device("cpu"))
     with memory_trace() as trace:
         offload.buffer._chunk = partial(trace.on_host, CHUNK_BYTES)  # type: ignore[method-assign]
@@ -271,7 +273,7 @@ def traced(
             gc.collect()
             before_bytes = trace.live_bytes - on_device.pixels.nbytes - following.nbytes
             trace.begin()
-            with offload.of_pack(on_device):
+            with offload.of_pack(on_device), recomputing(adapter, on_device.recomputed):
                 loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
                         else engine.loss(on_device, link, encodes))
             loss.backward()

@@ -40,18 +40,15 @@ class Layer(nn.Module):
         super().__init__()
         self.called: list[tuple[str, object]] = []
 
+    def disable_input_require_grads(self) -> None:
+        self.called.append(("disable_input_require_grads", None))
+
 
 class Newer(Layer):
     def activation_checkpointing_enable(self, options: object) -> None:
         self.called.append(("activation_checkpointing_enable", options))
 
-    def activation_checkpointing_disable(self) -> None:
-        self.called.append(("activation_checkpointing_disable", None))
-
     def gradient_checkpointing_enable(self, options: object) -> None:
-        raise AssertionError("the newer one warns of this name")
-
-    def gradient_checkpointing_disable(self) -> None:
         raise AssertionError("the newer one warns of this name")
 
 
@@ -59,16 +56,12 @@ class Older(Layer):
     def gradient_checkpointing_enable(self, options: object) -> None:
         self.called.append(("gradient_checkpointing_enable", options))
 
-    def gradient_checkpointing_disable(self) -> None:
-        self.called.append(("gradient_checkpointing_disable", None))
-
 
 @pytest.mark.parametrize(("kind", "name"), [(Newer, "activation_checkpointing"), (Older, "gradient_checkpointing")])
 def test_activations_are_checkpointed_by_the_name_that_there_is(kind: type[Layer], name: str) -> None:
     model = kind()
-    compatibility.checkpoint_activations(model, True)
-    compatibility.checkpoint_activations(model, False)
-    assert model.called == [(f"{name}_enable", {"use_reentrant": False}), (f"{name}_disable", None)]
+    compatibility.checkpoint_activations(model)
+    assert model.called == [(f"{name}_enable", {"use_reentrant": False}), ("disable_input_require_grads", None)]
 
 
 def vision_input(*parts: int | tuple[int, Grid]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

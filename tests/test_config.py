@@ -177,7 +177,7 @@ def test_sources(bare: list[str]) -> None:
     ("elastic.mirror_every_steps=often", "elastic.mirror_every_steps", "got 'often'; allowed: auto, or a whole number"),
     ("planner.tokens_per_rank=4.5", "planner.tokens_per_rank", "got '4.5'; allowed: auto, or a whole number"),
     ("data.min_pixels=9999999", "data.min_pixels", "got 9999999; allowed: at most data.max_pixels (1003520)"),
-    ("train.activation_checkpointing=1", "train.activation_checkpointing", "got '1'; allowed: true, false, auto"),
+    ("train.activation_checkpointing=1", "train.activation_checkpointing", "allowed: true, false, packs, auto"),
     ("planner.sync=none", "planner.sync", "got 'none'; allowed: step, micro_batch, auto"),
     ("train.freeze=vision", "train.freeze", "got 'vision' (the command line); allowed: a list of names"),
     ("train.freeze=[audio]", "train.freeze", "got 'audio'; allowed: vision, language"),

@@ -40,8 +40,9 @@ def test_a_micro_batch_of_the_simulated_step_takes_what_was_planned_where_links_
 
 def test_a_row_says_what_it_means() -> None:
     times_s = {"static": 4.0, "static_best": 4.0, "pow2": 3.0, "dhp_paper": 3.3, "megatron": 5.0, "dhp": 2.0}
-    row = Row(CASE, "micro_batch", 100, times_s, 1.6, 1.5, {})
+    row = Row(CASE, "micro_batch", 100, times_s, 1.6, 2.5, 1.5, {})
     assert (row.best, row.gain, row.gain_auto, row.most, row.over("static")) == ("pow2", 1.5, 1.875, 2.0, 2.0)
+    assert row.gain_plain == 1.2
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
 

@@ -208,8 +208,10 @@ class ModelAdapter(Protocol):
         """Compute norms, rotary embeddings and gated MLPs with these operators. Parameters and their names stay."""
         ...
 
-    def set_activation_checkpointing(self, wanted: bool = True) -> None:
-        """Recompute the activations of each layer in the backward pass, or keep them. May change between two steps."""
+    def set_activation_checkpointing(self, share: float = 1.0) -> None:
+        """Recompute this share of the layers in the backward pass, the first ones of the encoder and of the language
+        model, and keep the activations of the others. May change between two packs.
+        """
         ...
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:

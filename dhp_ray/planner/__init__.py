@@ -96,8 +96,8 @@ def plan_batch(
 
     samples: in the batch's order; a sample's tokens are integers, with text and vision counted separately.
     cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, the ranks' speeds
-    (1.0: nominal; none: all nominal), and the share of a larger pack's activations that goes to host memory
-    (`Offload`).
+    (1.0: nominal; none: all nominal), and the share of a larger pack's layers whose activations go to host memory
+    (`Offload`), or that are recomputed (`Recomputation`).
     cost: seconds and bytes of work and messages, from conf/cost/ or from your own measurements. All times of the plan
     are predicted with it.
     planner: a name of PLANNERS. sync: `step`, ranks meet once a step, or `micro_batch`, all meet in every micro-batch.
@@ -214,6 +214,7 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
         "pool": [list(ranks) for ranks in problem.pool],
         "encoder": problem.encoder,
         "offload": cluster.offload.to_json(),
+        "recomputation": cluster.recomputation.to_json(),
     }
     world = found.world
     images, passes, vision = (world.images, world.passes, world.vision) if world else (None, None, IN_PACKS)

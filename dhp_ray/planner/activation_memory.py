@@ -1,9 +1,9 @@
 """Bytes of activations: what a pack's forward pass keeps for its backward pass, on the device and in host memory.
 
 For each token or patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of
-width F and a computing type of c bytes. Trained: t = 1, otherwise 0. Recomputation keeps c D of each layer, and the
-following only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, and
-nothing of norms:
+width F and a computing type of c bytes. Trained: t = 1, otherwise 0. Of layers that are recomputed (the first ones of
+the encoder and of the language model) c D are kept, and the following only for one layer at a time. Adapters (LoRA)
+keep the inputs of their layers as trained weights do, and nothing of norms:
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dhp_ray.planner.layer_share import num_relieved
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, MemorySettings, PackLoad
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.offload import num_moved
 
 
 class ActivationMemory:
@@ -52,16 +52,28 @@ class ActivationMemory:
             # those of the language model are kept if anything before the loss is trained
             if self._trains["vision"] or (self._trains["language"] and part == "language"):
                 count = self._num_layers(part)
-                moved += positions * self._of_layers(part) * num_moved(load.offload, count) / max(1, count)
+                moved += positions * self._of_layers(part, load) * num_relieved(load.offload, count) / max(1, count)
         return moved
 
     def _num_layers(self, part: str) -> int:
         return sum(layer.count for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
-    def _of_layers(self, part: str) -> int:
+    def _recomputed(self, load: PackLoad) -> float:
+        """The share of layers that are recomputed."""
+        return 1.0 if self.settings.recomputes else load.recomputed
+
+    def _of_layers(self, part: str, load: PackLoad) -> float:
         """Bytes that all layers of a part keep for each token (or patch)."""
-        return sum(layer.count * (self._c * layer.width if self.settings.recomputes else self.layer_bytes(part, layer))
+        share = self._recomputed(load)
+        return sum(layer.count * (share * self._c * layer.width + (1 - share) * self.layer_bytes(part, layer))
                    for layer in (self.shape.vision if part == "vision" else self.shape.language))
+
+    def _again(self, part: str, load: PackLoad) -> float:
+        """The share of a layer's bytes that is there again during the backward pass of the last layer that is
+        recomputed, beyond what layers kept at the end of the forward pass: 0 if the last layer is kept, whose backward
+        pass is over by then. Between that and all layers: what makes this and the unrounded shares a line.
+        """
+        return max(0.0, 1 - (1 - self._recomputed(load)) * self._num_layers(part))
 
     def _kept(self, part: str, load: PackLoad, least: int = 0) -> float:
         """Bytes that the layers of a part, with their rotations and mergers, keep on the device until their backward
@@ -70,7 +82,8 @@ class ActivationMemory:
         """
         shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
         layers = shape.vision if part == "vision" else shape.language
-        of_layers = self._of_layers(part) * max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
+        here = max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
+        of_layers = self._of_layers(part, load) * here
         if part == "language":
             return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines

@@ -14,6 +14,12 @@ If attention hides communication, a pack may hide more than its sequences do alo
 (Times alone remain valid: what the other sequences of a pack hide, they also compute.) Waiting for copies to host
 memory is no area either. A sequence alone waits no longer than with others, which add to compute and to what is moved.
 
+If packs may recompute layers, a sequence pays less at once for its compute again and for its share of the fixed costs
+than in one of two extreme packs: as full as recomputation of all layers allows, or without any. For with x tokens a
+rank the two together are a line in 1 / x, for every sequence. If a long sequence has too few ranks to avoid
+recomputation, the second one is its own pack, with nothing else. Degrees from d(T) to the one that avoids it are looked
+at in intervals [d, 2 d), each with the charges of its first degree and the share of its last one.
+
 This share is small if packs are far from full. But a rank that runs anything runs a pack, and pays at least o, the
 least that a pack pays once. It has T - o left for the rest, and a rank that runs nothing has no more:
 
@@ -41,52 +47,15 @@ O(sequences).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Item, Items, compiled_predicted_s
+from dhp_ray.planner.items import Item, Items, compiled_predicted_s, compiled_share_of
+from dhp_ray.planner.limits import Limit, Limits, limits_of
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import Number, OverlapOf
-
-LIMIT = np.dtype(
-    [
-        (name, np.float64)
-        for name in ("speed", "encode_speed", "transfer_s", "overlap", "overhead_s", "encoder_pass_s", "least_s",
-                     "charge_s", "exchange_s", "stretch", "moved", "from_tokens", "free_tokens", "forward")
-    ]
-)
-"""The best that d ranks can do. `speed`: that of the d-th fastest rank. `encode_speed`: the sum of the d fastest (of
-all ranks, if images may be encoded apart).
-
-On d ranks or more: `charge_s` is the least area in seconds that a token adds to its compute; `exchange_s` is the same
-without fixed costs of packs; `stretch` is the least area over compute, which is 1 except with unequal speeds, where a
-group's members are as slow as its slowest.
-"""
-
-
-class LimitOf(OverlapOf[Number], Protocol[Number]):
-    """The fields of LIMIT: numbers of one record, arrays of many."""
-
-    speed: Number
-    encode_speed: Number
-    transfer_s: Number
-    encoder_pass_s: Number
-    charge_s: Number
-    exchange_s: Number
-    stretch: Number
-
-
-Limit: TypeAlias = LimitOf[float]
-
-
-class Limits(LimitOf[np.ndarray], Protocol):
-    """A numpy.recarray of LIMIT, one for each number of ranks from 0 (unused) to N."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, num_ranks: int) -> Limit: ...
 
 
 class Room(NamedTuple):
@@ -99,20 +68,18 @@ class Room(NamedTuple):
     apart: bool
 
 
-STRETCHED = 64
-"""Number of ranks in the largest set that is examined."""
-
-
 def lower_bound_s(problem: Problem) -> float:
     """Seconds that no plan of this batch can beat, including fixed costs."""
     micro_batches = 1
     if problem.sync == "micro_batch":
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
-    items = problem.items
-    if problem.encoder != "group" and problem.cost.image_piece_patches:  # several ranks may encode one image
+    items, apart = problem.items, problem.encoder != "group"
+    if apart:
         items = items.copy()  # type: ignore[attr-defined]
-        items.image_s = 0.0
-    once_s, apart = float(problem.machine.rates.overhead_s[1:].min()), problem.encoder != "group"
+        items.host_s = problem.cost.host_s(items.tokens.astype(np.float64))  # packs then move no patches
+        if problem.cost.image_piece_patches:  # several ranks may encode one image
+            items.image_s = 0.0
+    once_s = float(problem.machine.rates.overhead_s[1:].min())
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
     packs_s = float(_bound(items, limits_of(problem), room))
     return max(packs_s, problem.cost.gather_s * micro_batches) + problem.cost.fixed_s * micro_batches
@@ -121,59 +88,6 @@ def lower_bound_s(problem: Problem) -> float:
 def bounded(problem: Problem) -> Problem:
     """The problem with its lower bound."""
     return replace(problem, lower_bound_s=lower_bound_s(problem))
-
-
-def limits_of(problem: Problem) -> Limits:
-    cluster, rates = problem.cluster, problem.machine.rates
-    fastest = np.sort(problem.speeds)[::-1]
-    degrees = np.arange(cluster.num_ranks + 1)
-    limits = cast(Limits, np.recarray(len(degrees), dtype=LIMIT))
-    limits.speed = fastest[np.maximum(degrees, 1) - 1]
-    limits.encode_speed = np.concatenate([[1.0], np.cumsum(fastest)])
-    if problem.encoder != "group":
-        limits.encode_speed[1:] = fastest.sum()
-    limits.transfer_s = np.where(
-        degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
-    )
-    limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
-    limits.encoder_pass_s = rates.encoder_pass_s
-    limits.moved = np.zeros(len(degrees))
-    if cluster.offload.share:  # otherwise the others are not read
-        limits.moved, limits.from_tokens, limits.free_tokens = rates.moved, rates.from_tokens, rates.free_tokens
-        limits.forward = rates.forward
-    slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
-    exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
-    charge = exchange + rates.overhead_s * slowest_sum / (cluster.most_tokens_per_rank * np.maximum(degrees, 1))
-    limits.exchange_s, limits.charge_s = (
-        np.concatenate([[0.0], np.minimum.accumulate(each[:0:-1])[::-1]]) for each in (exchange, charge)
-    )
-    limits.stretch = np.ones(len(degrees)) if fastest[0] == fastest[-1] else _stretch(fastest)
-    return limits
-
-
-@compiled
-def _stretch(fastest: np.ndarray) -> np.ndarray:
-    """For d ranks or more: the least of (sum of speeds) / (d * slowest speed) over all sets. The best sets are
-    neighbours by speed.
-
-    It never decreases with d: a set of d + 1 without its fastest rank has a lower value. So beyond STRETCHED ranks the
-    value of STRETCHED is a valid bound. O(N STRETCHED).
-    """
-    num_ranks = len(fastest)
-    stretch = np.ones(num_ranks + 1)
-    for degree in range(1, num_ranks + 1):
-        if degree > STRETCHED:
-            stretch[degree] = stretch[STRETCHED]
-            continue
-        best, total = np.inf, 0.0
-        for last in range(num_ranks):
-            total += fastest[last]
-            if last >= degree:
-                total -= fastest[last - degree]
-            if last >= degree - 1:
-                best = min(best, total / (degree * fastest[last]))
-        stretch[degree] = best
-    return np.maximum(stretch * (1 - 1e-12), 1.0)
 
 
 @inner
@@ -195,12 +109,34 @@ def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
 
 
 @inner
-def _add_areas(areas: np.ndarray, item: Item, limit: Limit) -> None:
-    """Add the least areas of an item on at least this many ranks: of its pack, with and without its share of fixed
+def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: Limits) -> None:
+    """Add the least areas of an item on at least `degree` ranks: of its pack, with and without its share of fixed
     costs, and of its images, which may be divided among the members in any way, so their area is not stretched.
     """
-    areas[0] += item.language_s * limit.stretch + item.tokens * limit.charge_s
-    areas[1] += item.language_s * limit.stretch + item.tokens * limit.exchange_s
+    limit, tokens = limits[degree], item.tokens
+    own_s = item.language_s * limit.stretch
+    if limit.again == 0.0:
+        areas[0] += own_s + tokens * limit.charge_s
+        areas[1] += own_s + tokens * limit.exchange_s
+    else:
+        least_s = own_s * (1.0 + limit.most_again) + tokens * limit.charge_s  # in a pack that recomputes all layers
+        alone_s = np.inf
+        keeps = max(degree, int(np.ceil(tokens / limits[1].free_tokens))) if limits[1].free_tokens else len(limits)
+        while degree < min(keeps, len(limits)):  # its pack has no fewer tokens than it, and computes as much again
+            limit, after = limits[degree], min(2 * degree, keeps, len(limits))
+            again = limits[after - 1].again * compiled_share_of(tokens, limits[after - 1])
+            own_s = item.language_s * limit.stretch * (1.0 + again)
+            alone_s = min(alone_s, own_s + tokens * limit.exchange_s)
+            once_s = limit.overhead_s * limits[len(limits) - 1].speed * degree  # of a pack with this sequence alone
+            least_s = min(least_s, own_s + tokens * limit.exchange_s + once_s)
+            degree = after
+        if keeps < len(limits):
+            limit = limits[keeps]
+            own_s = item.language_s * limit.stretch
+            least_s = min(least_s, own_s + tokens * limit.kept_charge_s)
+            alone_s = min(alone_s, own_s + tokens * limit.exchange_s)
+        areas[0] += least_s
+        areas[1] += alone_s
     areas[2] += item.vision_s
 
 
@@ -237,7 +173,7 @@ def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, ma
             degree += 1
             if degree == len(limits):
                 return False
-        _add_areas(areas, item, limits[degree])
+        _add_areas(areas, item, degree, limits)
     return _have_room(areas, makespan, room)
 
 
@@ -245,7 +181,7 @@ def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, ma
 def _bound(items: Items, limits: Limits, room: Room) -> float:
     areas, fastest = np.zeros(3), limits[1].speed
     for row in range(len(items)):
-        _add_areas(areas, items[row], limits[items[row].minimum_degree])
+        _add_areas(areas, items[row], items[row].minimum_degree, limits)
     low = max((areas[0] + areas[2]) / room.speed, areas[1] / room.speed + room.once_s)
     if not room.apart:
         low = max(low, (areas[1] + areas[2]) / room.speed + room.once_s)
@@ -258,7 +194,7 @@ def _bound(items: Items, limits: Limits, room: Room) -> float:
             rows[count] = row
             count += 1
         else:  # this degree meets every makespan from `low` on
-            _add_areas(others, items[row], limits[degree])
+            _add_areas(others, items[row], degree, limits)
     rows = rows[:count]
     span = np.array([low, low, low])
     if _fits(items, rows, others, limits, low, room):

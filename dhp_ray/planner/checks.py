@@ -50,12 +50,16 @@ def check(plan: Plan) -> None:
             f"plan: group {index} holds {tokens[index]} tokens on {degrees[index]} ranks "
             f"of {plan.cluster.most_tokens_per_rank} tokens"
         )
-    needed, shares = plan.cluster.offload.share_of(tokens / degrees), np.array([group.offload for group in plan.groups])
-    wrong = (shares < needed - 1e-9) | (shares > 1.0)
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise PlanError(f"plan: group {index} moves a share of {shares[index]:.3g} of its activations to host memory; "
-                        f"allowed: {needed[index]:.3g} to 1")
+    for limit, found, does in (
+        (plan.cluster.offload, [group.offload for group in plan.groups], "moves {} of its activations to host memory"),
+        (plan.cluster.recomputation, [group.recomputed for group in plan.groups], "recomputes {} of its layers"),
+    ):
+        needed, shares = limit.share_of(tokens / degrees), np.array(found)
+        wrong = (shares < needed - 1e-9) | (shares > 1.0)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise PlanError(f"plan: group {index} {does.format(f'a share of {shares[index]:.3g}')}; "
+                            f"allowed: {needed[index]:.3g} to 1")
     grids = [sample.vision_grids for sample in plan.samples]
     images = np.zeros(len(pieces), dtype=np.int64)
     if any(grids):

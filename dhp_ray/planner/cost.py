@@ -37,6 +37,10 @@ and back during the backward pass, which is the rest. So ranks wait only for wha
     compute = language / (d v) + encode         moved = s(t) * (bytes of all activations) / d / host_bytes_per_s
     waits   = max(0, moved - forward * compute) + max(0, moved - (1 - forward) * compute)
 
+Or the share s(t) of its layers is recomputed (`recomputation`): their forward passes run again, with their exchanges.
+
+    again = s(t) * (forward * (time - encode) + vision_forward * encode)     of images only if the encoder is trained
+
 If images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time before the
 packs (1: there is no backward phase), and `feature_bytes` are the bytes of a vision token's features in transit.
 In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`; a pack of the most tokens that a rank
@@ -62,7 +66,7 @@ import numpy as np
 
 from dhp_ray.planner.bandwidth import by_degree, constant, links_of
 from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare, Recomputation
 from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
 from dhp_ray.planner.rates import RATE, Rates, pairs_of, predicted_s
 
@@ -114,7 +118,7 @@ class CostModel:
     latency_s_by_sync: dict[str, float] = field(default_factory=dict)
     estimated: bool = False
     source: str = ""
-    _cache: dict[tuple[int, Offload], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[tuple[int, LayerShare], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
@@ -237,9 +241,11 @@ class CostModel:
         return (self.offload_bytes_per_token * num_tokens
                 + self.offload_bytes_per_patch * num_patches) / self.host_bytes_per_s
 
-    def rates(self, max_degree: int, offload: Offload = NO_OFFLOAD) -> Rates:
-        """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; computed once."""
-        if (max_degree, offload) not in self._cache:
+    def rates(self, max_degree: int, beyond: LayerShare = NO_OFFLOAD) -> Rates:
+        """The model by degree: a RATE for each degree from 0 (unused) to `max_degree`; computed once. `beyond`: what
+        is moved or recomputed of packs that do not fit otherwise.
+        """
+        if (max_degree, beyond) not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
             steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
             rates.inside_s, rates.across_s = [
@@ -255,11 +261,15 @@ class CostModel:
                     self.overlap * steps / degrees / degrees,
                     self.latency_s * steps + self.pack_s,
                 )
-            rates.moved = offload.slope / degrees
-            rates.from_tokens, rates.free_tokens = offload.from_tokens * degrees, offload.free_tokens * degrees
+            again = isinstance(beyond, Recomputation)
+            rates.moved = np.zeros_like(degrees) if again else beyond.slope / degrees
+            rates.again = np.full_like(degrees, beyond.slope * self.forward * again)
+            has_backward = self.vision_forward < 1.0
+            rates.encoded_again = np.full_like(degrees, beyond.slope * self.vision_forward * again * has_backward)
+            rates.from_tokens, rates.free_tokens = beyond.from_tokens * degrees, beyond.free_tokens * degrees
             rates.forward = np.full_like(degrees, self.forward)
-            self._cache[max_degree, offload] = rates
-        return self._cache[max_degree, offload]
+            self._cache[max_degree, beyond] = rates
+        return self._cache[max_degree, beyond]
 
     def pack_time_s(
         self, lengths: Sequence[int], ranks: Sequence[int], cluster: ClusterSpec, encode_s: float = 0.0,
@@ -272,7 +282,7 @@ class CostModel:
         """
         degree = len(ranks)
         speed = min(cluster.speeds[rank] for rank in ranks)
-        rate = self.rates(cluster.num_ranks, cluster.offload)[degree]
+        rate = self.rates(cluster.num_ranks, cluster.layer_share)[degree]
         tokens = float(sum(lengths))
         attention = sum(self.attention_s(length) for length in lengths)
         transfer_s = rate.across_s if cluster.crosses(ranks) else rate.inside_s

@@ -10,15 +10,14 @@ step. (With sync=micro_batch two caps do not show how short a baseline can be.)
 The shortest of all these schedules are then improved by exchanges between their packs; with sync=step only if they are
 far from the bound.
 
-If packs may move activations to host memory, all of this is done twice. The second time every sequence has enough ranks
-that its copies are hidden; the first time it may have fewer. So no plan is longer than without offload. A small batch,
-in which one pack more may mean one micro-batch more, is planned a third time with packs that wait for copies.
+If packs may move activations to host memory or recompute layers, all of this is done for each of several ways to plan
+the batch (`ways.py`), one of which moves and recomputes nothing that sequences can do without: so no plan is longer
+than without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +30,13 @@ from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
 from dhp_ray.planner.pricing import making_s, time_of
-from dhp_ray.planner.problem import Problem, without_waits
+from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step.critical_path import with_shorter_path
 from dhp_ray.planner.step.search import dhp_step
+from dhp_ray.planner.ways import SMALL, Way, few_ways, ways_of
 
-NEAR, SMALL, MANY, HUGE = 1e-2, 10_000, 5_000_000, 20_000
+NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000
 """A plan of more than SMALL sequences x ranks is compared with the baselines if it is more than NEAR (a share) above
 the bound, up to MANY also with less full packs, of one round more. A plan of more than HUGE sequences is not compared.
 """
@@ -52,8 +52,8 @@ take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does t
 
 
 EXCHANGED = 3
-"""Up to MANY sequences x ranks: the number of schedules that exchanges between packs improve. With sync=step only those
-that are more than NEAR above the bound.
+"""Up to MANY sequences x ranks: the number of schedules that exchanges between packs improve, of each way to plan the
+batch and of tuned baselines. With sync=step only those that are more than NEAR above the bound.
 """
 
 
@@ -67,21 +67,34 @@ class Timed(NamedTuple):
 
 def dhp(problem: Problem, tunes: bool = True) -> Schedule:
     """The shortest schedule found. `tunes`: there is time to tune the baselines."""
-    problems = [problem, *without_waits(problem)]
-    cluster = problem.cluster
-    if (problem.machine.tokens_per_rank < cluster.most_tokens_per_rank
-            and len(problem.samples) * cluster.num_ranks <= SMALL):
-        problems.append(replace(problem, joins_most=True))
-    found = [timed for each in problems for timed in _timed(each)]
-    if tunes and _worth_tuning(problem, _shortest(found), [timed for timed in found if timed.is_baseline]):
+    size, by_way = len(problem.samples) * problem.cluster.num_ranks, list[tuple[Way, list[Timed]]]()
+    for way in few_ways(problem) if size > MANY else ways_of(problem):
+        if not by_way or way.searched.lower_bound_s < _shortest(_all(by_way)).seconds:
+            by_way.append((way, _found(way, problem)))
+    if tunes and _worth_tuning(problem, _shortest(_all(by_way)), [each for each in _all(by_way) if each.is_baseline]):
         seconds = np.cumsum([len(problem.samples) * seconds for _, seconds in TUNING])
-        found += [_with_time(problem, baseline(problem)) for (baseline, _), end_s in zip(TUNING, seconds)
-                  if end_s <= HIDDEN * _shortest(found).seconds]
-    if len(problem.samples) * cluster.num_ranks <= MANY:
-        found += [_with_time(problem, _exchanged(problem, timed.schedule))
-                  for timed in sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
+        limit_s = HIDDEN * _shortest(_all(by_way)).seconds
+        by_way.append((Way(problem, problem), [_with_time(problem, baseline(problem))
+                                               for (baseline, _), end_s in zip(TUNING, seconds) if end_s <= limit_s]))
+    found = _all(by_way)
+    if size <= MANY:
+        found += [_with_time(problem, _exchanged(way.exchanged, timed.schedule)) for way, own in by_way
+                  for timed in sorted(own, key=lambda timed: timed.seconds)[:EXCHANGED]
                   if problem.sync == "micro_batch" or not _is_near(problem, timed.seconds)]
     return _shortest(found).schedule
+
+
+def _found(way: Way, problem: Problem) -> list[Timed]:
+    """Schedules of a way to plan a batch, with their seconds in the batch."""
+    found = _timed(way.searched)
+    if way.searched is way.exchanged:
+        return found
+    shortest = sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
+    return [_with_time(problem, timed.schedule)._replace(is_baseline=timed.is_baseline) for timed in shortest]
+
+
+def _all(by_way: Sequence[tuple[Way, list[Timed]]]) -> list[Timed]:
+    return [timed for _, own in by_way for timed in own]
 
 
 def _exchanged(problem: Problem, schedule: Schedule) -> Schedule:
@@ -120,7 +133,7 @@ def _timed(problem: Problem) -> list[Timed]:
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])
             num_found = len(schedules)
-        memory = problem.cluster.tokens_per_rank
+        memory = problem.cluster.most_tokens_per_rank if problem.joins_most else problem.cluster.tokens_per_rank
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]

@@ -23,19 +23,19 @@ import numpy as np
 
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoded_images import EncodedImages
+from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare
 from dhp_ray.planner.memory import LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.planner.plan import ClusterSpec, VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 
 
 def with_encoder_apart(
-    cost: CostModel, memory: MemoryModel, tokens: int, offload: Offload = NO_OFFLOAD
+    cost: CostModel, memory: MemoryModel, tokens: int, beyond: LayerShare = NO_OFFLOAD
 ) -> CostModel:
     """The cost with the constants, from a model's memory, for images encoded apart from packs of at most `tokens` a
-    rank, or more with activations in host memory.
+    rank, or more `beyond` that with layers whose activations are moved or recomputed.
 
     A pack's bytes are a maximum of straight lines over its tokens, except for logits, which grow up to two chunks.
     Between such places they are below the line through both ends, so a line that is above them at these places is above
@@ -45,8 +45,8 @@ def with_encoder_apart(
     shape, settings = memory.shape, memory.settings
     if not shape.vision:
         return cost
-    chunk, most = max(1, LOGITS_HELD // shape.vocabulary_size), max(tokens, offload.tokens_per_rank)
-    share = float(offload.share_of(tokens))
+    chunk, most = max(1, LOGITS_HELD // shape.vocabulary_size), max(tokens, beyond.tokens_per_rank)
+    share = replace(beyond, share=float(beyond.share_of(tokens)))
     slope = (language_bytes(memory, tokens, share) - language_bytes(memory, 1, share)) / max(1, tokens - 1)
     above = [language_bytes(memory, length, share) - slope * length for length in (1, chunk, 2 * chunk, tokens)
              if length <= tokens]
@@ -60,7 +60,7 @@ def with_encoder_apart(
         encoder_gather_s=gathered_bytes(memory) / cost.slowest_bytes_per_s,
         encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
-        most_pack_bytes=language_bytes(memory, most, offload.share),
+        most_pack_bytes=language_bytes(memory, most, beyond),
         offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
         offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
 
@@ -108,11 +108,12 @@ def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> f
     return max(found) + 2 * COMPUTE_BYTES[memory.settings.precision] * width * patches / shape.merge_area
 
 
-def language_bytes(memory: MemoryModel, tokens: int, share: float = 0.0) -> float:
-    """Bytes that a pack of `tokens` tokens a rank adds if its images are encoded apart from it and a share of its
-    activations is in host memory.
+def language_bytes(memory: MemoryModel, tokens: int, relieved: LayerShare = NO_OFFLOAD) -> float:
+    """Bytes that a pack of `tokens` tokens a rank adds if its images are encoded apart from it and `relieved.share` of
+    its layers is moved or recomputed.
     """
-    return sum(memory.memory(memory.worst_load(tokens, share)._replace(patches=0)).pack.values())
+    load = memory.worst_load(tokens, **relieved.of_load(relieved.share))._replace(patches=0)
+    return sum(memory.memory(load).pack.values())
 
 
 class Room(NamedTuple):
@@ -164,8 +165,8 @@ def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPla
 
 
 def _packs_bytes(cost: CostModel, cluster: ClusterSpec, tokens: np.ndarray) -> np.ndarray:
-    """Bytes of packs with `tokens` tokens a rank. Beyond the tokens that a rank holds without moving activations, the
-    bytes that remain on the device are interpolated linearly up to those of the largest pack.
+    """Bytes of packs with `tokens` tokens a rank. Beyond the tokens that a rank holds with all activations, the bytes
+    on the device are interpolated linearly up to those of the largest pack.
     """
     held, most = cluster.tokens_per_rank, cluster.most_tokens_per_rank
     plain: np.ndarray = cost.pack_bytes + cost.language_bytes_per_token * np.minimum(tokens, held)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, held_s, moved_s, predicted_s, waits_s
+from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, again_s, held_s, predicted_s, share_of, waits_s
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -59,7 +59,7 @@ class Machine(NamedTuple):
     """The cluster and its costs (`CostModel.rates`).
 
     uniform: all ranks have speed 1. slowest, fastest: the speeds of these ranks. tokens_per_rank: for packs of several
-    sequences (`tokens_without_waits`). most_tokens_per_rank: for a single sequence, with activations in host memory.
+    sequences (`cheap_tokens`). most_tokens_per_rank: for a single sequence.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
     `ranks_per_node`.
@@ -124,7 +124,8 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     )
 
 
-compiled_held_s, compiled_moved_s, compiled_waits_s = inner(held_s), inner(moved_s), inner(waits_s)
+compiled_held_s, compiled_share_of = inner(held_s), inner(share_of)
+compiled_waits_s, compiled_again_s = inner(waits_s), inner(again_s)
 
 
 @inner
@@ -142,8 +143,10 @@ def compiled_predicted_s(
     """`predicted_s` for compiled loops."""
     seconds = compiled_held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if rate.moved > 0.0:
-        copied_s = compiled_moved_s(host_s, num_tokens, rate)
+        copied_s = host_s * rate.moved * compiled_share_of(num_tokens, rate)
         seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
+    if rate.again > 0.0:
+        seconds += compiled_share_of(num_tokens, rate) * compiled_again_s(seconds, encode_s, rate)
     return max(rate.least_s, seconds)
 
 

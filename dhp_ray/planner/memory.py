@@ -31,9 +31,9 @@ import math
 from collections.abc import Iterator
 
 from dhp_ray.planner.activation_memory import ActivationMemory
+from dhp_ray.planner.layer_share import LEAST_LAYERS
 from dhp_ray.planner.memory_terms import Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.offload import LEAST_LAYERS
 
 LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
 SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
@@ -65,36 +65,41 @@ class MemoryModel(ActivationMemory):
         return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
                 "state, version before": 12 * share, "communicators": self.settings.communicators_bytes}
 
-    def worst_load(self, tokens: int, offload: float = 0.0) -> PackLoad:
-        """The pack that needs most memory with this many tokens a rank: only vision tokens, all with labels.
+    def worst_load(self, tokens: int, offload: float = 0.0, recomputed: float = 0.0) -> PackLoad:
+        """The pack that needs most memory with this many tokens a rank: only vision tokens, all with labels. `offload`
+        and `recomputed`: shares of its layers.
 
         Images are dealt out whole, each to the member that ends first with it, so the fullest member has at most one
         image more than the mean.
         """
         degree = min(2, self.settings.world_size)  # a ring's buffers are as large for two ranks as for more
         if not self.shape.vision:
-            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload)
+            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload,
+                            recomputed=recomputed)
         more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
-                        degree, offload=offload)
+                        degree, offload=offload, recomputed=recomputed)
 
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""
         moment, terms = max(self.moments(load).items(), key=lambda item: sum(item[1].values()))
         return Memory(self.resident(), moment, terms)
 
-    def tokens_that_fit(self, memory_bytes: float, offload: float = 0.0) -> int:
-        """Tokens of a pack that a device of `memory_bytes` holds in addition to the resident state, if a share of
-        activations goes to host memory; 0 if not even one fits.
+    def tokens_that_fit(self, memory_bytes: float, offload: float = 0.0, recomputed: float = 0.0) -> int:
+        """Tokens of a pack that a device of `memory_bytes` holds in addition to the resident state, if these shares of
+        its layers are moved and recomputed; 0 if not even one fits.
         """
         low, high = 0, 1
-        while self.memory(self.worst_load(high, offload)).device_bytes <= memory_bytes and high < 2**40:
+        while self.fits(memory_bytes, high, offload, recomputed) and high < 2**40:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.memory(self.worst_load(middle, offload)).device_bytes <= memory_bytes
-            low, high = (middle, high) if fits else (low, middle)
+            low, high = (middle, high) if self.fits(memory_bytes, middle, offload, recomputed) else (low, middle)
         return low
+
+    def fits(self, memory_bytes: float, tokens: int, offload: float = 0.0, recomputed: float = 0.0) -> bool:
+        """Whether a device of `memory_bytes` holds any pack of this many tokens a rank."""
+        return self.memory(self.worst_load(tokens, offload, recomputed)).device_bytes <= memory_bytes
 
     def moments(self, load: PackLoad) -> dict[str, Terms]:
         """The terms of each moment of the pass, without the resident ones."""
@@ -183,7 +188,7 @@ class MemoryModel(ActivationMemory):
     ) -> Iterator[tuple[str, Terms]]:
         """The moments of the first layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
-        again = self.layer_bytes(part, layer) if self.settings.recomputes else 0
+        again = self.layer_bytes(part, layer) * self._again(part, load)
         gradient = c * layer.width
         mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
         has_none = self._sharded or self._shares  # no parameters and gradients of its own
@@ -206,8 +211,8 @@ class MemoryModel(ActivationMemory):
             "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, load.degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
-            "gathered: a layer": self._gathered(part, 3, 1), "layer, backward": gradient * positions - (
-                0 if self.settings.recomputes else self.layer_bytes(part, layer) * positions)}
+            "gathered: a layer": self._gathered(part, 3, 1),
+            "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
 
     def _attention(self, part: str, layer: LayerShape, positions: int, degree: int) -> float:
         """Bytes of the gradients of attention's output and of the kernel; in the ring also fp32 sums, and between ranks

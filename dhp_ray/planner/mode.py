@@ -22,7 +22,7 @@ import numpy as np
 
 from dhp_ray.planner import LAST_RESORT, plan_batch
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, Offload, Recomputation
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 
 COMPARED_RANKS = 256
@@ -41,10 +41,16 @@ MEMORY_SHARE = 0.9
 
 SHARDING = "train.sharding"
 
+RECOMPUTES = {"true": (True,), "false": (False,), "packs": (False,), "auto": (False, True)}
+"""For each value of `train.activation_checkpointing`, whether all activations of all packs are recomputed. If not, with
+packs and auto some of larger packs are.
+"""
+
 
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), whether activations are recomputed, and in `sync=step` whether each
-    rank has its own parameters and gradient sums (whole) or its node has them once (node).
+    """How ranks synchronise (step, micro_batch), whether all activations are recomputed (otherwise those of some packs
+    may be: `Offer.recomputation`), and in `sync=step` whether each rank has its own parameters and gradient sums
+    (whole) or its node has them once (node).
     """
 
     sync: str
@@ -61,7 +67,7 @@ PLAIN = Mode("step", False)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mode, the most tokens that each rank holds in it (with activations in host memory if that is allowed), and the
+    """A mode, the most tokens that each rank holds in it (with layers moved or recomputed if that is allowed), and the
     seconds of the batch by which modes are compared.
     """
 
@@ -75,8 +81,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Offer:
-    """What ranks have in a mode: tokens of a pack (more with `offload`), costs, and the seconds to gather and reduce
-    for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all parameters.
+    """What ranks have in a mode: tokens of a pack (more with `offload` or `recomputation`), costs, and the seconds to
+    gather and reduce for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all
+    parameters.
     """
 
     mode: Mode
@@ -84,17 +91,19 @@ class Offer:
     cost: CostModel
     gather_s: float = 0.0
     offload: Offload = NO_OFFLOAD
+    recomputation: Recomputation = NO_RECOMPUTATION
 
     @property
     def most_tokens(self) -> int:
-        return max(self.tokens_per_rank, self.offload.tokens_per_rank)
+        return max(self.tokens_per_rank, self.offload.tokens_per_rank, self.recomputation.tokens_per_rank)
 
     def holds(self, tokens_per_rank: int) -> bool:
         return self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
 
     def step_s(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
         """Seconds of a batch that ranks on these nodes hold."""
-        cluster = ClusterSpec.of_nodes(nodes, self.tokens_per_rank, offload=self.offload)
+        cluster = ClusterSpec.of_nodes(nodes, self.tokens_per_rank, offload=self.offload,
+                                       recomputation=self.recomputation)
         plan = plan_batch(samples, cluster, replace(self.cost, group_s=0.0), planner=LAST_RESORT, sync=self.mode.sync)
         return plan.predicted_time_s + _gathering_s(plan, self.gather_s)
 

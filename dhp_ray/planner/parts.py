@@ -69,7 +69,7 @@ def described(problem: Problem, schedule: Schedule) -> tuple[Batch, Groups, np.n
                     np.minimum.reduceat(speeds, schedule.first_rank[:-1]),
                     np.where(crosses, rates[degree].across_s, rates[degree].inside_s))
     work = problem.items.language_s + problem.items.vision_s
-    batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.machine.tokens_per_rank)
+    batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.cluster.most_tokens_per_rank)
     pack_of = np.empty(len(problem.items), dtype=np.int64)
     pack_of[schedule.rows] = np.repeat(np.arange(len(degree)), np.diff(schedule.first_row))
     return batch, groups, pack_of

@@ -44,6 +44,7 @@ class GroupPlan:
     of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
     every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
     offload: the share of its layers whose activations are in host memory until the backward pass needs them.
+    recomputed: the share of its layers that keep their input alone and run again in the backward pass.
     """
 
     ranks: tuple[int, ...]
@@ -55,6 +56,7 @@ class GroupPlan:
     passes: tuple[int, ...] = ()
     splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
+    recomputed: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -123,6 +125,7 @@ class Plan:
             packs.append(RankPack(
                 index, group.ranks, tuple([self.samples[row] for row in group.pack.sequences]), group.encoders,
                 group.predicted_time_s, place.get(group.micro_batch, 0), group.passes, group.splits, group.offload,
+                group.recomputed,
             ))
             for rank in group.ranks:
                 own[rank].append(index)
@@ -161,6 +164,7 @@ class Plan:
                     **({"passes": list(group.passes)} if group.passes else {}),
                     **({"splits": [asdict(split) for split in group.splits]} if group.splits else {}),
                     "offload": group.offload,
+                    "recomputed": group.recomputed,
                 }
                 for group in self.groups
             ],
@@ -190,6 +194,7 @@ class Plan:
                     tuple([SplitImage(split["image"], tuple(split["ranks"]), tuple(split["passes"]))
                            for split in group.get("splits", ())]),
                     group.get("offload", 0.0),
+                    group.get("recomputed", 0.0),
                 )
                 for group in tree["groups"]
             )

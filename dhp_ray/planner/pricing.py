@@ -71,10 +71,10 @@ def groups_of(
     """
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     tokens = tokens / np.diff(schedule.first_rank)
-    # beyond that, activations are moved so that it fits
+    # beyond that, activations are moved, or layers recomputed, so that it fits
     memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * np.minimum(
         tokens, problem.cluster.tokens_per_rank)
-    offload = problem.cluster.offload.share_of(tokens)
+    offload, recomputed = (share.share_of(tokens) for share in (problem.cluster.offload, problem.cluster.recomputation))
     rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
     row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
     encoders, in_pass, image, splits = [], [], [0] * len(row), dict[int, list[SplitImage]]()
@@ -98,10 +98,12 @@ def groups_of(
                 tuple(encoders[image[group] : image[group + 1]]),
                 tuple(in_pass[image[group] : image[group + 1]]),
                 tuple(splits.get(group, ())),
-                share,
+                moved,
+                again,
             )
-            for group, (seconds, bytes_, micro_batch, share) in enumerate(
-                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist(), offload.tolist())
+            for group, (seconds, bytes_, micro_batch, moved, again) in enumerate(
+                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist(), offload.tolist(),
+                    recomputed.tolist())
             )
         ]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -29,7 +29,7 @@ class Problem:
     items: one ITEM for each sequence. all_image_s: seconds of each image on a nominal rank, those of sequence i from
     first_image[i] on; all_image_patches likewise, and all_image_rows, the tokens of each. encoder: a name of ENCODERS.
     lower_bound_s: from `bound`, once known. joins_most: packs of several sequences may have the most tokens that a rank
-    holds, even if they then wait for copies to host memory; otherwise those of `tokens_without_waits`.
+    holds, even if they then wait for copies to host memory; otherwise those of `cheap_tokens`.
     """
 
     samples: tuple[Sample, ...]
@@ -58,12 +58,12 @@ class Problem:
             np.array(nodes),
             firsts_of(sizes_of(nodes)),
             self.cluster.ranks_per_node,
-            self.cluster.most_tokens_per_rank if self.joins_most else tokens_without_waits(self.cost, self.cluster),
+            self.cluster.most_tokens_per_rank if self.joins_most else cheap_tokens(self.cost, self.cluster),
             self.cluster.most_tokens_per_rank,
             bool((speeds == 1.0).all()),
             float(speeds.min()),
             float(speeds.max()),
-            self.cost.rates(len(speeds), self.cluster.offload),
+            self.cost.rates(len(speeds), self.cluster.layer_share),
         )
 
     @cached_property
@@ -100,9 +100,9 @@ def _fullest_s(
     return fullest
 
 
-def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
-    """Tokens a rank up to which copies to host memory take no longer than the forward pass of that much text; up to
-    this number sequences are packed together. `cluster.tokens_per_rank` if nothing is moved.
+def cheap_tokens(cost: CostModel, cluster: ClusterSpec) -> int:
+    """Tokens a rank up to which packs recompute nothing, and copies to host memory take no longer than the forward pass
+    of that much text; up to this number sequences are packed together. `cluster.tokens_per_rank` if nothing is moved.
 
     t tokens compute for at least linear_s t, `forward` of it forward, and copy for slope host_s(1) (t - from_tokens).
     """
@@ -114,24 +114,6 @@ def tokens_without_waits(cost: CostModel, cluster: ClusterSpec) -> int:
         return cluster.most_tokens_per_rank
     hidden = copied_s * cluster.offload.from_tokens / (copied_s - hidden_s)
     return int(min(max(hidden, cluster.tokens_per_rank), cluster.most_tokens_per_rank))
-
-
-def without_waits(problem: Problem) -> list[Problem]:
-    """The batch with enough ranks (or all) for each sequence that no rank has more than `tokens_without_waits`; nothing
-    if that is so already. If all sequences fit in this way, packs are no larger either; if every pack that moves
-    activations would wait, that is the batch as it is without host memory.
-    """
-    cluster, limit = problem.cluster, problem.machine.tokens_per_rank
-    if limit == cluster.most_tokens_per_rank:
-        return []
-    items = problem.items.copy()  # type: ignore[attr-defined]
-    degrees = -(-items.tokens // limit)
-    items.minimum_degree = np.minimum(degrees, cluster.num_ranks)
-    if not (items.minimum_degree > problem.items.minimum_degree).any():
-        return []
-    if degrees.max() <= cluster.num_ranks:
-        cluster = replace(cluster, offload=cluster.offload.up_to(limit))
-    return [replace(problem, cluster=cluster, items=items)]
 
 
 def problem_of(

@@ -19,6 +19,7 @@ from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 from dhp_ray.planner.step.rank_lists import rank_lists
 from dhp_ray.planner.step.search import TINY, Search, item_sets, schedule_of
+from dhp_ray.planner.ways import few_ways
 
 TOLERANCE = 0.003
 """The search ends this close to an infeasible makespan, as a share."""
@@ -31,7 +32,14 @@ def dhp_quick(problem: Problem) -> Schedule:
     """A balanced schedule in either mode. O(sequences x ranks) for a few makespans."""
     if problem.sync == "micro_batch" or len(problem.items) * problem.cluster.num_ranks <= TINY:
         return dhp(problem, tunes=False)
-    return quick_step(replace(problem, pool=()), problem.lower_bound_s - problem.cost.fixed_s)
+    shortest, shortest_s = None, np.inf
+    for way in few_ways(problem):
+        if way.searched.lower_bound_s < shortest_s:
+            schedule = quick_step(replace(way.searched, pool=()), way.searched.lower_bound_s - problem.cost.fixed_s)
+            if (schedule_s := time_of(problem, schedule)) < shortest_s:
+                shortest, shortest_s = schedule, schedule_s
+    assert shortest is not None
+    return shortest
 
 
 def quick_step(problem: Problem, bound_s: float) -> Schedule:

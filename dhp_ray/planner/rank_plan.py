@@ -28,6 +28,7 @@ class RankPack:
     passes: tuple[int, ...] = ()
     splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
+    recomputed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 (`CostModel.rates`). Schedulers see nothing else of costs.
 
     compute = language / (d v) + encode / v
-    time = compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + overhead_s
+    time = compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + again + overhead_s
 
-and at least least_s. `overhead_s` includes latency and pack_s; `waits` are those of `cost.py`.
+and at least least_s. `overhead_s` includes latency and pack_s; `waits` and `again` are those of `cost.py`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ import numpy as np
 Number = TypeVar("Number", float, np.ndarray)
 
 RATE = np.dtype([(name, np.float64) for name in (
-    "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "least_s", "moved", "from_tokens",
-    "free_tokens", "forward")])
+    "inside_s", "across_s", "overlap", "overhead_s", "encoder_pass_s", "least_s", "moved", "again", "encoded_again",
+    "from_tokens", "free_tokens", "forward")])
 """Costs of a pack of one degree: seconds a token inside a node and across nodes; how much of that a second of attention
-hides; fixed seconds, additional ones if it has images, and the least seconds; the activations that it moves to host
-memory if it has more tokens than `free_tokens` (`Offload`, multiplied by the degree); and the share of its compute that
-is its forward pass.
+hides; fixed seconds, additional ones if it has images, and the least seconds. If it has more tokens than `free_tokens`
+(`LayerShare`, multiplied by the degree): the activations that it moves to host memory, or the seconds that it computes
+again, for each second, of images (`encoded_again`) and of all else (`again`). The share of its compute that is its
+forward pass.
 """
 
 
 class OverlapOf(Protocol[Number]):
-    """The fields of RATE that tell how much compute hides of the communication and copies that run during it."""
+    """The fields of RATE that apply to a pack whatever its ranks' links."""
 
     overlap: Number
     overhead_s: Number
     least_s: Number
     moved: Number
+    again: Number
+    encoded_again: Number
     from_tokens: Number
     free_tokens: Number
     forward: Number
@@ -83,8 +86,10 @@ def predicted_s(
     """
     seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if np.any(rate.moved):
-        copied_s = moved_s(host_s, num_tokens, rate)
+        copied_s = host_s * rate.moved * share_of(num_tokens, rate)
         seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
+    if np.any(rate.again):
+        seconds = seconds + share_of(num_tokens, rate) * again_s(seconds, encode_s, rate)
     time_s: Number = np.maximum(rate.least_s, seconds)
     return time_s
 
@@ -99,16 +104,22 @@ def held_s(
     transfer_s: Number,
     rate: OverlapOf[Number],
 ) -> Number:
-    """Seconds of a pack that moves no activations, without `least_s`. The only place with this formula."""
+    """Seconds of a pack that keeps all activations on its ranks, without `least_s`. The only place with this formula.
+    """
     exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
     return language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
 
 
-def moved_s(host_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Number:
-    """Seconds that each rank of a pack copies to host memory, and again back. The only place with this formula."""
-    moved = rate.moved * np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
-    copied_s: Number = moved * host_s
-    return copied_s
+def share_of(num_tokens: Number, rate: OverlapOf[Number]) -> Number:
+    """What `moved`, `again` and `encoded_again` are multiplied by. The only place with this formula, except for
+    `LayerShare`."""
+    share: Number = np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
+    return share
+
+
+def again_s(seconds: Number, encode_s: Number, rate: OverlapOf[Number]) -> Number:
+    """Seconds that a pack of `seconds` computes again if all of its layers are recomputed."""
+    return rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
 
 
 def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:

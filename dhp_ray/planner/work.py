@@ -12,7 +12,9 @@ before them, `vision_forward` of its images' amounts; for the phase after them, 
 forward pass again if activations are not kept. For an image in parts each rank has its share. Exchanges between ranks
 are not included.
 
-A separate value tells how long a pack waits for copies to host memory, which a run cannot distinguish from compute.
+What a pack computes again counts as often as it is computed, by the forward passes' shares of the cost that the plan
+was made with. A separate value tells how long a pack waits for copies to host memory, which a run cannot distinguish
+from compute.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ def work_of(plan: Plan) -> Work:
     for place, amount in ((0, pairs_of(tokens, _constant(plan, "attention_block"))), (1, tokens)):
         shared[:, place] = np.bincount(owner, amount, len(degrees)) / degrees
     shared[:, -1] = 1.0
+    recomputed = np.array([group.recomputed for group in plan.groups])
+    shared *= 1.0 + recomputed[:, None] * _constant(plan, "forward")
     group = np.repeat(number, degrees)
     amounts = shared[group]
     phases = None
@@ -97,7 +101,9 @@ def work_of(plan: Plan) -> Work:
         else:
             encoder, counts = flat([group.encoders for group in plan.groups])
             members = _of_members(ranks, degrees, encoder, counts, images)
-            amounts[:, IMAGES] = np.column_stack([members, members[:, 1] > 0])
+            forward = _constant(plan, "vision_forward")
+            often = 1.0 + recomputed[group] * (forward if forward < 1.0 else 0.0)
+            amounts[:, IMAGES] = np.column_stack([members, members[:, 1] > 0]) * often[:, None]
     order = np.argsort(ranks, kind="stable")
     found = Work(ranks[order], group[order], amounts[order], _waits_s(plan)[group[order]])
     return found if phases is None else Work(*(np.concatenate(pair) for pair in zip(found, phases)))

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
-from dhp_ray.planner.offload import NO_OFFLOAD
+from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
 
@@ -28,7 +28,8 @@ class Compared:
     """One step: the plan that ran, and the modelled seconds and idle share of it (RUN) and of other planners; a planner
     that cannot plan the batch is missing.
 
-    other_mode_s: seconds of `dhp` in the other mode on devices of the same memory, if the longest sequence fits there.
+    other_mode_s: seconds of `dhp` in the other mode on devices of the same memory, if the longest sequence fits there
+    with all activations.
     """
 
     step: int
@@ -109,7 +110,8 @@ def compared(step: int, plan: Plan) -> Compared:
                 continue  # shown as missing: not every baseline can plan every batch
     other, tokens = other_mode(plan)
     try:
-        there = replace(problem, sync=other, cluster=replace(plan.cluster, tokens_per_rank=tokens, offload=NO_OFFLOAD))
+        there = replace(problem, sync=other, cluster=replace(
+            plan.cluster, tokens_per_rank=tokens, offload=NO_OFFLOAD, recomputation=NO_RECOMPUTATION))
         found.other_mode_s = _planned(there, "dhp").predicted_time_s
     except PlanError:
         found.other_mode_s = None  # the other mode's resident state leaves too little room

@@ -116,7 +116,8 @@ def planning(run: RunFiles, gains: Gains) -> str:
     memory = ", ".join(f"{tokens:,}" for tokens in sorted({plan.cluster.tokens_per_rank for plan in ran}))
     most = max(plan.cluster.most_tokens_per_rank for plan in ran)
     if most > min(plan.cluster.tokens_per_rank for plan in ran):
-        memory += f", up to {most:,} of one pack with activations in host memory,"
+        how = "activations in host memory" if any(plan.cluster.offload.share for plan in ran) else "recomputed layers"
+        memory += f", up to {most:,} of one pack with {how},"
     own, by = gains.total_s(RUN), ", ".join(f"{count} by {name}" for name, count in gains.ran().items())
     rows = [(name, OTHERS.get(name, by), _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}",
              f"{100 * gains.idle(name):.0f} %")

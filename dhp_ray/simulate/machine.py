@@ -68,7 +68,7 @@ class Machine:
                 f"workload: the longest sequence has {longest_tokens:,} tokens, and the cluster holds at most "
                 f"{first.most_tokens * cluster.num_ranks:,} in one ({first.most_tokens:,} on each of "
                 f"{cluster.num_ranks} ranks, in {first.mode}); allowed: a smaller workload.max_tokens, more ranks, "
-                "train.activation_checkpointing=auto or train.activation_offload=auto")
+                "train.activation_checkpointing=auto (or packs) or train.activation_offload=auto")
         self.first = first
 
     @property
@@ -110,7 +110,8 @@ class Machine:
             most = max(self.first.most_tokens, math.ceil(self._longest_tokens / len(nodes)))
             training = self._training(nodes, str(most), self.sync)
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
-        cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload)
+        cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload,
+                                       recomputation=training.recomputation)
         links = links_of(np.array(nodes), settings.cluster.links_per_node, settings.cluster.oversubscription)
         sizes = np.bincount(nodes).astype(np.float64)
         several = len(sizes) > 1

@@ -4,6 +4,7 @@ For a pack of sequences on d ranks, with the terms of `planner/cost.py`:
 
     compute   language / (d v) + the fullest member's images + what is paid once          v: speed of the slowest member
              + its waits for copies to host memory, over links that no other rank's copies use
+             + what is computed again of the layers that it recomputes
     transfer  seconds of its exchanges at the full bandwidth of the link, without other traffic
     hidden    seconds of the transfer that attention hides
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import held_s, moved_s, waits_s
+from dhp_ray.planner.rates import again_s, held_s, share_of, waits_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
@@ -83,13 +84,15 @@ def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> 
     images_s += problem.cost.encoder_pass_s * (images_s > 0) / member_speed
     crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s) * tokens
-    hidden_s = rates.overlap * attention / speed
-    waited_s = waits_s(language / (degree * speed) + encode_s, moved_s(host, tokens, rates), rates.forward)
-    compute_s = waited_s + held_s(language, attention, encode_s, np.zeros(len(degree)), degree, speed, transfer_s,
-                                  rates)
-    own_s = (language / degree)[group] / member_speed + images_s + (problem.cost.pack_s + waited_s)[group]
-    return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s, transfer_s, hidden_s,
-                    rates.overhead_s - problem.cost.pack_s, crosses, own_s)
+    hidden_s, share = rates.overlap * attention / speed, share_of(tokens, rates)
+    waited_s = waits_s(language / (degree * speed) + encode_s, host * rates.moved * share, rates.forward)
+    compute_s = held_s(language, attention, encode_s, np.zeros(len(degree)), degree, speed, transfer_s, rates)
+    again = share * rates.again  # exchanges run again too, as do those that attention hides
+    compute_s += waited_s + share * again_s(compute_s, encode_s, rates)
+    own_s = (((language / degree)[group] / member_speed + problem.cost.pack_s) * (1 + again)[group]
+             + images_s * (1 + share * rates.encoded_again)[group] + waited_s[group])
+    return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s, transfer_s * (1 + again),
+                    hidden_s * (1 + again), (rates.overhead_s - problem.cost.pack_s) * (1 + again), crosses, own_s)
 
 
 def schedule_of(plan: Plan) -> Schedule:

@@ -35,8 +35,10 @@ class ClusterSettings:
 @dataclass(kw_only=True)
 class TrainSettings:
     precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
-    activation_checkpointing: str = key("auto", "recompute activations in the backward pass; auto: what fits and is "
-                                        "fastest", choices=("true", "false", "auto"))
+    activation_checkpointing: str = key("auto", "recompute activations in the backward pass: true: of all layers; "
+                                        "packs: of packs that fit in no other way or are faster this way; auto: packs "
+                                        "or true, what fits and is fastest",
+                                        choices=("true", "false", "packs", "auto"))
     activation_offload: str = key("off", "move activations to host memory: off; auto: of packs that fit in no other "
                                   "way or are shorter so; or a share, of every pack")
     sharding: str = key("whole", "where parameters and gradient sums lie with sync=step",

@@ -15,13 +15,22 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
+from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
+from dhp_ray.planner.layer_share_limits import largest_offload, largest_recomputation
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import MEMORY_SHARE, Mode, Offer, candidates_of, choose, equal_samples, held_samples
+from dhp_ray.planner.mode import (
+    MEMORY_SHARE,
+    RECOMPUTES,
+    Mode,
+    Offer,
+    candidates_of,
+    choose,
+    equal_samples,
+    held_samples,
+)
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import sizes_of
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
-from dhp_ray.planner.offload_limits import largest_offload
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data
 
@@ -67,7 +76,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`tokens_per_rank`: the most of a pack, except for packs that `offload` admits. `gather_s`: seconds that the
+    """`tokens_per_rank`: the most of a pack, except for packs that `beyond` admits. `gather_s`: seconds that the
     parameters and gradients of a pack's layers travel, beside its compute. `step_s`: of the batch for which modes were
     compared; infinite if there was only one mode.
     """
@@ -78,12 +87,18 @@ class Training:
     cost: CostModel
     gather_s: float
     offload: Offload = NO_OFFLOAD
+    recomputation: Recomputation = NO_RECOMPUTATION
     step_s: float = math.inf
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a pack on a rank, with activations in host memory."""
-        return max(self.tokens_per_rank, self.offload.tokens_per_rank)
+        """The most tokens of a pack on a rank."""
+        return max(self.tokens_per_rank, self.beyond.tokens_per_rank)
+
+    @property
+    def beyond(self) -> LayerShare:
+        """What packs of more than `tokens_per_rank` move or recompute."""
+        return self.offload if self.offload.share else self.recomputation
 
 
 def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel | None = None) -> Training:
@@ -95,7 +110,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     syncs = SYNCS if wanted.sync == "auto" else (wanted.sync,)
     found = [_training(shape, ranks, wanted, Mode(sync, again, sharding), cost)
              for sync in syncs for sharding in _shardings(wanted, sync, ranks.kind)
-             for again in {"true": (True,), "false": (False,), "auto": (False, True)}[wanted.recomputes]]
+             for again in RECOMPUTES[wanted.recomputes]]
     best = found[0]
     if len(found) > 1:
         num_ranks = len(ranks.nodes)
@@ -104,7 +119,8 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
         limit = min(wanted.longest_tokens, held)
         samples = held_samples(wanted.batch, limit) or equal_samples(
             wanted.samples_per_rank * num_ranks, min(_largest_image(shape, wanted), limit), shape.merge_area)
-        offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload) for one in found]
+        offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload, one.recomputation)
+                  for one in found]
         candidates = candidates_of(offers, needed, samples, ranks.nodes)
         chosen = choose(candidates, needed)
         best = replace(found[candidates.index(chosen)], step_s=chosen.step_s)
@@ -144,7 +160,8 @@ def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measu
     offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
     return Training(mode=mode, tokens_per_rank=tokens, memory=memory, cost=cost,
-                    gather_s=gather_s(memory, ranks.device, ranks.num_nodes), offload=offload)
+                    gather_s=gather_s(memory, ranks.device, ranks.num_nodes), offload=offload,
+                    recomputation=_recomputation(memory, ranks, wanted, offload, tokens, most))
 
 
 def _share_of_every_pack(wanted: Wanted) -> float:
@@ -167,6 +184,16 @@ def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, mos
     return largest_offload(memory, MEMORY_SHARE * ranks.memory_bytes, tokens, most, has_room)
 
 
+def _recomputation(
+    memory: MemoryModel, ranks: Ranks, wanted: Wanted, offload: Offload, tokens: int, most: int
+) -> Recomputation:
+    """What packs recompute if the ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
+    allowed = wanted.recomputes in ("packs", "auto") and not memory.settings.recomputes
+    if tokens < 1 or not allowed or offload.share or ranks.kind == "cpu":
+        return NO_RECOMPUTATION
+    return largest_recomputation(memory, MEMORY_SHARE * ranks.memory_bytes, tokens, most)
+
+
 def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Training) -> CostModel:
     """The cost with the bytes of this model's packs, and of its state in both modes."""
     memory, tokens = training.memory, max(1, training.tokens_per_rank)
@@ -175,7 +202,7 @@ def _with_memory(shape: ModelShape, ranks: Ranks, wanted: Wanted, training: Trai
     load = memory.worst_load(tokens, _share_of_every_pack(wanted))
     pack_bytes = sum(memory.memory(load).pack.values())
     cost = replace(training.cost, memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
-    return with_encoder_apart(cost, memory, tokens, training.offload)
+    return with_encoder_apart(cost, memory, tokens, training.beyond)
 
 
 def fixed_nodes(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dhp_ray.model.adapter import PARTS, LayerStack, ModelAdapter
-from dhp_ray.planner.offload import LEAST_LAYERS, num_moved
+from dhp_ray.planner.layer_share import LEAST_LAYERS, num_relieved
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.host_buffer import HostBuffer
 
@@ -131,7 +131,7 @@ class PartOffload:
 
     def __init__(self, stack: LayerStack, share: float, shared: set[torch.UntypedStorage], copies: Copies) -> None:
         self._count, self._copies, self._shared = len(stack.layers), copies, shared
-        self._moved = num_moved(share, self._count)
+        self._moved = num_relieved(share, self._count)
         self._room = max(LEAST_LAYERS, self._count - self._moved)
         self._storages: dict[torch.UntypedStorage, Moved] = {}  # of the layer that runs, or that runs next
         self._out: deque[tuple[list[Moved], Any]] = deque()

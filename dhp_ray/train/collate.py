@@ -72,6 +72,8 @@ class PackInputs:
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     offload: float = 0.0
     """Share of the layers whose activations go to host memory until the backward pass needs them."""
+    recomputed: float = 0.0
+    """Share of the layers that keep their input alone and run again in the backward pass."""
     predicts: bool = False
     """Whether the result is the most likely token after each valid token, and not the loss."""
 
@@ -126,7 +128,8 @@ def collate(
         vision_token_index=torch.cat([torch.empty(0, dtype=torch.int64), *received.values()]), send_index=send_index,
         receive_counts=[] if apart else [len(rows) for rows in received.values()],
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
-        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload)
+        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
+        recomputed=pack.recomputed)
 
 
 def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
+from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
 from dhp_ray.train.step_inputs import StepInputs, on_device
@@ -181,7 +182,7 @@ class RankStep:
         inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
         begin = Moment(self.device)
-        with self.offload.of_pack(inputs):
+        with self.offload.of_pack(inputs), recomputing(self.adapter, inputs.recomputed):
             loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             self.offload.backward(loss)

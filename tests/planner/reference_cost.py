@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
+from dhp_ray.planner.layer_share import LayerShare
 
 
 class Batch(NamedTuple):
@@ -26,7 +27,9 @@ class Batch(NamedTuple):
 
     def holds(self, rows: Sequence[int], degree: int) -> bool:
         """Whether so many ranks hold a pack of these sequences."""
-        return self.num_tokens(rows) <= degree * max(self.cluster.tokens_per_rank, self.cluster.offload.tokens_per_rank)
+        cluster = self.cluster
+        return self.num_tokens(rows) <= degree * max(
+            cluster.tokens_per_rank, cluster.offload.tokens_per_rank, cluster.recomputation.tokens_per_rank)
 
     def pack_time_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds of a pack of these sequences on these ranks."""
@@ -34,8 +37,10 @@ class Batch(NamedTuple):
         attention_s = self.cost.quadratic_s * sum(map(self.pairs, rows))
         language_s = attention_s + self.cost.linear_s * self.num_tokens(rows)
         exposed_s = self.exposed_s(self.num_tokens(rows), attention_s, ranks)
-        compute_s = language_s / (degree * speed) + self.encode_s(rows, ranks)
-        return compute_s + exposed_s + self.waits_s(rows, degree, compute_s) + self.cost.pack_s
+        encode_s = self.encode_s(rows, ranks)
+        compute_s = language_s / (degree * speed) + encode_s
+        once_s = compute_s + exposed_s + self.cost.pack_s
+        return once_s + self.waits_s(rows, degree, compute_s) + self.again_s(rows, degree, once_s, encode_s)
 
     def pairs(self, row: int) -> float:
         """What a sequence's attention grows with."""
@@ -82,16 +87,22 @@ class Batch(NamedTuple):
 
     def waits_s(self, rows: Sequence[int], degree: int, compute_s: float) -> float:
         """Seconds of copies to host memory and back that no computation hides."""
-        offload, cost, tokens = self.cluster.offload, self.cost, self.num_tokens(rows) / degree
-        if offload.share == 0.0 or tokens <= offload.free_tokens:
+        cost, tokens = self.cost, self.num_tokens(rows) / degree
+        share = share_of(self.cluster.offload, tokens)
+        if share == 0.0:
             return 0.0
-        share = offload.share * (1 - offload.from_tokens / tokens) / (1 - offload.from_tokens / offload.tokens_per_rank)
         patches = sum(frames * height * width for row in rows
                       for frames, height, width in self.samples[row].vision_grids) / degree
         moved_s = share * (cost.offload_bytes_per_token * tokens + cost.offload_bytes_per_patch * patches
                            ) / cost.host_bytes_per_s
         out_s, back_s = cost.forward * compute_s, (1 - cost.forward) * compute_s
         return max(0.0, moved_s - out_s) + max(0.0, moved_s - back_s)
+
+    def again_s(self, rows: Sequence[int], degree: int, once_s: float, encode_s: float) -> float:
+        """Seconds of the forward passes that run again, of the encoder only if it has a backward pass."""
+        of_images_s = self.cost.vision_forward * encode_s if self.cost.vision_forward < 1 else 0.0
+        share = share_of(self.cluster.recomputation, self.num_tokens(rows) / degree)
+        return share * (self.cost.forward * (once_s - encode_s) + of_images_s)
 
     def bandwidth_bytes_per_s(self, ranks: Sequence[int]) -> float:
         """One table for all, or one inside a node and one across nodes; a number is a table of one row."""
@@ -106,3 +117,10 @@ class Batch(NamedTuple):
 
     def speed(self, ranks: Sequence[int]) -> float:
         return min(self.cluster.speeds[rank] for rank in ranks)
+
+
+def share_of(limit: LayerShare, tokens: float) -> float:
+    """The share of a pack's layers that are relieved, with so many tokens a rank."""
+    if limit.share == 0.0 or tokens <= limit.free_tokens:
+        return 0.0
+    return limit.share * (1 - limit.from_tokens / tokens) / (1 - limit.from_tokens / limit.tokens_per_rank)

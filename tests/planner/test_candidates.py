@@ -12,7 +12,7 @@ from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.items import time_s
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.candidates import best_candidate
-from dhp_ray.planner.step.free_ranks import free_ranks, occupy
+from dhp_ray.planner.step.free_ranks import FreeRanks, free_ranks, occupy
 from dhp_ray.planner.step.rank_lists import rank_lists
 
 RANKS_PER_NODE = 5
@@ -47,7 +47,9 @@ def placed(items, makespan, machine, lists, busy, gap_weight):
     least_s = least_seconds(items, len(busy), machine)
     ranks = free_ranks(busy, least_s, machine, lists)
     for row in range(len(items)):
-        afresh = free_ranks(ranks.free, least_s, machine, lists)
+        afresh = FreeRanks(  # the same order of ranks that become free together
+            ranks.free, ranks.by_free, ranks.nodes, ranks.node_free, ranks.listed.copy(), ranks.sorted.copy(),
+            lists.following.copy(), np.zeros(len(lists.by_degree)), least_s)
         wastes[1, row] = best_candidate(
             items[row], 1, len(busy), makespan, machine, lists, afresh, gap_weight, chosen
         ).cost

@@ -46,14 +46,16 @@ def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, lis
 
 def check(
     name: str, settings: MemorySettings, seed: int, degree: int, num_layers: int = 4, largest: int = 22,
-    lora: LoraSettings | None = None, share: float = 0.0,
+    lora: LoraSettings | None = None, share: float = 0.0, recomputed: float = 0.0,
 ) -> None:
     """Resident bytes within 1 %, and what a pack on `degree` ranks adds to them within 5 %, on the device and, where a
-    share of its activations is moved there, in host memory. 0 layers: all.
+    share of its activations is moved there, in host memory. `recomputed`: the share of its layers that run again. 0
+    layers: all.
     """
     config = published_config(name, num_layers)
     images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
-    found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share)
+    found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share,
+                         recomputed)
     if lora is not None:
         settings = replace(settings, adapters=adapter_sizes_of(config, settings.frozen, lora), drops=lora.dropout > 0)
     found = MemoryModel(shape_of(name, num_layers), settings)
@@ -123,6 +125,22 @@ def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
     with world_of(mode):
         check(name, settings_of(mode, recomputes, frozen), seed, degree, num_layers=4,
               largest=TILES if name in INTERNVL else 20, share=share)
+
+
+@pytest.mark.parametrize(("name", "mode", "frozen", "seed", "degree", "recomputed"), [
+    ("3B", "step", (), 3, 1, 0.5), ("InternVL3-1B", "micro_batch", (), 2, 2, 0.75),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("3B", "step", ("vision",), 1, 2, 0.75), ("3B", "micro_batch", (), 3, 1, 0.25), ("3B", "node", (), 1, 1, 0.5),
+        ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5), ("Qwen3-VL-2B", "node", ("vision",), 4, 2, 0.75),
+        ("Qwen3-VL-2B", "micro_batch", (), 1, 1, 1.0), ("InternVL3-1B", "step", (), 11, 1, 0.5),
+        ("InternVL3-1B", "node", ("language",), 2, 1, 0.75), ("InternVL3-1B", "micro_batch", ("vision",), 4, 3, 0.5)))],
+    ids=str)
+def test_predicted_peaks_with_layers_that_run_again_are_the_traced_ones(
+    name: str, mode: str, frozen: tuple[str, ...], seed: int, degree: int, recomputed: float
+) -> None:
+    with world_of(mode):
+        check(name, settings_of(mode, False, frozen), seed, degree, num_layers=4,
+              largest=TILES if name in INTERNVL else 20, recomputed=recomputed)
 
 
 def test_what_moves_leaves_the_device() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, SequenceTooLongError, plan_batch, replay
+from dhp_ray.planner.layer_share import NO_OFFLOAD, Offload, num_relieved
+from dhp_ray.planner.layer_share_limits import largest_offload
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload, num_moved
-from dhp_ray.planner.offload_limits import largest_offload
 from tests.published_configs import shape_of
 
 HALF = Offload(0.5, 1000, 3000, 1000)
@@ -35,7 +35,7 @@ def test_a_share_by_hand() -> None:
 @pytest.mark.parametrize(("share", "num_layers", "moved"), [
     (0.0, 28, 0), (0.01, 28, 1), (0.3, 10, 3), (3 / 28, 28, 3), (0.5, 7, 4), (1.0, 28, 28), (1.0, 1, 1)])
 def test_a_share_is_of_layers_rounded_up(share: float, num_layers: int, moved: int) -> None:
-    assert num_moved(share, num_layers) == moved
+    assert num_relieved(share, num_layers) == moved
 
 
 @pytest.mark.parametrize("values", [(1.1, 0, 5, 0), (-0.1, 0, 5, 0), (0.5, 5, 5, 5), (0.5, -1, 5, 0), (0.5, 3, 5, 2)])
@@ -155,3 +155,13 @@ def test_with_a_share_of_every_pack_all_pay_for_it() -> None:
     plan = plan_batch([Sample(str(row), 500) for row in range(8)], every, cost_of(1e9))
     assert {group.offload for group in plan.groups} == {0.5}
     assert plan.predicted_time_s == pytest.approx(2 + 4 * (0.25 - 0.5 / 3))  # 250 MB of each, forward 0.167 s
+
+
+def test_the_bound_counts_no_copies_of_images_apart() -> None:
+    """2 s of images and 2 s of text, which moves nothing; the copies of the patches would take 7.5 s each way."""
+    cost = replace(cost_of(1e9), vision_linear_s=1e-3, offload_bytes_per_token=0, offload_bytes_per_patch=1e7)
+    cluster, samples = ClusterSpec(1, 1, 1000, offload=HALF), [Sample("a", 1500, 500, ((1, 50, 40),))]
+    apart, together = (plan_batch(samples, cluster, cost, encoder=encoder) for encoder in ("world", "group"))
+    assert apart.predicted_time_s == pytest.approx(4)
+    assert apart.lower_bound_s <= apart.predicted_time_s * (1 + 1e-9)
+    assert together.lower_bound_s == pytest.approx(together.predicted_time_s) == pytest.approx(4 + 2 * 7.5 - 4)

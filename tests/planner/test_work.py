@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.offload import Offload
+from dhp_ray.planner.layer_share import Offload, Recomputation
 from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage, VisionPlan
 from dhp_ray.planner.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
@@ -75,6 +75,41 @@ def test_waits_for_copies_are_part_of_it_and_as_long_on_a_slow_rank() -> None:
     # over a tenth of that link 2.5 s are not: out beside 0.5213 s, back beside 1.0427 s
     slow = replace(shared, inputs={"cost": replace(moves, host_bytes_per_s=1e8).to_json()})
     assert work_of(slow).waits_s.tolist() == pytest.approx([3.436, 3.436])
+
+
+@pytest.mark.parametrize("vision_forward", [0.25, 1.0])
+@pytest.mark.parametrize("encoder", ["group", "world"])
+def test_what_a_pack_computes_again_is_part_of_it(encoder: str, vision_forward: float) -> None:
+    """On one rank: what its plan says; images apart run once. Of a pack that two ranks share, half of its layers."""
+    cost = replace(COST, forward=0.3, vision_forward=vision_forward)
+    cluster = ClusterSpec(1, 1, 512, recomputation=Recomputation(1.0, 400, 4096, 512))
+    plan = plan_batch(SAMPLES, cluster, cost, encoder=encoder)
+    assert plan.vision.apart == (encoder == "world")
+    assert max(group.recomputed for group in plan.groups) > 0
+    assert work_of(plan).seconds(cost).sum() == pytest.approx(plan.predicted_time_s - plan.fixed_s)
+    images = Sample("image", 984, 16, ((1, 8, 8),))
+    shared = replace(plan, cluster=replace(cluster, num_ranks=2, speeds=(), nodes=()), samples=(images,),
+                     groups=(GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(1,), recomputed=0.5),),
+                     vision=VisionPlan("group"))
+    # 2e-6 (10^6 + 64,000) + 1 = 3.128 s on one rank; an image of 64 patches
+    language_s, image_s = (3.128 / 2 + 0.02) * 1.15, 1e-5 * 64**2 + 1e-3 * 64 + 0.05
+    again = 0.125 if vision_forward == 0.25 else 0.0
+    assert work_of(shared).seconds(cost) == pytest.approx([language_s, language_s + image_s * (1 + again)])
+
+
+@pytest.mark.parametrize("encoder", ["group", "world"])
+def test_a_plan_of_recomputed_packs_takes_what_its_ranks_compute_and_exchange(encoder: str) -> None:
+    """Exchanges, of which a ring is not hidden, are no work: without them the longest member of each group is left."""
+    cost = replace(COST, overlap=0.0, forward=0.3, latency_s=0.0, vision_forward=0.25)
+    cluster = ClusterSpec(2, 2, 256, recomputation=Recomputation(1.0, 200, 2048, 256))
+    plan = plan_batch([Sample("a", 3000), *SAMPLES[2:]], cluster, cost, encoder=encoder)
+    work = work_of(plan)
+    seconds = work.seconds(cost)
+    assert any(group.recomputed > 0 and group.degree == 2 for group in plan.groups)
+    for number, group in enumerate(plan.groups):
+        tokens = sum(plan.samples[row].num_tokens for row in group.pack.sequences)
+        exchanged_s = 100.0 * tokens / 2 / 1e6 * (group.degree - 1) * (1 + 0.3 * group.recomputed)
+        assert group.predicted_time_s == pytest.approx(seconds[work.group == number].max() + exchanged_s)
 
 
 @pytest.mark.parametrize(("keeps", "forward", "shares"), [

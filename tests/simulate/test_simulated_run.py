@@ -59,9 +59,10 @@ def test_a_lost_worker_costs_the_running_step_where_every_step_is_mirrored() -> 
 def test_the_state_is_copied_again_after_a_time_with_one_rank() -> None:
     two = ["cluster.num_ranks=2", "cluster.ranks_per_node=1", "faults.mirror_every_steps='1'", *QUICK]
     step_s = run_of(*two).steps[0].end_s
-    times_s = [1.5 * step_s, 1.5 * step_s + 100 + 10 * step_s]
-    events = ", ".join(f"{{time_s: {time_s}, kind: worker, rank: 1}}" for time_s in times_s)
-    record = run_of(*two, "num_batches=60", f"faults.events=[{events}]")
+    first = f"{{time_s: {1.5 * step_s}, kind: worker, rank: 1}}"
+    later = run_of(*two, "num_batches=60", f"faults.events=[{first}]").steps[33]
+    second = f"{{time_s: {(later.begin_s + later.end_s) / 2}, kind: worker, rank: 1}}"
+    record = run_of(*two, "num_batches=60", f"faults.events=[{first}, {second}]")
     words = events_of(record)
     assert words[0] == "2: worker lost; 1 ranks go on with step 2"
     assert ["join" in text for text in words[:3]] == [False, True, False]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, idle_fraction, plan_batch, plan_starts
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
+from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare, Offload, Recomputation
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.planner.work import work_of
@@ -22,7 +22,12 @@ COST = CostModel(1e-8, 1e-3, 1e5, 0.2, {"intra": 1e9, "inter": 2e8}, communicati
                  pack_s=0.01, vision_linear_s=2e-4, vision_quadratic_s=1e-8, feature_bytes=1e4,
                  encoder_pass_s=4e-3, attention_block=256, update_s=0.05,
                  offload_bytes_per_token=1e6, offload_bytes_per_patch=1e5, host_bytes_per_s=1e9)
-OFFLOAD = Offload(0.8, 1500, 3000, 2000)
+OFFLOAD, RECOMPUTATION = Offload(0.8, 1500, 3000, 2000), Recomputation(0.8, 1500, 3000, 2000)
+
+
+def cluster_of(num_ranks: int, beyond: LayerShare = NO_OFFLOAD, **options: tuple[float, ...]) -> ClusterSpec:
+    name = "recomputation" if isinstance(beyond, Recomputation) else "offload"
+    return replace(ClusterSpec(num_ranks, 4, 2000, **options), **{name: beyond})  # type: ignore[arg-type]
 
 
 def batch(seed: int, count: int, longest: int) -> list[Sample]:
@@ -62,7 +67,7 @@ def test_where_all_is_as_planned_the_makespan_is_the_plans(seed: int, sync: str,
     speeds = tuple(random_.choice([1.0, 0.8, 0.3]) for _ in range(num_ranks)) if seed % 3 == 0 else ()
     communication = random_.choice(["ring", "all_to_all"])
     cost = replace(COST, communication=communication)
-    cluster = ClusterSpec(num_ranks, 4, 2000, speeds, nodes, OFFLOAD if seed % 4 > 1 else NO_OFFLOAD)
+    cluster = cluster_of(num_ranks, (NO_OFFLOAD, RECOMPUTATION, OFFLOAD, OFFLOAD)[seed % 4], speeds=speeds, nodes=nodes)
     planner = random_.choice(["dhp", "static_best", "pow2", "dhp_paper"])
     plan = plan_batch(batch(seed, 4 * num_ranks, min(20_000, cluster.max_tokens)), cluster, cost, sync=sync,
                       encoder=encoder, planner=planner)
@@ -78,12 +83,13 @@ def test_where_all_is_as_planned_the_makespan_is_the_plans(seed: int, sync: str,
     assert sum(step.shares().values()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("offload", [NO_OFFLOAD, OFFLOAD], ids=["off", "offload"])
+@pytest.mark.parametrize("beyond", [NO_OFFLOAD, OFFLOAD, RECOMPUTATION], ids=["off", "offload", "recomputation"])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_where_the_time_of_ranks_went(sync: str, offload: Offload) -> None:
+def test_where_the_time_of_ranks_went(sync: str, beyond: LayerShare) -> None:
     samples = [replace(sample, vision_tokens=0, vision_grids=()) for sample in batch(2, 60, 9000)]
-    plan = plan_batch(samples, ClusterSpec(8, 4, 2000, offload=offload), COST, sync=sync)
-    assert any(group.offload for group in plan.groups) == (offload is OFFLOAD)
+    plan = plan_batch(samples, cluster_of(8, beyond), COST, sync=sync)
+    assert any(group.offload for group in plan.groups) == (beyond is OFFLOAD)
+    assert any(group.recomputed for group in plan.groups) == (beyond is RECOMPUTATION)
     step = simulated(plan)
     shares, rank_s = step.shares(), 8 * step.time_s
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -91,6 +97,24 @@ def test_where_the_time_of_ranks_went(sync: str, offload: Offload) -> None:
     assert shares["compute"] * rank_s == pytest.approx(sum(work_of(plan).seconds(COST)))
     num_micro_batches = len({group.micro_batch for group in plan.groups})
     assert shares["update"] * rank_s == pytest.approx(8 * (COST.fixed_s * num_micro_batches + plan.update_s))
+
+
+@pytest.mark.parametrize("communication", ["ring", "all_to_all"])
+@pytest.mark.parametrize("encoder", ["group", "world"])
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_packs_of_several_ranks_that_run_again_take_what_their_plan_says(
+    sync: str, encoder: str, communication: str
+) -> None:
+    cost = replace(COST, communication=communication, overlap=0.3, bandwidth_bytes_per_s={"intra": 3e8, "inter": 2e8})
+    long = [Sample(f"long {row}", tokens) for row, tokens in enumerate((23_000, 10_500, 5500))]
+    plan = plan_batch([*long, *batch(11, 20, 2000)], cluster_of(8, RECOMPUTATION), cost, sync=sync, encoder=encoder)
+    assert max(group.degree for group in plan.groups if group.recomputed) > 1
+    step = simulated(plan, cost=cost)
+    assert step.time_s == pytest.approx(plan.predicted_time_s, rel=1e-9)
+    took_s = [group.predicted_time_s for group in plan.groups]
+    assert step.ends_s - step.starts_s == pytest.approx(np.array(took_s), rel=1e-9)
+    nominal = work_of(plan).seconds_of_ranks(cost, 8)
+    assert step.busy_s().tolist() == pytest.approx(nominal)
 
 
 def test_ranks_report_what_the_drivers_own_measures_understand() -> None:

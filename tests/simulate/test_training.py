@@ -33,17 +33,20 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: 
     group = group_of(4, gib, config)
     choice = resolve_limits(config, {}, group)
     mode = mode_of(config, group, auto_tokens=True).mode if sync != "auto" else choice.mode
-    config = replace(config, train=replace(config.train, activation_checkpointing=str(mode.recomputes).lower()))
-    (tokens, moved), cost = within_memory(config, group, mode, auto=True)
+    again = "true" if mode.recomputes else "packs"
+    config = replace(config, train=replace(config.train, activation_checkpointing=again))
+    (tokens, moved, recomputed), cost = within_memory(config, group, mode, auto=True)
     ranks = Ranks(device=H100, kind="cuda", memory_bytes=gib * GIB, nodes=(0,) * 4,
                   node_memory_bytes=group.members[0].described["host_memory_bytes"])
     wanted = Wanted(sync=sync, longest_tokens=longest or 4096 * 4, samples_per_rank=16, activation_offload=offload)
     training = training_of(group.members[0].described["shape"], ranks, wanted)
     assert training.mode == mode
     assert training.tokens_per_rank >= tokens  # of a run, at most what its longest sequence asks of so few ranks
-    limited = training if offload == "auto" else training_of(group.members[0].described["shape"], ranks, replace(
-        wanted, tokens_per_rank=str(tokens), sync=mode.sync, recomputes=str(mode.recomputes).lower()))
+    limited = training if offload == "auto" or recomputed.share else training_of(
+        group.members[0].described["shape"], ranks,
+        replace(wanted, tokens_per_rank=str(tokens), sync=mode.sync, recomputes=again))
     assert (limited.tokens_per_rank, limited.offload) == (tokens, moved)
+    assert limited.recomputation == recomputed
     assert (moved.share > 0) == (offload != "off")
     assert limited.cost.in_mode(mode.sync).to_json() == cost.in_mode(mode.sync).to_json()
     there = run_memory_of(config, group, mode).settings
@@ -60,10 +63,21 @@ def test_a_large_model_needs_micro_batches() -> None:
     assert training_of(shape(), ranks, Wanted(sync="step")).tokens_per_rank < 1
     found = training_of(shape(), ranks, Wanted(sync="auto", longest_tokens=100_000))
     assert found.mode.sync == "micro_batch"
-    assert found.tokens_per_rank * 64 >= 100_000
+    assert found.most_tokens * 64 >= 100_000
     assert found.gather_s > 0
     assert training_of(shape(), ranks, Wanted(sync="step", sharding="node", longest_tokens=9)).mode == Mode(
         "step", False, "node")
+
+
+def test_recomputation_of_packs_has_room_for_as_much_as_that_of_all() -> None:
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=64 * GIB, nodes=tuple(rank // 8 for rank in range(64)))
+    eight = ModelShape.load(CONF / "model_shape" / "internvl3_8b.yaml")
+    found = {again: training_of(eight, ranks, Wanted(recomputes=again, longest_tokens=64_000))
+             for again in ("false", "true", "packs", "auto")}
+    assert found["packs"].tokens_per_rank == found["false"].tokens_per_rank == found["false"].most_tokens < 1000
+    assert found["packs"].most_tokens == found["true"].tokens_per_rank > 1000
+    assert (found["auto"].mode, found["auto"].recomputation) == (Mode("step", False), found["packs"].recomputation)
+    assert not found["true"].recomputation.share
 
 
 def test_a_cost_file_takes_the_place_of_the_derived_cost() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dhp_ray.model.adapter import LayerStack
-from dhp_ray.planner.offload import num_moved
+from dhp_ray.planner.layer_share import num_relieved
 from dhp_ray.train.activation_offload import Copies, Moved, PartOffload
 
 HOST = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_layers_go_and_come_back_in_this_order(share: float, schedule: str) -> N
     out.sum().backward()
     assert ", ".join(log) == schedule
     # of a layer x, y and two products, each once; not its weight, nor the factor that all share
-    assert part.num_bytes == num_moved(share, 6) * 4 * x.nbytes
+    assert part.num_bytes == num_relieved(share, 6) * 4 * x.nbytes
 
 
 @pytest.mark.gpu

@@ -28,6 +28,7 @@ from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import LossHead
 from dhp_ray.model.weights import StoredWeights
+from dhp_ray.planner.layer_share import num_relieved
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan import Grid
 
@@ -52,7 +53,7 @@ class VisionLanguageModel(ABC):
         self.check(config)
         attention.register()
         module.set_attn_implementation({"text_config": attention.NAME})  # type: ignore[arg-type]
-        self.module = module.train()
+        self.module, self._checkpoints = module.train(), False
         self.replace_modules()
         model: Any = module
         self._head = LossHead(model.lm_head)
@@ -266,12 +267,15 @@ class VisionLanguageModel(ABC):
     def fuse_encoder(self, operators: Operators) -> None:
         """The encoder's part of `fuse`."""
 
-    def set_activation_checkpointing(self, wanted: bool = True) -> None:
-        checkpoint_activations(self.module, wanted)
-        # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
-        # encoder its features would then want a backward pass on the ranks that have images, and on no other: the
-        # exchange would hang.
-        self.module.disable_input_require_grads()
+    def set_activation_checkpointing(self, share: float = 1.0) -> None:
+        if share and not self._checkpoints:
+            checkpoint_activations(self.module)
+            self._checkpoints = True
+        for part in PARTS:
+            layers = self.stack(part).layers
+            count = num_relieved(share, len(layers))
+            for number, layer in enumerate(layers):
+                layer.gradient_checkpointing = number < count  # type: ignore[assignment]
 
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
         """Write config.json, generation_config.json and safetensors in the Hugging Face form. What is trained is in

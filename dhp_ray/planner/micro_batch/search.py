@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.bound import limits_of
 from dhp_ray.planner.encoders import longest_first
 from dhp_ray.planner.items import Machine
+from dhp_ray.planner.limits import limits_of
 from dhp_ray.planner.micro_batch.filling import (
     Fastest,
     MicroBatch,
@@ -102,7 +102,7 @@ class MicroBatchSearch:
     def __init__(self, problem: Problem, machine: Machine, degrees: np.ndarray) -> None:
         self.items, self.images = problem.items, longest_first(problem.first_image, problem.all_image_s)
         fastest_first = np.argsort(-machine.speeds, kind="stable")
-        rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.offload)
+        rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.layer_share)
         self.ranks = Fastest(
             machine._replace(rates=rates),
             machine.speeds[fastest_first],

@@ -1,4 +1,5 @@
-"""What ranks keep in their node's memory, and which share of activations also fits there (`train.activation_offload`).
+"""What ranks keep in their node's memory, and what packs move there (`train.activation_offload`) or recompute
+(`train.activation_checkpointing`) so that they fit on their devices.
 """
 
 from __future__ import annotations
@@ -8,25 +9,31 @@ from typing import NamedTuple
 
 from dhp_ray.config import Config
 from dhp_ray.planner.host_memory import node_terms
+from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
+from dhp_ray.planner.layer_share_limits import largest_offload, largest_recomputation
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.mode import MEMORY_SHARE
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
-from dhp_ray.planner.offload_limits import largest_offload
 from dhp_ray.runtime.driver.group import WorkerGroup
 
 OFFLOAD = "train.activation_offload"
 
 
 class Limits(NamedTuple):
-    """The tokens of a pack that a rank holds, and which activations packs move to host memory."""
+    """The tokens of a pack that a rank holds, and what packs with more of them move to host memory or recompute."""
 
     tokens: int
     offload: Offload
+    recomputation: Recomputation = NO_RECOMPUTATION
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of a pack that a rank holds if activations go to host memory."""
-        return max(self.tokens, self.offload.tokens_per_rank)
+        """The tokens of the largest pack that a rank holds."""
+        return max(self.tokens, self.beyond.tokens_per_rank)
+
+    @property
+    def beyond(self) -> LayerShare:
+        """What larger packs move or recompute."""
+        return self.offload if self.offload.share else self.recomputation
 
 
 def share_of_every_pack(config: Config) -> float:
@@ -57,6 +64,18 @@ def offload_of(config: Config, memory: MemoryModel, group: WorkerGroup, tokens: 
                    for node_id, ranks in Counter(group.nodes).items())
 
     return largest_offload(memory, MEMORY_SHARE * group.memory_bytes, tokens, most, has_room)
+
+
+def recomputation_of(
+    config: Config, memory: MemoryModel, group: WorkerGroup, offload: Offload, tokens: int, most: int = 2**62
+) -> Recomputation:
+    """Return what packs recompute, on ranks that plan with packs of `tokens`, so that larger ones fit, of at most
+    `most` tokens: nothing if all packs are recomputed, or move activations. (On the CPU this is not modelled.)
+    """
+    allowed = config.train.activation_checkpointing in ("packs", "auto") and not memory.settings.recomputes
+    if not allowed or offload.share or memory.settings.device == "cpu":
+        return NO_RECOMPUTATION
+    return largest_recomputation(memory, MEMORY_SHARE * group.memory_bytes, tokens, most)
 
 
 def node_limit(group: WorkerGroup, node_id: str) -> float:

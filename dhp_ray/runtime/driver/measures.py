@@ -97,6 +97,7 @@ def step_metrics(
         "late": late,
         **encoder_metrics(plan, results),
         **offload_metrics(plan, results),
+        **recomputation_metrics(plan),
     }
 
 
@@ -127,6 +128,18 @@ def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
         return {}
     return {"offload": {"packs": len(shares), "largest_share": max(shares),
                         "moved_bytes": sum(result.moved_bytes for result in results)}}
+
+
+def recomputation_metrics(plan: Plan) -> dict[str, Any]:
+    """Return the recomputation metrics of a step whose plan recomputes layers of some packs, else nothing: of how many
+    packs, and the mean share of layers over the tokens of all packs.
+    """
+    num_packs = sum(group.recomputed > 0 for group in plan.groups)
+    if not num_packs:
+        return {}
+    tokens = [sum(plan.samples[row].num_tokens for row in group.pack.sequences) for group in plan.groups]
+    again = sum(group.recomputed * count for group, count in zip(plan.groups, tokens))
+    return {"recomputation": {"packs": num_packs, "mean_share": again / sum(tokens)}}
 
 
 def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:

@@ -21,11 +21,21 @@ from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import SHARDING, Mode, Offer, candidates_of, choose, equal_samples, held_samples, reason
+from dhp_ray.planner.mode import (
+    RECOMPUTES,
+    SHARDING,
+    Mode,
+    Offer,
+    candidates_of,
+    choose,
+    equal_samples,
+    held_samples,
+    reason,
+)
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens
+from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens, recomputation_of
 from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
@@ -35,21 +45,22 @@ MEASURE = "measure"
 """The value of `planner.cost` that takes the place of a file name."""
 
 RECOMPUTATION = "train.activation_checkpointing"
-RECOMPUTES = {"true": (True,), "false": (False,), "auto": (False, True)}
-"""The choices that each value of `train.activation_checkpointing` allows."""
 
 
 class Choice(NamedTuple):
-    """A mode, the keys that are auto in the configuration and that it decides, and why it was chosen."""
+    """A mode, the keys that are auto in the configuration and that it decides, and why it was chosen. `otherwise`: the
+    value of `train.activation_checkpointing` in a mode without recomputation of all packs.
+    """
 
     mode: Mode
     keys: tuple[str, ...] = ()
     why: str = ""
+    otherwise: str = "packs"
 
     @property
     def line(self) -> str:
         """The line that the user sees."""
-        values = {"planner.sync": self.mode.sync, RECOMPUTATION: str(self.mode.recomputes).lower(),
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: "true" if self.mode.recomputes else self.otherwise,
                   SHARDING: self.mode.sharding}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
 
@@ -68,7 +79,7 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     if not keys:
         return Choice(modes[0])
     if kind not in STAND_INS:
-        return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described")
+        return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described", "false")
     most = _most_tokens(config, auto_tokens, num_ranks)
     memories = [memory_of(config, group, mode, num_ranks) for mode in modes]
     offers = [_offer(config, group, mode, memory, most) for mode, memory in zip(modes, memories)]
@@ -145,9 +156,10 @@ def _offer(
     config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None
 ) -> Offer:
     fitting, (cost, device) = plain_tokens(config, memory, group), _slowest(memory, group)
-    tokens = fitting if most_tokens is None else min(fitting, most_tokens)
-    return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))),
-                 offload_of(config, memory, group, max(1, tokens), most_tokens or 2**62))
+    tokens, most = fitting if most_tokens is None else min(fitting, most_tokens), most_tokens or 2**62
+    offload = offload_of(config, memory, group, max(1, tokens), most)
+    return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))), offload,
+                 recomputation_of(config, memory, group, offload, max(1, tokens), most))
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:

@@ -27,6 +27,7 @@ from dhp_ray.runtime.driver.host_room import (
     node_limit,
     offload_of,
     plain_tokens,
+    recomputation_of,
     share_of_every_pack,
 )
 from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of, most_tokens_of
@@ -55,7 +56,7 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
 def limits_of_generation(config: Config, group: WorkerGroup, num_ranks: int) -> Limits:
     """Return what each of `num_ranks` ranks like these holds of a pack: at most the tokens of the run's first start,
     or, if that is more, what its longest sequence needs on that many ranks; and what it holds beyond that with
-    activations in host memory.
+    activations in host memory or recomputed layers.
     """
     return _limits_in(config, group, num_ranks, mode_of(config, group, True, num_ranks).mode)
 
@@ -64,19 +65,21 @@ def _limits_in(config: Config, group: WorkerGroup, num_ranks: int, mode: Mode) -
     memory = memory_of(config, group, mode, num_ranks)
     most = max(int(config.planner.tokens_per_rank), math.ceil(config.planner.max_sequence_tokens / num_ranks))
     tokens = max(1, min(most, _fitting(config, memory, group)))
-    return Limits(tokens, offload_of(config, memory, group, tokens))
+    offload = offload_of(config, memory, group, tokens)
+    return Limits(tokens, offload, recomputation_of(config, memory, group, offload, tokens))
 
 
 def limits_as_given(config: Config, group: WorkerGroup, mode: Mode) -> Limits:
     """Return the limits for `planner.tokens_per_rank`: tokens that the devices do not hold are held with activations in
-    host memory, if these may go there.
+    host memory, or recomputed, if they may be.
     """
     tokens, memory = int(config.planner.tokens_per_rank), memory_of(config, group, mode)
     if share_of_every_pack(config):
         return Limits(tokens, offload_of(config, memory, group, tokens))
     fitting = max(1, min(tokens, plain_tokens(config, memory, group)))
     offload = offload_of(config, memory, group, fitting, tokens)
-    return Limits(fitting if offload.share else tokens, offload)
+    recomputation = recomputation_of(config, memory, group, offload, fitting, tokens)
+    return Limits(fitting if offload.share or recomputation.share else tokens, offload, recomputation)
 
 
 def _fitting(config: Config, memory: MemoryModel, group: WorkerGroup) -> int:
@@ -113,12 +116,12 @@ def within_memory(config: Config, group: WorkerGroup, mode: Mode, auto: bool) ->
     """
     memory = memory_of(config, group, mode)
     limits = limits_of_generation(config, group, group.size) if auto else limits_as_given(config, group, mode)
-    tokens, offload = limits
+    tokens = limits.tokens
     modes = [mode if sync == mode.sync else Mode(sync, mode.recomputes) for sync in SYNCS]
     resident = {mode.sync: sum(memory_of(config, group, mode).resident().values()) for mode in modes}
     pack_bytes = sum(memory.memory(memory.worst_load(tokens, share_of_every_pack(config))).pack.values())
     cost = replace(cost_of(config, group, mode), memory_bytes_per_token=pack_bytes / tokens, resident_bytes=resident)
-    return limits, with_encoder_apart(cost, memory, tokens, offload)
+    return limits, with_encoder_apart(cost, memory, tokens, limits.beyond)
 
 
 def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:

@@ -164,13 +164,16 @@ class Session:
         self.group.exchange_s = self.config.comm.timeout_s
         mode = self.choice.mode
         # as resolved for this generation
-        config = replace(self.config, train=replace(self.config.train,
-                                                    activation_checkpointing=str(mode.recomputes).lower(),
+        again = self.config.train.activation_checkpointing
+        if again == "auto":
+            again = "true" if mode.recomputes else "packs"
+        config = replace(self.config, train=replace(self.config.train, activation_checkpointing=again,
                                                     sharding=mode.sharding))
         limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
         cost = self.history.refits.enter(prior, wanted(config, prior))
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
-        cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload)
+        cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload,
+                                       recomputation=limits.recomputation)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
         self.mirroring.enter()
         # one for all plans that the ranks are told to run

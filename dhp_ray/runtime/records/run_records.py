@@ -40,7 +40,8 @@ METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_
            "planning_time_s",
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
            "planner", "late")
-OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "eval_loss", "eval_exact_match", "eval_anls", "eval_f1")
+OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "recomputation", "eval_loss", "eval_exact_match", "eval_anls",
+                    "eval_f1")
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
 FREE = ("data.decoders",)

@@ -63,6 +63,8 @@ OFFLOAD_TAGS = {
     "moved_bytes": "offload/moved_bytes",
 }
 """Tags of steps with packs that moved activations to host memory."""
+RECOMPUTATION_TAGS = {"packs": "recomputation/packs", "mean_share": "recomputation/mean_share"}
+"""Tags of steps with packs whose plan recomputes layers."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -161,8 +163,8 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     data, elastic, comm.
     """
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
-    values |= {tag: metrics["encoder"][name] for name, tag in ENCODER_TAGS.items() if "encoder" in metrics}
-    values |= {tag: metrics["offload"][name] for name, tag in OFFLOAD_TAGS.items() if "offload" in metrics}
+    for part, tags in (("encoder", ENCODER_TAGS), ("offload", OFFLOAD_TAGS), ("recomputation", RECOMPUTATION_TAGS)):
+        values |= {tag: metrics[part][name] for name, tag in tags.items() if part in metrics}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]

@@ -11,10 +11,18 @@ import pytest
 
 from dhp_ray.config import Config, ConfigError, load
 from dhp_ray.planner.host_memory import ACTIVATIONS, node_terms
+from dhp_ray.planner.layer_share import NO_OFFLOAD, Offload
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.offload import NO_OFFLOAD, Offload
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.host_room import OFFLOAD, node_limit, offload_of, plain_tokens, share_of_every_pack
+from dhp_ray.runtime.driver.host_room import (
+    OFFLOAD,
+    Limits,
+    node_limit,
+    offload_of,
+    plain_tokens,
+    recomputation_of,
+    share_of_every_pack,
+)
 from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
@@ -98,7 +106,7 @@ def test_a_share_of_every_pack_makes_room_for_more_tokens(tmp_path: Path) -> Non
     assert found[1] > 1.2 * found[0]
     half.planner.tokens_per_rank = str(found[1])
     limits, cost = within_memory(half, group, MODE, auto=True)
-    assert limits == (found[1], Offload(0.5, 0, found[1]))
+    assert limits == Limits(found[1], Offload(0.5, 0, found[1]))
     assert 0.88 * ROOM * GIB < cost.memory_bytes(found[1], 1, "step") <= 0.9 * ROOM * GIB
     memory = memory_of(half, group, MODE)
     beside, moved = (sum(node_terms(memory, found[1], 4, share).values()) for share in (0.0, 0.5))
@@ -126,15 +134,15 @@ def test_the_longest_sequence_is_what_all_ranks_hold_so(tmp_path: Path) -> None:
 
 def test_given_tokens_that_a_device_does_not_hold_are_held_with_the_nodes_memory(tmp_path: Path) -> None:
     config, group = described(tmp_path, (*AUTO[1:], "planner.tokens_per_rank=100"))
-    assert limits_as_given(config, group, MODE) == (100, NO_OFFLOAD)
+    assert limits_as_given(config, group, MODE) == Limits(100, NO_OFFLOAD)
     config.planner.tokens_per_rank = "4000"
     held = plain_tokens(config, memory_of(config, group, MODE), group)
     limits = limits_as_given(config, group, MODE)
     assert limits.tokens == held < limits.most_tokens <= 4000
     config.train.activation_offload = "off"
-    assert limits_as_given(config, group, MODE) == (4000, NO_OFFLOAD)
+    assert limits_as_given(config, group, MODE) == Limits(4000, NO_OFFLOAD)
     config.train.activation_offload = "0.5"
-    assert limits_as_given(config, group, MODE) == (4000, Offload(0.5, 0, 4000))
+    assert limits_as_given(config, group, MODE) == Limits(4000, Offload(0.5, 0, 4000))
 
 
 def test_recomputation_is_not_needed_for_what_host_memory_holds(tmp_path: Path) -> None:
@@ -149,7 +157,23 @@ def test_recomputation_is_not_needed_for_what_host_memory_holds(tmp_path: Path) 
     assert mode_of(config, group, auto_tokens=True).mode == RECOMPUTES
     config.train.activation_offload = "off"
     config.planner.max_sequence_tokens = int(1.05 * 4 * held)
-    assert mode_of(config, group, auto_tokens=True).mode == RECOMPUTES
+    choice = mode_of(config, group, auto_tokens=True)
+    assert choice.mode == MODE
+    assert "train.activation_checkpointing=auto is packs" in choice.line
+
+
+def test_packs_that_move_activations_recompute_none(tmp_path: Path) -> None:
+    config, group = described(tmp_path, (*AUTO, "train.activation_checkpointing=packs"))
+    memory = memory_of(config, group, MODE)
+    tokens = plain_tokens(config, memory, group)
+    offload = offload_of(config, memory, group, tokens)
+    assert offload.share
+    assert not recomputation_of(config, memory, group, offload, tokens).share
+    recomputation = recomputation_of(config, memory, group, NO_OFFLOAD, tokens)
+    assert recomputation.tokens_per_rank == memory.tokens_that_fit(0.9 * ROOM * GIB, recomputed=1.0) > tokens
+    on_cpu, cpus = described(tmp_path, (*AUTO, "train.activation_checkpointing=packs"), device="cpu")
+    assert not recomputation_of(on_cpu, memory_of(on_cpu, cpus, MODE), cpus, NO_OFFLOAD, tokens).share
+    assert not recomputation_of(config, memory_of(config, group, RECOMPUTES), group, NO_OFFLOAD, tokens).share
 
 
 def test_a_cost_file_without_the_link_takes_the_devices(tmp_path: Path) -> None:

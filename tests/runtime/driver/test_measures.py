@@ -102,6 +102,10 @@ def test_metrics_of_activations_in_host_memory() -> None:
         "packs": 1, "largest_share": 0.25, "moved_bytes": 640}
     plain = dataclasses.replace(plan, groups=tuple(dataclasses.replace(group, offload=0.0) for group in plan.groups))
     assert "offload" not in step_metrics(plain, results, 5.0, 1.0, 1)
+    assert "recomputation" not in step_metrics(plain, results, 5.0, 1.0, 1)
+    again = tuple(dataclasses.replace(group, recomputed=share) for group, share in zip(plain.groups, (0.7, 0.0)))
+    assert step_metrics(dataclasses.replace(plain, groups=again), results, 5.0, 1.0, 1)["recomputation"] == {
+        "packs": 1, "mean_share": 0.5}, "7 of 14 tokens"
 
 
 def with_phases(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -25,7 +26,7 @@ from dhp_ray.runtime.driver.modes import (
     memory_of,
     mode_of,
 )
-from dhp_ray.runtime.driver.room import limits_of_generation, ranks_that_hold
+from dhp_ray.runtime.driver.room import limits_as_given, limits_of_generation, ranks_that_hold
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import Membership, RunError
@@ -53,21 +54,30 @@ def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_pa
                            "what cpu ranks have of memory and speed is not described")
 
 
-def test_recomputation_is_taken_where_the_longest_sequence_needs_it(tmp_path: Path) -> None:
+def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, ROOM, config)
-    held = {again: memory_of(config, group, Mode("step", again)).tokens_that_fit(0.9 * ROOM * GIB)
-            for again in (False, True)}
-    config.planner.max_sequence_tokens = 4 * held[False]
+    limit_bytes = 0.9 * ROOM * GIB
+    tokens = memory_of(config, group, Mode("step", False)).tokens_that_fit(limit_bytes)
+    config.planner.tokens_per_rank = str(tokens)
+    memory = memory_of(config, group, Mode("step", False))
+    most = memory.tokens_that_fit(limit_bytes, recomputed=1.0)
+    config.planner.max_sequence_tokens = 4 * tokens + 1
     assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
-    config.planner.max_sequence_tokens += 1
-    choice = mode_of(config, group, auto_tokens=True)
-    assert choice.mode == Mode("step", True)
-    assert choice.line.startswith(
-        f"train.activation_checkpointing=auto is true: a rank is to hold {held[False] + 1:,} tokens, and a batch of 64 "
-        f"sequences of 1,280 tokens is modelled: step holds {held[False]:,}; step with recomputation takes ")
-    config.planner.tokens_per_rank = str(held[False])  # given: a rank is to hold these, whatever there is of sequences
-    assert mode_of(config, group, auto_tokens=False).mode == Mode("step", False)
+    config.train.activation_checkpointing = "packs"
+    limits = limits_of_generation(config, group, 4)
+    assert (limits.tokens, limits.most_tokens) == (tokens, most)
+    assert limits.beyond == limits.recomputation
+    for held in np.linspace(tokens, most, 20).astype(int).tolist():
+        assert memory.fits(limit_bytes, held, recomputed=float(limits.recomputation.share_of(held)))
+    config.planner.tokens_per_rank = str(3 * tokens // 2)  # given: as far as a rank holds them with all activations
+    given = limits_as_given(config, group, Mode("step", False))
+    assert (given.tokens, given.most_tokens) == (tokens, 3 * tokens // 2)
+    assert 0 < given.recomputation.share < 1
+    for again, mode in (("false", Mode("step", False)), ("true", Mode("step", True))):
+        config.train.activation_checkpointing = again
+        assert not limits_of_generation(config, group, 4)[2].share
+        assert mode_of(config, group, auto_tokens=True).mode == mode
 
 
 def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: Path) -> None:
@@ -76,13 +86,14 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     choice = resolve_limits(config, {}, group_of(8, ROOM, config))
     assert choice.mode == Mode("step", False)
     first, longest = int(config.planner.tokens_per_rank), config.planner.max_sequence_tokens
-    assert longest == 8 * first
+    assert longest == 8 * limits_of_generation(config, group_of(8, ROOM, config), 8).most_tokens > 8 * first
+    config.planner.max_sequence_tokens = longest = 8 * first
     assert config.train.activation_checkpointing == "auto"
     assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == choice.mode
     fewer = group_of(6, ROOM, config)
-    assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", True)
-    assert limits_of_generation(config, fewer, 6).tokens == -(-longest // 6) > first
-    few = [limits_of_generation(config, fewer, num_ranks).tokens for num_ranks in range(1, 9)]
+    assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", False)
+    assert limits_of_generation(config, fewer, 6).most_tokens >= -(-longest // 6) > first
+    few = [limits_of_generation(config, fewer, num_ranks).most_tokens for num_ranks in range(1, 9)]
     holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
     assert 1 < holding <= 6
     assert ranks_that_hold(config, fewer, 8)(longest) == holding
@@ -135,7 +146,7 @@ def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
     choice = resolve_limits(config, stored, group_of(2, 8.0, config))
     assert (config.planner.sync, choice.mode.sync) == ("micro_batch", "micro_batch")
     assert (config.planner.tokens_per_rank, config.planner.max_sequence_tokens) == ("5000", 9000)
-    assert choice.line.startswith("planner.sync=auto is micro_batch, train.activation_checkpointing=auto is false: "
+    assert choice.line.startswith("planner.sync=auto is micro_batch, train.activation_checkpointing=auto is packs: "
                                   "planner.sync as at the run's first start; a rank is to hold 4,500 tokens, and ")
     first = config_of(str(tmp_path), *AUTO)
     assert resolve_limits(first, {}, group_of(2, 8.0, first)).mode.sync == first.planner.sync != "auto"
@@ -248,7 +259,7 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
         first_choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it"),
         choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not"))
     assert [notice.text for notice in Session.mode_told(session)] == [
-        "train.activation_checkpointing=auto is false: four ranks do not"]
+        "train.activation_checkpointing=auto is packs: four ranks do not"]
     assert [event["activation_checkpointing"] for event in events] == [False]
     assert list(Session.mode_told(session)) == []
     session.history.mode_told, session.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.offload import Offload
+from dhp_ray.planner.layer_share import Offload
 from dhp_ray.planner.refit import with_factors
 from dhp_ray.planner.work import TERMS, constants_of, work_of
 from dhp_ray.runtime.driver.refits import MOST_ROWS, CostRefits, wanted

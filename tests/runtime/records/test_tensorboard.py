@@ -84,7 +84,9 @@ def test_every_figure_of_activations_in_host_memory_has_a_curve() -> None:
     found = scalars_of(metrics(1) | {"offload": {"packs": 2, "largest_share": 0.5, "moved_bytes": 640}}, EXTRA)
     assert {tag: value for tag, value in found.items() if tag.startswith("offload/")} == {
         "offload/packs": 2.0, "offload/largest_share": 0.5, "offload/moved_bytes": 640.0}
-    assert not [tag for tag in scalars_of(metrics(1), EXTRA) if tag.startswith("offload/")]
+    assert not [tag for tag in scalars_of(metrics(1), EXTRA) if tag.startswith(("offload/", "recomputation/"))]
+    found = scalars_of(metrics(1) | {"recomputation": {"packs": 3, "mean_share": 0.25}}, EXTRA)
+    assert (found["recomputation/packs"], found["recomputation/mean_share"]) == (3, 0.25)
 
 
 def test_speeds_of_ranks_are_curves_of_their_own_while_they_are_few() -> None:
