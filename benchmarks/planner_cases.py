@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ MEMORIES = (8192, 32768, 131072)
 LENGTHS = ("bimodal", "wikipedia", "internvl", "internvid")
 SMALL_CASES, HIDDEN_MIXES = 60, 48
 UNEQUAL = "large, unequal speeds"
+RECOMPUTES = find_spec("dhp_ray.planner.layer_share") is not None
+"""Whether this package plans recomputation by pack."""
 SMALL_COST = CostModel(
     quadratic_s=5.128e-9,
     linear_s=1.839576e-4,
@@ -123,6 +126,19 @@ def hidden_mix(seed: int, sync: str, planner: str) -> list[Batch]:
     return [{"samples": samples, "cluster": cluster, "cost": cost, "pool": pool, "sync": sync, "planner": planner}]
 
 
+def recomputing_mix(seed: int, sync: str) -> list[Batch]:
+    """The same where ranks hold that memory's tokens if packs recompute all layers, and 4, 12 or 30 times fewer with
+    all activations. (Checkouts of before packs did so have no such batches.)
+    """
+    from dhp_ray.planner.layer_share import Recomputation
+
+    [found] = hidden_mix(seed, sync, "dhp")
+    most = found["cluster"].tokens_per_rank
+    held = most // (4, 12, 30)[seed % 3]
+    cluster = replace(found["cluster"], tokens_per_rank=held, recomputation=Recomputation(1.0, held, most, held))
+    return [found | {"cluster": cluster, "cost": replace(found["cost"], pack_s=0.02)}]
+
+
 @cache
 def rows(seeds: int) -> tuple[Row, ...]:
     """Every table, with so many batches of each mix."""
@@ -153,6 +169,8 @@ def _rows(seeds: int) -> Iterator[Row]:
             yield Row("small: last resort", f"{sync} case {seed}", partial(small, seed, sync, LAST_RESORT))
         for seed in range(HIDDEN_MIXES):
             yield Row(f"hidden: {sync}", f"mix {seed}", partial(hidden_mix, seed, sync, "dhp"))
+            if RECOMPUTES:
+                yield Row(f"recomputed: {sync}", f"mix {seed}", partial(recomputing_mix, seed, sync))
             if seed % 3 == 1:
                 yield Row("hidden: last resort", f"{sync} mix {seed}", partial(hidden_mix, seed, sync, LAST_RESORT))
     for each, ranks in product((1, 4, 8), (8, 64, 512)):

@@ -123,6 +123,12 @@ VARIANTS = (
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("exchanges: ten times as many are compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),
+    Variant("recomputation: no fuller packs", (
+        ("FULLER = (2, 4)", "FULLER = ()"), (", most] if recomputation.share", "] if recomputation.share"))),
+    one("recomputation: only the fullest packs beside", "FULLER = (2, 4)", "FULLER = ()"),
+    one("recomputation: packs of twice and four times the tokens alone", ", most] if recomputation.share",
+        "] if recomputation.share"),
+    one("recomputation: packs of eight times the tokens too", "FULLER = (2, 4)", "FULLER = (2, 4, 8)"),
     one("micro_batch: one exchange tried a turn", "TRIES = 6", "TRIES = 1"),
     one("micro_batch: unequal ranks are not taken for equal ones", _AS_EQUAL, "if False:"),
     one("apart: no exchanges", _EXCHANGED, "pass\n"),

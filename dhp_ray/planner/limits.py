@@ -23,8 +23,8 @@ all ranks, if images may be encoded apart).
 
 On d ranks or more: `charge_s` is the least area in seconds that a token adds to its compute, `kept_charge_s` if nothing
 is recomputed; `exchange_s` is the same without fixed costs of packs. `most_again`: what the largest pack computes again
-for each second. `stretch` is the least area over compute, which is 1 except with unequal speeds, where a
-group's members are as slow as its slowest.
+for each second. `stretch` is the least area over compute, which is 1 except with unequal speeds, where a group is as
+slow as its slowest member.
 """
 
 
@@ -51,11 +51,13 @@ class Limits(LimitOf[np.ndarray], Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, num_ranks: int) -> Limit: ...
 
+
 STRETCHED = 64
 """Number of ranks in the largest set that is examined."""
 
 
 def limits_of(problem: Problem) -> Limits:
+    """The limits of a cluster with its costs."""
     cluster, rates = problem.cluster, problem.machine.rates
     fastest = np.sort(problem.speeds)[::-1]
     degrees = np.arange(cluster.num_ranks + 1)

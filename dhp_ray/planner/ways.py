@@ -75,7 +75,7 @@ class Way(NamedTuple):
 
 
 def ways_of(problem: Problem) -> Iterator[Way]:
-    """All ways to plan a batch. Each has a bound that holds for it."""
+    """All ways to plan a batch, each with a lower bound of what its search may find."""
     cluster = problem.cluster
     yield from (Way(way, way) for way in at_cheap_tokens(problem))
     yield from (Way(way, problem) for way in with_fuller_packs(problem))

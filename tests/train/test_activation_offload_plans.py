@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from dhp_ray.comm.device import CPU
-from dhp_ray.config import Config, load
+from dhp_ray.config import Config
 from dhp_ray.planner.plan import Plan
-from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.step_inputs import collated
-from tests.packs import PATCH_DIMS, own_payloads, rough_model
+from tests.packs import PATCH_DIMS
 from tests.ranks import run_processes
-from tests.train.networks import whole
-from tests.train.random_plans import SAMPLES, STEP, WATCHDOG_S, World, random_plan
-from tests.train.test_lora_plans import with_rough_adapters
+from tests.train.both_ways import both_ways, config_of, member_of
+from tests.train.random_plans import WATCHDOG_S, World, random_plan
 
-ALONE = ("a", "b", "c", "d", "e")
-"""Of a node with several ranks the order in which they add gradients, and so the last bits, change from run to run."""
 WORLDS = [(World(3, "step", "pool"), 0.0), (World(5, "micro_batch", "pool", True), 0.0),
           (World(3, "micro_batch", "parent"), 0.0), (World(3, "step", "parent", True, "", "node"), 0.0),
           (World(3, "step", "pool", False, "vision", "node"), 0.0), (World(3, "step", "pool", True, "language"), 0.0),
@@ -39,42 +31,18 @@ QUICK = [WORLDS[10]]
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in WORLDS], ids=str)
 def test_random_plans_give_the_same_bits_with_and_without(tmp_path: Path, world: World, dropout: float) -> None:
     """In all modes, at any degrees and shares, of every family, with adapters, dropout and frozen parts."""
-    model = rough_model(preset=world.preset)
-    model.save(tmp_path, {name: value.detach() for name, value in model.module.named_parameters()})
-    adapters = ["train.lora.rank=4", "train.lora.alpha=8", f"train.lora.dropout={dropout}"] if dropout else []
-    config = load([f"model.path={tmp_path}", "model.preset=", f"planner.sync={world.sync}",
-                   f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
-                   f"train.activation_checkpointing={str(world.recomputes).lower()}",
-                   f"train.sharding={world.sharding}", "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0",
-                   "train.clip_norm=0", *adapters])
-    plans = [random_plan(seed, world) for seed in range(40, 43)]
-    found = run_processes(run_both_ways, world.num_ranks, world, config, plans, timeout_s=WATCHDOG_S * 4)
-    assert sum(moved for of_rank in found for moved in of_rank) > 0
+    config, plans = config_of(tmp_path, world, dropout), [random_plan(seed, world) for seed in range(40, 43)]
+    found = run_processes(moved, world.num_ranks, world, config, plans, timeout_s=WATCHDOG_S * 4)
+    assert sum(num_bytes for of_rank in found for num_bytes in of_rank) > 0
 
 
-def run_both_ways(rank: int, port: int, world: World, config: Config, plans: list[Plan]) -> list[int]:
-    """Bytes that each plan moved with its packs' shares drawn at random, 0 and 1 among them."""
-    with with_rough_adapters():
-        member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port, nodes=ALONE[:world.num_ranks]),
-                      CPU)
-    payloads, moved_bytes = {sample.id: payload for sample, payload in SAMPLES[world.preset]}, []
-    for seed, plan in enumerate(plans):
-        shares = np.random.default_rng(seed).choice([0.0, 0.3, 0.5, 1.0], len(plan.groups))
-        found = []
-        for changed in (plan, replace(plan, groups=tuple(replace(group, offload=float(share))
-                                                         for group, share in zip(plan.groups, shares)))):
-            rank_plan = changed.rank_plan(STEP, rank)
-            own = {name: payload for pack in (*rank_plan.packs, *rank_plan.encoded)
-                   for name, payload in own_payloads(pack, payloads, rank).items()}
-            inputs = collated(rank_plan, own, member.adapter)
-            evaluated = member.stepper.evaluate(inputs)
-            assert member.stepper.offload.moved_bytes == 0, "without gradients nothing is kept"
-            result = member.stepper.run(inputs, 0.0)
-            found.append((evaluated, result.loss_sum, result.gradient_norm, whole(member.engine, "exp_avg")))
-        (*numbers, gradients), (*others, moved) = found
-        assert numbers == others
-        assert gradients.keys() == moved.keys()
-        assert all(torch.equal(gradients[name], moved[name]) for name in gradients)
-        moved_bytes.append(member.stepper.offload.buffer.num_bytes)
-    member.close()
-    return moved_bytes
+def moved(rank: int, port: int, world: World, config: Config, plans: list[Plan]) -> list[int]:
+    """Bytes that each plan moved."""
+    with member_of(world, config, rank, port) as member:
+        @contextmanager
+        def around(kind: str) -> Iterator[None]:
+            yield
+            assert kind == "step" or member.stepper.offload.moved_bytes == 0, "without gradients nothing is kept"
+
+        return [member.stepper.offload.buffer.num_bytes
+                for _ in both_ways(member, world, rank, plans, "offload", around)]
