@@ -133,7 +133,7 @@ def _timed(problem: Problem) -> list[Timed]:
         if problem.sync == "micro_batch" and not near:
             schedules += node_after_node(problem, schedules[0])
             num_found = len(schedules)
-        memory = problem.cluster.most_tokens_per_rank if problem.joins_most else problem.cluster.tokens_per_rank
+        memory = problem.cluster.tokens_per_rank
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
