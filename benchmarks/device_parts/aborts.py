@@ -26,6 +26,7 @@ from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.comm.world import abort_groups
 from tests import async_backend
 from tests.async_backend.blocked import Blocked, store
+from tests.async_backend.shared_gpu import share_gpu
 from tests.ranks import run_processes
 
 HEAD = ["what", "blocked s", "median answer ms", "longest", "ended by the abort after ms", "training thread raised",
@@ -145,6 +146,8 @@ def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wa
     """Rank 1 does the deed; rank 0 waits for it, in a thread, as training does."""
     async_backend.register()
     accelerator = replace(ACCELERATORS[device_name], backend=backend)
+    if backend == "nccl":
+        share_gpu(rank)  # all ranks take the first device
     accelerator.activate()
     device, timeout = accelerator.torch_device(), timedelta(seconds=60)
     found = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
-
 from benchmarks.device_parts.outcomes import ROOT, run_tests
 from benchmarks.device_parts.record import CheckError, NotRun, Record
 from benchmarks.device_parts.settings import Settings
 
 NUM_RANKS = 3
-SHARES_SINCE = (2, 30)
-"""NCCL's version from which ranks may share a GPU."""
-
-
-def lack(num_ranks: int) -> str:
-    """What keeps this machine from that many ranks over NCCL; empty: nothing."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    version = torch.cuda.nccl.version()
-    if version < SHARES_SINCE and num_ranks > 1:  # all ranks of the parts take the first device
-        return f"NCCL {'.'.join(map(str, version))} refuses two ranks on one GPU; 2.30 is the first that does not"
-    return ""
 
 
 def run(settings: Settings, record: Record) -> str:
-    missing = "no CUDA device" if settings.device != "cuda" else lack(NUM_RANKS)
-    if missing:
-        raise NotRun(missing)
+    if settings.device != "cuda":
+        raise NotRun("no CUDA device")
     from benchmarks.device_parts.aborts import HEAD, lost_peer
     from benchmarks.device_parts.parity import compare
 
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     wrong, said = [], []
     try:
         said.append(compare(record, "cuda", "nccl", NUM_RANKS, "bf16", timeout_s=40.0))

@@ -26,6 +26,7 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests import async_backend
+from tests.async_backend.shared_gpu import share_gpu
 from tests.packs import make_pack, make_sample, own_payloads, plain_copy, plain_gradients, rough_model
 from tests.ranks import run_processes
 
@@ -86,6 +87,8 @@ def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, p
     """Run by every rank; rank 0 compares."""
     async_backend.register()
     accelerator = replace(ACCELERATORS[device_name], backend=backend)
+    if backend == "nccl":
+        share_gpu(rank)  # all ranks take the first device
     accelerator.activate()
     accelerator.compute_in(precision)
     device, timeout = accelerator.torch_device(), timedelta(seconds=60)

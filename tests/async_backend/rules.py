@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 
 from tests import async_backend
+from tests.async_backend.shared_gpu import share_gpu
 from tests.async_backend.watchdog import HANDLING
 from tests.ranks import run_processes
 
 SUITE = sorted(map(str, (Path(__file__).parent.parent / "comm").glob("test_conformance*.py")))
-NCCL_OF_SHARED_DEVICES = (2, 30)
-"""From this version on, and with NCCL_MULTI_RANK_GPU_ENABLE=1, ranks may share a GPU."""
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -33,16 +32,9 @@ class Backend:
     name: str
     device: str
 
-    def lacks(self, num_ranks: int) -> str:
-        """What keeps this machine from running it on that many ranks; empty: nothing."""
-        if self.device == "cuda" and not torch.cuda.is_available():
-            return "no CUDA device on this machine"
-        if self.name == "nccl" and torch.cuda.device_count() < num_ranks:
-            version = torch.cuda.nccl.version()
-            if version < NCCL_OF_SHARED_DEVICES:
-                return (f"{torch.cuda.device_count()} CUDA devices for {num_ranks} ranks, and NCCL "
-                        f"{'.'.join(map(str, version))} does not share one (2.30 does)")
-        return ""
+    def lacks(self) -> str:
+        """What keeps this machine from running it; empty: nothing."""
+        return "" if self.device == "cpu" or torch.cuda.is_available() else "no CUDA device on this machine"
 
 
 EMULATED, STAGED = Backend(async_backend.BACKEND, "cpu"), Backend(async_backend.BACKEND, "cuda")
@@ -71,7 +63,7 @@ def run_group(
 
     `error_handling` is the value of torch's variables of that name. Fails as `run_processes` does.
     """
-    if lack := backend.lacks(num_ranks):
+    if lack := backend.lacks():
         pytest.skip(lack)
     return run_processes(_in_group, num_ranks, backend, num_ranks, function, error_handling, mortal=mortal)
 
@@ -79,12 +71,14 @@ def run_group(
 def _in_group(
     rank: int, port: int, backend: Backend, num_ranks: int, function: Callable[..., Any], error_handling: str
 ) -> Any:
-    os.environ.update(dict.fromkeys(HANDLING, error_handling), NCCL_MULTI_RANK_GPU_ENABLE="1")
+    os.environ.update(dict.fromkeys(HANDLING, error_handling))
     async_backend.register()
     device, bound = torch.device(backend.device), {}
     if backend.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if torch.cuda.device_count() < num_ranks:
+            share_gpu(rank)
         bound = {"device_id": device} if backend is NCCL else {}
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(backend.name, store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60),
