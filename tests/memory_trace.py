@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
+from dhp_ray.comm.host_node_memory import Memory
 from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
@@ -159,10 +160,10 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class OnePart:
+class OnePart(Memory):
     """Stands in for a node's memory, of which others' parts take nothing of this rank's device: they are its own."""
 
-    def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int, group: Any) -> None:
         self.own = list(ranks).index(rank)
         self.parts = [torch.empty(num_bytes // 4, dtype=torch.float32).view(torch.uint8)] * len(ranks)
 
@@ -255,7 +256,7 @@ def traced(
         if settings.sharding == "node":
             ranks = range(settings.world_size)
             node = Node([ranks[start : start + settings.node_ranks] for start in ranks[:: settings.node_ranks]], None)
-            with mock.patch.object(node_engine, "NodeMemory", OnePart):
+            with mock.patch.object(node_engine, "share_memory", OnePart):
                 engine: Any = NodeEngine(adapter, optimizer, dist.group.WORLD, len(ranks), 0, node, torch.device("cpu"),
                                          settings.precision, settings.bucket_bytes)
             engine.buffers.reader = CallingThread()

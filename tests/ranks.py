@@ -5,6 +5,7 @@ They exchange over gloo, or over the asynchronous backend where BACKEND says so 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -91,6 +92,7 @@ def _process_main(
     arguments: tuple[Any, ...], backend: str,
 ) -> None:
     os.environ.update(environment)
+    faulthandler.enable()  # where a signal ends a rank, its trace tells where
     import torch
 
     from tests.async_backend import compute_over

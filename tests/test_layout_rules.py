@@ -15,6 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
+    "comm/cuda_adds.py": "comm/test_cuda_node_memory.py",
+    "comm/node_memory.py": "comm/test_host_node_memory.py",
+    "train/unit_reads.py": "train/test_node_engine.py",
     "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
     "measure/communication.py": "measure/test_fitting.py",

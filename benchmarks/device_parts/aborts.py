@@ -2,11 +2,12 @@
 
     busy     the device computes for seconds; the training thread is in `.item()`, the control thread answers
     peer     rank 1 never joins an operation, or is killed: the control thread ends rank 0's wait by `abort_groups`
-    joining  rank 1 never comes when a NCCL communicator is made
+    joining  rank 1 never comes when a NCCL communicator is made: torch's own limit ends that wait, since no abort can
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import statistics
@@ -40,7 +41,9 @@ WATCHED_S = 1.5
 """How long a wait is watched before it is ended."""
 POLL_S = 0.02
 PER_SLEEP = 10**9
-"""Cycles of `torch.cuda._sleep`."""
+"""Cycles of one `torch.cuda._sleep`, which takes at most 2^31."""
+MAKING_S = 4
+"""What torch is told to wait at most while NCCL makes a communicator."""
 
 
 class Answers(NamedTuple):
@@ -108,13 +111,14 @@ def busy(record: Record) -> list[str]:
     progress = Progress(device)
     progress.mark("layer 0")
     progress.synchronize()
-    cycles = 0
+    sleeps = 0
     for _ in range(2):  # an idle device runs slower at first
         begin = time.monotonic()
         torch.cuda._sleep(PER_SLEEP)
         progress.synchronize()
-        cycles = int(PER_SLEEP * BUSY_S / (time.monotonic() - begin))
-    torch.cuda._sleep(cycles)
+        sleeps = math.ceil(BUSY_S / (time.monotonic() - begin))
+    for _ in range(sleeps):
+        torch.cuda._sleep(PER_SLEEP)
     number = torch.ones((), device=device) * 2.0
     progress.mark("layer 1")
     read = Blocked(number.item, device)
@@ -188,22 +192,23 @@ def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wa
 
 
 def never_made(record: Record, nonblocking: bool) -> list[str]:
-    """A NCCL communicator of two ranks, one of which never comes. Where it blocks the host, what an abort does is only
-    written down: nothing of NCCL's promises that it ends.
+    """A NCCL communicator of two ranks, one of which never comes. A run makes its communicators without blocking; what
+    becomes of one that blocks the host is only written down.
     """
     name = f"nccl: peer never comes, {'non-blocking' if nonblocking else 'blocking'} communicator"
     try:
-        ended, seconds, said = run_processes(joining, 1, nonblocking, timeout_s=20.0)[0]
+        ended, seconds, said = run_processes(joining, 1, nonblocking, timeout_s=30.0)[0]
     except AssertionError as error:
         ended, seconds, said = False, 0.0, str(error).strip().splitlines()[-1]
     record.row(name, {"ended": ended, "ended_s": seconds, "said": said},
                [name, f"{WATCHED_S:.2f}", "-", "-", f"{1e3 * seconds:.0f}" if ended else "not ended", said or "-", "-"])
-    return [] if ended or not nonblocking else [f"{name}: the abort did not end its wait"]
+    return [] if ended or not nonblocking else [f"{name}: its wait did not end"]
 
 
 def joining(rank: int, port: int, nonblocking: bool) -> tuple[bool, float, str]:
-    """Whether an abort ended the wait for the peer, after how many seconds, and what it raised."""
-    os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "1" if nonblocking else "0"
+    """Whether the wait for the peer ended, how many seconds after an abort, and what it raised."""
+    os.environ.update(TORCH_NCCL_USE_COMM_NONBLOCKING="1" if nonblocking else "0",
+                      TORCH_NCCL_NONBLOCKING_TIMEOUT=str(MAKING_S))
     accelerator = ACCELERATORS["cuda"]
     accelerator.activate()
     device = accelerator.torch_device()
@@ -220,7 +225,7 @@ def joining(rank: int, port: int, nonblocking: bool) -> tuple[bool, float, str]:
         raise RuntimeError(f"a communicator without its peer did not wait: {wait.result}")
     abort = Blocked(abort_groups, device)  # it may wait for what it is to end
     begin = time.monotonic()
-    ended = wait.ends_within(5.0)
+    ended = wait.ends_within(MAKING_S + 5.0)
     seconds = time.monotonic() - begin
     abort.ends_within(1.0)
     return ended, seconds, str(wait.result).split("\n")[0][:120] if ended else ""

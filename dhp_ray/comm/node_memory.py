@@ -1,21 +1,17 @@
 """Memory that all ranks of a node map: each owns a part, and every other rank reads it and adds to it without the
 owner's help.
 
-    rank 0 (pid 40)    part 0: memfd      part 1: /proc/41/fd/N
-    rank 1 (pid 41)    part 0: /proc/40/fd/N      part 1: memfd
-
-A part has no name in a file system, does not count towards /dev/shm's limit, and is freed by the kernel with the last
-process that maps it. A rank that writes to a place of a part that others write to as well holds the lock of that place,
-an fcntl byte-range lock on the part's file: the kernel releases it when its holder dies.
+    CPU    in-memory files (`host_node_memory.py`)
+    CUDA   allocations of the GPUs, which peers reach over NVLink or PCIe (`cuda_node_memory.py`)
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,110 +19,67 @@ from torch import Tensor
 
 from dhp_ray.comm.ranks import gather_over_ranks
 
-PAGE = mmap.PAGESIZE
-
 
 class NodeMemoryError(ValueError):
     """Ranks of a node cannot share memory; the message is one line."""
 
 
-class NodeMemory:
-    """The parts of all ranks of a node, each `num_bytes` long and zero at first.
+class NodeMemory(ABC):
+    """The parts of all ranks of a node, equally long and zero at first.
 
-    `parts` are uint8 tensors, one per member, in the order of `ranks`.
+    `parts` are uint8 tensors on the ranks' device, one per member, in the order of `ranks`; `own` is the place of this
+    rank among them.
     """
 
-    def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
-        """All of `ranks`, the ranks of this node, call this; `group` is their group over the CPU (None: one rank).
+    ranks: tuple[int, ...]
+    own: int
+    parts: list[Tensor]
 
-        Raises:
-            NodeMemoryError: a process may not open the memory of another one, raised on all ranks; or there is no room.
+    @abstractmethod
+    def locked(self, member: int, lock: int) -> AbstractContextManager[None]:
+        """Return a context in which `add` and `add_rows` to a member's part lose nothing: nobody else who holds lock
+        number `lock` of that part adds at the same time.
         """
-        self.ranks, self.own = tuple(ranks), tuple(ranks).index(rank)
-        length = -(-max(1, num_bytes) // PAGE) * PAGE
-        self._files = [-1] * len(self.ranks)
-        self.parts: list[Tensor] = []
-        try:
-            self._files[self.own] = own = _created(length)
-            found = os.fstat(own)
-            described = torch.tensor([os.getpid(), own, found.st_dev, found.st_ino], dtype=torch.int64)
-            refusal = ""
-            for member, (pid, file, *identity) in enumerate(tensor.tolist() for tensor in _of_all(described, group)):
-                if member != self.own:
-                    self._files[member], said = _opened(self.ranks[member], pid, file, identity)
-                    refusal = refusal or said
-            # a peer that has died has no memory to open: then this collective raises, as any other does
-            if any(bool(refused) for refused in _of_all(torch.tensor(int(bool(refusal))), group)):
-                raise NodeMemoryError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
-                                      "allowed here: train.sharding=whole")
-            self.parts = [torch.frombuffer(_mapped(file, length), dtype=torch.uint8)[:num_bytes]
-                          for file in self._files]
-        except BaseException:
-            self.close()
-            raise
 
-    @contextmanager
-    def locked(self, member: int, lock: int) -> Iterator[None]:
-        """Hold lock number `lock` of a member's part against all other processes; it does not exclude threads of one
-        process.
+    @abstractmethod
+    def add(self, sums: Tensor, values: Tensor) -> None:
+        """Add `values` (n,) of any floating type to `sums` (n,), fp32, a view of one of the parts."""
+
+    @abstractmethod
+    def add_rows(self, sums: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Add `values` (K, row) of any floating type to rows `rows` (K,) of `sums` (N, row), fp32, a view of one of the
+        parts. Rows may repeat; those outside 0 to N - 1 are skipped.
         """
-        file = self._files[member]
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, lock)
-        try:
-            yield
-        finally:
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, lock)
 
+    @abstractmethod
     def close(self) -> None:
-        """Forget all parts. Call it while no lock is held, because closing a file releases all of this process's locks
-        on it.
-
-        Memory is freed once no tensor of it is left, in any process.
+        """Forget all parts; call it while no lock is held and no tensor of a part is in use. The memory is freed once
+        no process maps it, whether its owner lives or not.
         """
-        self.parts = []
-        for file in self._files:
-            if file >= 0:
-                with suppress(OSError):
-                    os.close(file)
-        self._files = []
 
 
-def _of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+def share_memory(
+    device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None
+) -> NodeMemory:
+    """Make the memory of a node, `num_bytes` a rank. All of `ranks`, the node's ranks, call this. `group`: their group
+    over the CPU (None: one rank).
+
+    Raises:
+        NodeMemoryError: a process may not map the memory of another one, raised on all ranks; or there is no room.
+    """
+    kind = importlib.import_module(f"dhp_ray.comm.{'host' if device.type == 'cpu' else device.type}_node_memory")
+    return cast(NodeMemory, kind.Memory(device, num_bytes, ranks, rank, group))
+
+
+def of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensor of every rank of a node, by place."""
     return [tensor] if group is None else gather_over_ranks(tensor, group)
 
 
-def _created(length: int) -> int:
-    """Create an in-memory file of `length` bytes."""
-    file = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(file, length)
-    except OSError as error:
-        os.close(file)
-        raise _no_room(length, error) from None
-    return file
-
-
-def _mapped(file: int, length: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(file, length)
-    except OSError as error:
-        raise _no_room(length, error) from None
-
-
-def _no_room(length: int, error: OSError) -> NodeMemoryError:
-    return NodeMemoryError(f"train.sharding=node: {length:,} bytes of shared memory cannot be had: {error.strerror}; "
-                           "use more nodes, or a smaller model")
-
-
-def _opened(rank: int, pid: int, file: int, identity: list[int]) -> tuple[int, str]:
-    """Open another process's file; returns -1 and the reason if this process sees no such process, or may not look into
-    it. `identity`: the file's device and inode there.
+def check_all(refusal: str, group: dist.ProcessGroup | None) -> None:
+    """Raise NodeMemoryError on all ranks of a node if one of them has a reason, `refusal`, that keeps it from mapping
+    another's memory. A peer that has died has no memory to map: then this raises as a collective does.
     """
-    path = f"/proc/{pid}/fd/{file}"
-    try:
-        found = os.stat(path)
-        if [found.st_dev, found.st_ino] != identity:  # processes of another container have other numbers
-            return -1, f"{path} is not the memory of rank {rank}, which runs in another container"
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC), ""
-    except OSError as error:
-        return -1, f"the memory of rank {rank} cannot be opened at {path}: {error.strerror}"
+    if any(bool(refused) for refused in of_all(torch.tensor(int(bool(refusal))), group)):
+        raise NodeMemoryError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
+                              "allowed here: train.sharding=whole")

@@ -15,6 +15,7 @@ ranks that wait for it. Over NCCL and HCCL nothing raises, so a control thread a
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import time
@@ -109,6 +110,9 @@ def init_world(
     # this count is part of the group's keys in the store; a failed attempt has increased it on this rank alone
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
+    # If a peer dies while NCCL makes a communicator, no abort ends the wait for it, and torch's own limit is half an
+    # hour. This one is read once, and holds because with `device_id` communicators are made without blocking.
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),
         timeout=_connecting(accelerator.backend, timeout), rank=rank, world_size=world_size, device_id=device)

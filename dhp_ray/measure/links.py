@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.node_memory import NodeMemory
+from dhp_ray.comm.node_memory import share_memory
 from dhp_ray.comm.pool import GroupPool
 from dhp_ray.measure.clock import lost_s, undisturbed
 from dhp_ray.measure.member import Member, seconds_of
@@ -83,16 +83,16 @@ def one_sided(member: Member, group: dist.ProcessGroup | None) -> dict[str, list
         NodeMemoryError: the ranks cannot share memory.
     """
     ranks = range(member.spec.num_ranks)
-    memory = NodeMemory(ONE_SIDED_BYTES, ranks, member.rank, group)
+    memory = share_memory(member.device, ONE_SIDED_BYTES, ranks, member.rank, group)
     other = (member.rank + 1) % len(ranks)
-    mine = torch.ones(ONE_SIDED_BYTES // 4)
+    mine = torch.ones(ONE_SIDED_BYTES // 4, device=member.device)
 
     def read() -> None:
         mine.copy_(memory.parts[other].view(torch.float32))
 
     def add() -> None:
         with memory.locked(other, 0):
-            memory.parts[other].view(torch.float32).add_(mine)
+            memory.add(memory.parts[other].view(torch.float32), mine)
 
     found: dict[str, list[float]] = {}
     for name, call in (("read_bytes_per_s", read), ("add_bytes_per_s", add)):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.node_memory import NodeMemory
+from dhp_ray.comm.node_memory import share_memory
 from dhp_ray.comm.progress import Progress
 from dhp_ray.model.adapter import ModelAdapter, NodeUnits
 from dhp_ray.model.weights import Interval
@@ -93,7 +93,8 @@ class NodeEngine(FlatShards):
         members = next(ranks for ranks in self._node.nodes if self.rank in ranks)
         values = Slices(layouts, len(members), self.compute_type.itemsize, trained_only=False)
         sums = Slices(layouts, len(members), 4, trained_only=True)
-        memory = NodeMemory(NodeState.num_bytes(values, sums, self.compute_type), members, self.rank, self._node.group)
+        memory = share_memory(self.device, NodeState.num_bytes(values, sums, self.compute_type), members, self.rank,
+                              self._node.group)
         self.state = NodeState(layouts, memory, values, sums, self.compute_type)
         self._detachments.append(self.state.close)
         self._write_frozen()

@@ -1,8 +1,8 @@
 """Fills each unit's parameters when the unit is used and frees them afterwards; sends its gradients once they are
 complete.
 
-    forward     unit k: wait till it is filled | compute, a thread fills k + 1 | empty
-    backward    unit k: likewise | (recompute) compute, a thread fills k - 1 | add gradients to the node's sums | empty
+    forward     unit k: wait till it is filled | compute, meanwhile k + 1 is read | empty
+    backward    unit k: likewise | (recompute) compute, meanwhile k - 1 is read | add gradients to the sums | empty
 
 A unit is the same as in FSDP: parameters that are gathered together. It has one buffer, whose storage is resized to 0
 and back, as in FSDP2: views of it that autograd has saved are valid again once it is refilled. A filled buffer is not
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.loading import place
 from dhp_ray.train.state.node_state import NodeState
 from dhp_ray.train.state.slices import Unit
+from dhp_ray.train.unit_reads import UnitRead, reader_on
 
 
 class ModelUnit(NamedTuple):
@@ -75,7 +75,7 @@ class UnitBuffers:
     """Buffers and hooks of a model's units.
 
     `of_last_pack` counts the last pack's reads and adds of units; `filled_most` is the most units filled at a time
-    since the start. `reader` has one thread, which reads units.
+    since the start.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class UnitBuffers:
         self._backward: set[int] = set()  # units whose backward pass has begun
         self._expected: set[int] = set()  # units that will be needed again for it
         self._arrived: Counter[int] = Counter()
-        self._filling: dict[int, Future[None]] = {}
-        # runs at the same time as the thread that computes, so it uses one thread, not as many as that one has
-        self.reader: Executor = ThreadPoolExecutor(1, "reading units", partial(torch.set_num_threads, 1))
+        self._filling: dict[int, UnitRead] = {}
+        self.reader = reader_on(device)
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             self._buffers.append(torch.empty(unit.layout.size, dtype=compute_type, device=device))
@@ -164,10 +163,11 @@ class UnitBuffers:
     def _await(self, number: int) -> None:
         """Wait for the read of a unit that is under way. If the read failed, the unit is empty."""
         if number in self._filling:
-            filling = self._filling.pop(number)
-            if error := filling.exception():
+            try:
+                self._filling.pop(number).result()
+            except BaseException:
                 self._buffers[number].untyped_storage().resize_(0)
-                raise error
+                raise
 
     def _before_forward(self, number: int, module: Module, inputs: Any) -> None:
         self._fill(number)

@@ -51,8 +51,8 @@ def test_kernel_equals_the_definition(device: str, blocks: Blocks, dtype: torch.
 
     parts = kernel.backward(gradient.to(device), q[rows], k[key_rows], v[key_rows], out, lse, segments, scale)
     for part, at, leaf in zip(parts, (rows, key_rows, key_rows), leaves):
-        total = torch.zeros(leaf.shape,
-                            dtype=torch.float64).index_add_(0, torch.arange(len(leaf))[at], part.double().cpu())
+        named = torch.arange(len(leaf), device=device)[at].cpu()
+        total = torch.zeros(leaf.shape, dtype=torch.float64).index_add_(0, named, part.double().cpu())
         torch.testing.assert_close(total, leaf.grad, atol=tolerance * 4, rtol=tolerance)
 
 

@@ -73,7 +73,7 @@ class NodeState:
                 with self.memory.locked(member, unit):
                     for begin, part in parts:
                         offset = start + begin - first
-                        self._sums[member][offset : offset + len(part)].add_(part)
+                        self.memory.add(self._sums[member][offset : offset + len(part)], part)
 
     def read_rows(self, unit: int, rows: Tensor) -> Tensor:
         """Return rows (K,) of a unit that is one matrix, as (K, row)."""
@@ -93,12 +93,9 @@ class NodeState:
         start, per_member = self.sums.starts[unit], length // width
         for place in range(len(self._sums)):
             member = (self.memory.own + place) % len(self._sums)
-            local = rows - member * per_member
-            here = ((local >= 0) & (local < per_member))[:, None]
-            added = torch.where(here, gradient, 0).float()
             table = self._sums[member][start : start + length].view(per_member, width)
             with self.memory.locked(member, unit):
-                table.index_add_(0, local.clamp(0, per_member - 1), added)
+                self.memory.add_rows(table, rows - member * per_member, gradient)
 
     def _unit_of(self, name: str) -> int:
         return next(number for number, unit in enumerate(self.units) if name in unit.starts)

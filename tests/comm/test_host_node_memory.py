@@ -12,13 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm import node_memory
-from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, _opened
+from dhp_ray.comm import host_node_memory
+from dhp_ray.comm.host_node_memory import _opened
+from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, share_memory
 from tests.ranks import run_ranks
 
 
+def memory_of(num_bytes, ranks, rank, group) -> NodeMemory:
+    return share_memory(torch.device("cpu"), num_bytes, ranks, rank, group)
+
+
 def write_own_and_add(rank, world_size):
-    memory = NodeMemory(8 * world_size, range(world_size), rank, dist.group.WORLD)
+    memory = memory_of(8 * world_size, range(world_size), rank, dist.group.WORLD)
     parts = [part.view(torch.int64) for part in memory.parts]
     parts[rank].fill_(10 * rank)
     dist.barrier()
@@ -46,7 +51,7 @@ def test_every_rank_reads_and_adds_to_every_part():
 
 
 def die_with_the_lock(rank, world_size):
-    memory = NodeMemory(64, range(world_size), rank, dist.group.WORLD)
+    memory = memory_of(64, range(world_size), rank, dist.group.WORLD)
     if rank:
         with memory.locked(0, 5):
             memory.parts[0][0] = 7
@@ -78,12 +83,22 @@ def _in_small_world(rank, port, world_size):
 
 
 def test_one_rank_has_its_part_alone():
-    memory = NodeMemory(100, [3], 3, None)
+    memory = memory_of(100, [3], 3, None)
     assert [part.numel() for part in memory.parts] == [100]
     with memory.locked(0, 0):
         memory.parts[0].fill_(1)
     memory.close()
     assert memory.parts == []
+
+
+def test_rows_are_added_where_they_are():
+    memory = memory_of(24, [0], 0, None)
+    table = memory.parts[0].view(torch.float32).view(3, 2)
+    memory.add_rows(table, torch.tensor([1, -1, 1, 3, 2]), torch.arange(10.0).view(5, 2).bfloat16())
+    memory.add(table[0], torch.tensor([0.5, 1.5]).bfloat16())
+    assert table.tolist() == [[0.5, 1.5], [4.0, 6.0], [8.0, 9.0]]
+    del table
+    memory.close()
 
 
 def test_memory_of_another_container_is_not_opened():
@@ -102,9 +117,9 @@ def test_memory_of_another_container_is_not_opened():
 
 def refuse(rank, world_size):
     if rank == 1:  # as where it may not look into the other
-        node_memory._opened = lambda *described: (-1, "the memory of rank 0 cannot be opened")
+        host_node_memory._opened = lambda *described: (-1, "the memory of rank 0 cannot be opened")
     with pytest.raises(NodeMemoryError) as caught:
-        NodeMemory(64, range(world_size), rank, dist.group.WORLD)
+        memory_of(64, range(world_size), rank, dist.group.WORLD)
     return str(caught.value)
 
 
@@ -116,7 +131,7 @@ def test_a_refusal_is_said_on_all_ranks():
 
 def test_no_room_is_one_line():
     with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: [\d,]+ bytes of shared memory cannot be had: "):
-        NodeMemory(1 << 62, [0], 0, None)
+        memory_of(1 << 62, [0], 0, None)
 
 
 def test_nothing_is_left_open():
@@ -126,7 +141,7 @@ def test_nothing_is_left_open():
 
     before = left()
     for _ in range(20):
-        memory = NodeMemory(1 << 20, [0], 0, None)
+        memory = memory_of(1 << 20, [0], 0, None)
         memory.parts[0].fill_(1)
         memory.close()
     assert left() == before
