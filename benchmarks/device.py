@@ -13,7 +13,7 @@ pytest for tests and conformance. Nothing needs to be installed.
     synchronisations   reads of the device between a step's start and its totals, by source line
     parity             degrees 2 to 4 on ranks that share the device, against one rank in fp32
     abort              a blocked read beside a control thread; a wait whose peer never comes, ended
-    nccl               pool, ring and kill over real NCCL, where it lets ranks share a device
+    nccl               pool, ring, kill and every engine's step over real NCCL, by ranks that share a device
 
 A part that fails or hangs does not keep the others from running. Each writes OUT/NAME.json (command, device, versions,
 figures, or its error in one line), OUT/NAME.md (its table) and OUT/NAME.log (all that it printed). Exit status 1 when

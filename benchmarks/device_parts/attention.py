@@ -103,7 +103,7 @@ def ring_of(lengths: Sequence[int], width: int) -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))  # heads before tokens, as transformers has it
-        return ring_attention(query, key, value, width**-0.5, context)[0]
+        return ring_attention(query, key, value, width**-0.5, context).squeeze(0)
 
     return call
 

@@ -1,4 +1,6 @@
-"""Real NCCL with several ranks on one GPU: the pool and the ring, the abort after a kill, and the conformance suite."""
+"""Real NCCL with several ranks on one GPU: the pool and the ring, the abort after a kill, the conformance suite, and
+steps of every engine.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ def run(settings: Settings, record: Record) -> str:
         except AssertionError as error:
             wrong.append(f"peer {deed}: {str(error).strip().splitlines()[-1]}")
     try:
-        suite = sorted(map(str, (ROOT / "tests" / "comm").glob("test_conformance*.py")))
+        suite = [*map(str, sorted((ROOT / "tests/comm").glob("test_conformance*.py"))),
+                 str(ROOT / "tests/train/test_engines_on_a_device.py")]
         said.append(run_tests(record, ["-m", "gpu", "-k", "nccl", *suite]))
     except NotRun as reason:
-        said.append(f"conformance suite not run: {reason}")
+        said.append(f"tests not run: {reason}")
     except CheckError as error:
         wrong.append(str(error))
     if wrong:

@@ -63,6 +63,9 @@ class PlainStep:
             loss = self.module(**inputs_of(payload, self.device)).loss * (count / valid)
             loss.backward()
             total += loss.detach().float()
+        for parameter in self.module.parameters():
+            if parameter.grad is None:  # of an encoder without images: no update in torch, one of zero in ours
+                parameter.grad = torch.zeros_like(parameter)
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""A whole step, forward to update, beside plain transformers with FSDP2 on the same batch and from the same weights.
+"""A whole step, forward to update, beside plain transformers with FSDP2 on the same batch and from the same weights;
+where Liger is installed, also with its fused operators, as a run has them then.
 
 Both recompute activations on a device. The share of the matrix rate counts what the model needs and no recomputation:
 6 FLOPs a parameter and token (a parameter of the encoder's blocks: and patch), 12 H D a pair of attention.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,9 @@ from benchmarks.device_parts.settings import Settings
 from benchmarks.device_parts.timing import matrix_rate, timed
 from benchmarks.device_parts.workload import BATCHES, Batch, OwnStep, batch_of, choose_preset, config_of
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.fused import operators_of
 from dhp_ray.train.flat_engine import resident_bytes
 
-NUM_TIMED = {"cuda": 2, "cpu": 1}
 LARGEST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2}
 """Of the first step of each batch, before whose weights both have done the same."""
 MISSING = "activations, logits of a chunk, gradients of a layer and what the allocator cannot use"
@@ -30,7 +32,7 @@ MISSING = "activations, logits of a chunk, gradients of a layer and what the all
 
 
 class Run(NamedTuple):
-    """Losses of all steps; the median of the timed ones' seconds; bytes: reserved at most, allocated between steps
+    """Losses of all steps; seconds of the timed one; bytes: reserved at most, allocated between steps
     (None on the CPU).
     """
 
@@ -50,7 +52,10 @@ def run(settings: Settings, record: Record) -> str:
                for name, lengths in BATCHES[device.type].items() for images in (False, True)}
     ours: dict[str, Run] = {}
     theirs: dict[str, Run] = {}
-    kinds: dict[str, type[OwnStep] | type[PlainStep]] = {"own": OwnStep, "plain": PlainStep}
+    kinds: dict[str, tuple[Callable[..., OwnStep | PlainStep], dict[str, Run]]] = {
+        "own": (OwnStep, ours), "plain": (PlainStep, theirs)}
+    if fused := operators_of(device.type):
+        kinds["own, fused"] = partial(OwnStep, fused=fused), {}
     counts = sizes_of(config)
     predicted = resident_bytes(counts.total, 1, precision)
     record.tree |= {"preset": preset, "precision": precision, "num_parameters": counts.total,
@@ -58,9 +63,9 @@ def run(settings: Settings, record: Record) -> str:
                     "missing_from_prediction": MISSING}
     record.table(["batch", "step of", "tokens/s", "share of matrix rate", "loss", "reserved GB", "between steps GB",
                   "resident_bytes GB"])
-    for kind, found in (("own", ours), ("plain", theirs)):
-        step = kinds[kind](config, device, precision, recomputes=device.type == "cuda")
-        own_bytes = predicted if kind == "own" else None
+    for kind, (make, found) in kinds.items():
+        step = make(config, device, precision, recomputes=device.type == "cuda")
+        own_bytes = predicted if kind != "plain" else None
         record.tree[f"{kind}_attention"] = getattr(step, "attention", "dhp_ring")
         for name, batch in batches.items():
             result = measured(step, batch, device)
@@ -106,15 +111,14 @@ def run(settings: Settings, record: Record) -> str:
 
 
 def measured(step: OwnStep | PlainStep, batch: Batch, device: torch.device) -> Run | str:
-    """One step to get ready, then those that count; what was too large for the device, in words."""
+    """One step to get ready, then the one that counts; what was too large for the device, in words."""
     losses: list[float] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         losses.append(step.run(batch))
-        step_s = statistics.median(timed(lambda: losses.append(step.run(batch)), device)
-                                   for _ in range(NUM_TIMED[device.type]))
+        step_s = timed(lambda: losses.append(step.run(batch)), device)
     except torch.OutOfMemoryError:
         gc.collect()
         return "out of memory"

@@ -17,6 +17,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.fused import Operators
 from dhp_ray.model.presets import preset_config
 from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
@@ -112,13 +113,16 @@ def batch_of(lengths: Sequence[int], device: torch.device, with_images: bool) ->
 class OwnStep:
     """The step of a run with one rank: `sync=step`, the packs of a batch one after the other."""
 
-    def __init__(self, config: Qwen2_5_VLConfig, device: torch.device, precision: str, recomputes: bool) -> None:
+    def __init__(self, config: Qwen2_5_VLConfig, device: torch.device, precision: str, recomputes: bool,
+                 fused: Operators | None = None) -> None:
         accelerator = ACCELERATORS[device.type]
         accelerator.activate()
         accelerator.compute_in(precision)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         with building_on(device, dtype):
             self.adapter: ModelAdapter = Qwen25VL(Qwen25VL.model_class(config))
+        if fused is not None:
+            self.adapter.fuse(fused)
         if recomputes:
             self.adapter.set_activation_checkpointing()
         progress = Progress(accelerator.torch_device())

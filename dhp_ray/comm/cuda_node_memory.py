@@ -76,7 +76,7 @@ class Memory(NodeMemory):
         return nullcontext()
 
     def add(self, sums: Tensor, values: Tensor) -> None:
-        self._adds.add(sums, values)
+        self._adds.add_shared(sums, values)
 
     def add_rows(self, sums: Tensor, rows: Tensor, values: Tensor) -> None:
         self._adds.add_rows(sums, rows, values)

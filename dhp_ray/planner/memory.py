@@ -208,25 +208,25 @@ class MemoryModel(ActivationMemory):
         gone = layer.mlp_width * self._mlp(part, layer) + layer.width * self._norm(part, layer)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
-            "layer, backward": (gradient - gone) * positions + self._attention(part, layer, positions, load.degree),
+            "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load.degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1),
             "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
 
-    def _attention(self, part: str, layer: LayerShape, positions: int, degree: int) -> float:
-        """Bytes of the gradients of attention's output and of the kernel; in the ring also fp32 sums, and between ranks
-        the buffers that are exchanged.
+    def _attention(self, layer: LayerShape, positions: int, degree: int) -> float:
+        """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
+        that are exchanged.
         """
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
-        if part == "vision" and degree == 1:
+        if degree == 1:
             return float(positions * here)
-        here += 4 * queries + 8 * key_values
+        sums = 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel
         travels = 4 * c * key_values + 8 * key_values + 3 * c * queries
-        return positions * float(here + (travels if degree > 1 else 0))
+        return float(positions * (here + sums + travels))
 
     def _workspace(self, layer: LayerShape, positions: int, pieces: int) -> float:
         """Bytes of the workspace of the kernel's backward.

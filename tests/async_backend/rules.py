@@ -71,7 +71,8 @@ def run_group(
 def _in_group(
     rank: int, port: int, backend: Backend, num_ranks: int, function: Callable[..., Any], error_handling: str
 ) -> Any:
-    os.environ.update(dict.fromkeys(HANDLING, error_handling))
+    # as in a run no time is taken to dump what a watchdog knows
+    os.environ.update(dict.fromkeys(HANDLING, error_handling), TORCH_NCCL_DUMP_ON_TIMEOUT="0")
     async_backend.register()
     device, bound = torch.device(backend.device), {}
     if backend.device == "cuda":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -199,25 +200,35 @@ def test_tensors_that_are_not_contiguous_are_refused(backend: Backend) -> None:
     assert all("contiguous" in said for said in run_group(strided, backend))
 
 
-def destroyed_amid(rank: int, device: torch.device) -> tuple[bool, bool]:
-    """Rank 1 never joins an operation. Whether destroying the group ends before an abort, and after one."""
+def ended_amid(rank: int, device: torch.device, end: Callable[[], None]) -> bool:
+    """Rank 1 never joins an operation. Whether `end` ends on rank 0."""
+    rendezvous = store()
     if rank == 1:
-        store().wait(["seen"])
-        return False, False
-    rendezvous, group = store(), dist.group.WORLD
+        rendezvous.wait(["seen"])
+        return False
     dist.all_reduce(torch.ones(1, device=device), async_op=True)
-    destroy = Blocked(dist.destroy_process_group, device)
-    before = destroy.ends_within(SILENT_S)
-    group.abort()  # type: ignore[union-attr]
-    after = destroy.ends_within(ENDS_S)
+    ended = Blocked(end, device).ends_within(SILENT_S)
     rendezvous.set("seen", "1")
-    return before, after
+    return ended
 
 
-@rule("Destroying a group waits for its operations, also for those that never end; an abort lets it go.",
-      "ProcessGroupNCCL: shutdown() will wait for all NCCL kernels to finish; abort() terminates them")
+def destroyed_amid(rank: int, device: torch.device) -> bool:
+    return ended_amid(rank, device, dist.destroy_process_group)
+
+
+def aborted_amid(rank: int, device: torch.device) -> bool:
+    return ended_amid(rank, device, dist.distributed_c10d._abort_process_group)
+
+
+@rule("Destroying a group waits for its operations, also for those that never end.",
+      "ProcessGroupNCCL: shutdown() will wait for all NCCL kernels to finish")
 def test_destroying_waits_for_what_is_under_way(backend: Backend) -> None:
-    assert run_group(destroyed_amid, backend)[0] == (False, True)
+    assert not run_group(destroyed_amid, backend)[0]
+
+
+@rule("Aborting all groups instead does not wait for them.", "ProcessGroupNCCL: abort() terminates kernels")
+def test_aborting_does_not_wait_for_what_is_under_way(backend: Backend) -> None:
+    assert run_group(aborted_amid, backend)[0]
 
 
 def test_the_emulation_gives_plausible_numbers_after_an_abort() -> None:

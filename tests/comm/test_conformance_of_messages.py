@@ -49,12 +49,16 @@ def test_a_group_is_one_queue(backend: Backend) -> None:
     assert run_group(behind_a_late_one, backend, 3)[2] > 1.5
 
 
-NUM_ELEMENTS = 2**24
-"""More than a backend takes from a sender before the receiver has come (NCCL: some MB)."""
+def tensors_of(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank sends and where it receives: more than a backend takes from a sender before the receiver has come.
+    NCCL over sockets takes over 64 MB, from buffers of 4 MB a channel.
+    """
+    num_elements = 2**28 if dist.get_backend() == "nccl" else 2**24
+    return torch.full((num_elements,), float(rank), device=device), torch.empty(num_elements, device=device)
 
 
 def exchange_as_a_batch(rank: int, device: torch.device) -> float:
-    sent, received = torch.full((NUM_ELEMENTS,), float(rank), device=device), torch.empty(NUM_ELEMENTS, device=device)
+    sent, received = tensors_of(rank, device)
     link = Link((0, 1), rank, dist.group.WORLD)
     link.exchange([(sent, 1 - rank)], [(received, 1 - rank)]).wait()
     return received[-1].item()
@@ -68,7 +72,7 @@ def test_a_batch_runs_together(backend: Backend) -> None:
 
 def exchange_one_by_one(rank: int, device: torch.device) -> bool:
     """Both ranks send, then receive: whether that ends."""
-    sent, received = torch.full((NUM_ELEMENTS,), float(rank), device=device), torch.empty(NUM_ELEMENTS, device=device)
+    sent, received = tensors_of(rank, device)
 
     def exchange() -> None:
         for pending in (dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)):
