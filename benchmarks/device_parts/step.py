@@ -1,5 +1,6 @@
 """A whole step, forward to update, beside plain transformers with FSDP2 on the same batch and from the same weights;
-where Liger is installed, also with its fused operators, as a run has them then.
+also with `train.sharding=node`, by a node of one rank, and where Liger is installed with its fused operators, which a
+run uses then.
 
 Both recompute activations on a device. The share of the matrix rate counts what the model needs and no recomputation:
 6 FLOPs a parameter and token (a parameter of the encoder's blocks: and patch), 12 H D a pair of attention.
@@ -52,10 +53,10 @@ def run(settings: Settings, record: Record) -> str:
                for name, lengths in BATCHES[device.type].items() for images in (False, True)}
     ours: dict[str, Run] = {}
     theirs: dict[str, Run] = {}
-    kinds: dict[str, tuple[Callable[..., OwnStep | PlainStep], dict[str, Run]]] = {
-        "own": (OwnStep, ours), "plain": (PlainStep, theirs)}
+    kinds: dict[str, tuple[Callable[..., OwnStep | PlainStep], dict[str, Run]]] = {"own": (OwnStep, ours)}
     if fused := operators_of(device.type):
         kinds["own, fused"] = partial(OwnStep, fused=fused), {}
+    kinds |= {"own, node": (partial(OwnStep, sharding="node"), {}), "plain": (PlainStep, theirs)}
     counts = sizes_of(config)
     predicted = resident_bytes(counts.total, 1, precision)
     record.tree |= {"preset": preset, "precision": precision, "num_parameters": counts.total,
@@ -65,7 +66,7 @@ def run(settings: Settings, record: Record) -> str:
                   "resident_bytes GB"])
     for kind, (make, found) in kinds.items():
         step = make(config, device, precision, recomputes=device.type == "cuda")
-        own_bytes = predicted if kind != "plain" else None
+        own_bytes = predicted if kind in ("own", "own, fused") else None
         record.tree[f"{kind}_attention"] = getattr(step, "attention", "dhp_ring")
         for name, batch in batches.items():
             result = measured(step, batch, device)
