@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import operators_of
 from dhp_ray.train.flat_engine import resident_bytes
 
+NUM_TIMED = {"cuda": 2, "cpu": 1}
 LARGEST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2}
 """Of the first step of each batch, before whose weights both have done the same."""
 MISSING = "activations, logits of a chunk, gradients of a layer and what the allocator cannot use"
@@ -33,7 +35,7 @@ MISSING = "activations, logits of a chunk, gradients of a layer and what the all
 
 
 class Run(NamedTuple):
-    """Losses of all steps; seconds of the timed one; bytes: reserved at most, allocated between steps
+    """Losses of all steps; the median of the timed ones' seconds; bytes: reserved at most, allocated between steps
     (None on the CPU).
     """
 
@@ -112,14 +114,15 @@ def run(settings: Settings, record: Record) -> str:
 
 
 def measured(step: OwnStep | PlainStep, batch: Batch, device: torch.device) -> Run | str:
-    """One step to get ready, then the one that counts; what was too large for the device, in words."""
+    """One step to get ready, then those that count; what was too large for the device, in words."""
     losses: list[float] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         losses.append(step.run(batch))
-        step_s = timed(lambda: losses.append(step.run(batch)), device)
+        step_s = statistics.median(timed(lambda: losses.append(step.run(batch)), device)
+                                   for _ in range(NUM_TIMED[device.type]))
     except torch.OutOfMemoryError:
         gc.collect()
         return "out of memory"

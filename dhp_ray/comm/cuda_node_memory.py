@@ -36,6 +36,7 @@ class Memory(NodeMemory):
     def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int,
                  group: dist.ProcessGroup | None) -> None:
         self.ranks, self.own, self.parts = tuple(ranks), tuple(ranks).index(rank), []
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._device, self._mappings = device, list[_Mapping]()
         allocation, refusal = None, ""
         try:
@@ -76,7 +77,7 @@ class Memory(NodeMemory):
         return nullcontext()
 
     def add(self, sums: Tensor, values: Tensor) -> None:
-        self._adds.add_shared(sums, values)
+        self._adds.add(sums, values)
 
     def add_rows(self, sums: Tensor, rows: Tensor, values: Tensor) -> None:
         self._adds.add_rows(sums, rows, values)

@@ -27,7 +27,6 @@ from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.loading import load_frozen, move_buffers, place
 from dhp_ray.train.state.buckets import Bucket
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
-from dhp_ray.train.wide_sums import wide_add
 
 IN_FLIGHT = 2
 """Collectives under way at a time: one moves while the bucket before it is worked on."""
@@ -116,8 +115,9 @@ class FlatEngine(FlatShards):
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
-                adder = _adder(self._view(self._gradient, name), wide_add(self.device))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(adder))
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
+                )
         move_buffers(self.module, self.device)
 
     def _detach(self) -> None:
@@ -187,10 +187,10 @@ def resident_bytes(num_parameters: int, world_size: int, precision: str, num_fro
     return num_parameters * compute + trained * 4 + math.ceil(trained / world_size) * (versions + reduced)
 
 
-def _adder(total: Tensor, wide_add: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], None]:
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        wide_add(total, parameter.grad)
+        total.add_(parameter.grad)  # widened to fp32 as it is added
         parameter.grad = None
 
     return add

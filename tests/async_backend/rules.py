@@ -71,8 +71,9 @@ def run_group(
 def _in_group(
     rank: int, port: int, backend: Backend, num_ranks: int, function: Callable[..., Any], error_handling: str
 ) -> Any:
-    # as in a run no time is taken to dump what a watchdog knows
-    os.environ.update(dict.fromkeys(HANDLING, error_handling), TORCH_NCCL_DUMP_ON_TIMEOUT="0")
+    # NCCL's watchdog first waits for a dump of what it knows, even where it makes none: a minute by default
+    os.environ.update(dict.fromkeys(HANDLING, error_handling), TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+                      TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="10")
     async_backend.register()
     device, bound = torch.device(backend.device), {}
     if backend.device == "cuda":

@@ -70,8 +70,8 @@ def test_a_batch_runs_together(backend: Backend) -> None:
     assert run_group(exchange_as_a_batch, backend) == [1.0, 0.0]
 
 
-def exchange_one_by_one(rank: int, device: torch.device) -> bool:
-    """Both ranks send, then receive: whether that ends."""
+def exchange_one_by_one(rank: int, device: torch.device) -> tuple[bool, str]:
+    """Both ranks send, then receive: whether that ends, and what it raised."""
     sent, received = tensors_of(rank, device)
 
     def exchange() -> None:
@@ -79,10 +79,11 @@ def exchange_one_by_one(rank: int, device: torch.device) -> bool:
             pending.wait()  # type: ignore[union-attr]
         received[-1].item()
 
-    return Blocked(exchange, device).ends_within(SILENT_S)
+    blocked = Blocked(exchange, device)
+    return blocked.ends_within(SILENT_S), str(blocked.result or "")
 
 
 @rule("Sends and receives that are called one by one wait for one another.",
       "NCCL, Point-to-point communication: merge calls that need to progress concurrently to avoid deadlocks")
 def test_single_messages_in_both_directions_block(backend: Backend) -> None:
-    assert run_group(exchange_one_by_one, backend) == [False, False]
+    assert run_group(exchange_one_by_one, backend) == [(False, ""), (False, "")]

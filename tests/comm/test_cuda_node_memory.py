@@ -147,16 +147,17 @@ def test_a_part_outlives_its_owner_on_a_device() -> None:
 @pytest.mark.gpu
 @ONCE
 def test_nothing_is_left_on_a_device() -> None:
-    def left() -> tuple[int, int]:
+    def free() -> int:
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info()[0]
 
     share_memory(GPU, 64, [0], 0, None).close()  # what happens once does not count
-    before = left()
+    files, before = len(os.listdir("/proc/self/fd")), free()
     for _ in range(100):
         memory = share_memory(GPU, 2**30, [5], 5, None)
         memory.parts[0].fill_(1)
         memory.close()
-    assert left() == before
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert before - free() < 10 * 2**30, "others may use the device, but one in ten would be left"
     with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: [\d,]+ bytes of GPU memory cannot be had: CUDA_"):
         share_memory(GPU, 1 << 46, [0], 0, None)

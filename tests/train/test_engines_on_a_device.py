@@ -1,5 +1,5 @@
-"""Steps of every engine on CUDA, by ranks that share a GPU, over NCCL and over the asynchronous backend: the losses,
-norms and parameters of one rank that has everything.
+"""Steps of every engine on CUDA, by ranks that share a GPU: the losses, norms and parameters of one rank that has
+everything. FSDP2 runs over NCCL alone (tests/comm/test_async_backend.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def of_one_rank() -> Any:
 @pytest.mark.gpu
 @pytest.mark.gloo("its backends are its own")
 @pytest.mark.parametrize(("backend", "sharding", "recomputes"), [
-    (async_backend.BACKEND, "node", True), (async_backend.BACKEND, "micro_batch", True),
+    (async_backend.BACKEND, "whole", False), (async_backend.BACKEND, "node", True),
     ("nccl", "whole", False), ("nccl", "node", False), ("nccl", "micro_batch", True)])
 def test_ranks_train_as_one_does(backend: str, sharding: str, recomputes: bool, of_one_rank: Any) -> None:
     expected_losses, expected_norms, expected = of_one_rank
