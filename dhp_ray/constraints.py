@@ -137,11 +137,11 @@ def check_device(config: Config) -> None:
 
     Raises:
         ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone; state shared by the ranks of a
-            node on a GPU or NPU.
+            node on an NPU.
     """
-    if config.train.sharding == "node" and config.cluster.device not in ("auto", "cpu"):
-        raise ConfigError(f"train.sharding: got 'node' with cluster.device={config.cluster.device}; allowed: whole (so "
-                          "far only ranks on CPUs share the memory of their node)")
+    if config.train.sharding == "node" and config.cluster.device == "npu":
+        raise ConfigError("train.sharding: got 'node' with cluster.device=npu; allowed: whole (NPU memory cannot be "
+                          "mapped by other ranks)")
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError(
             "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "

@@ -264,7 +264,7 @@ class Train:
         "share of every pack")
     sharding: str = key(
         "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
-        "node, sliced over its ranks (CPU); auto: what fits and is fastest, for each generation",
+        "node, sliced over its ranks (CPU, CUDA); auto: what fits and is fastest, for each generation",
         choices=("auto", "whole", "node"))
     deterministic: bool = key(
         False, "the same bits for the same plans on as many ranks; slower on CUDA and NPU, and not with "

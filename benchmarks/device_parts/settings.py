@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMITS_S = {"tests": 150, "attention": 35, "step": 120, "synchronisations": 25, "parity": 45, "abort": 60, "nccl": 165}
+LIMITS_S = {"tests": 150, "attention": 35, "step": 150, "synchronisations": 25, "parity": 40, "abort": 50, "nccl": 150}
 """Seconds after which a part is ended, in the order in which they run; ten minutes together."""
 DEVICES = ("auto", "cuda", "cpu")
 PRESETS = ("auto", "tiny", "2b", "3b")
