@@ -7,7 +7,7 @@ Qwen2.5-VL in bf16 on 64 devices, 8 a node: a 7B on Ascend 910B (64 GiB) and on 
 the tokens a rank that the memory model leaves it, under the costs derived from the model and the device; recomputation
 as `train.activation_checkpointing=auto` takes it in that mode. A pack (in micro_batch: a micro-batch) takes at least
 what its layers' parameters and gradients take to travel. `auto`: the mode that `planner.sync=auto` with
-`train.sharding=auto` takes for the longest sequence of the three batches, were the devices' ranks able to share memory.
+`train.sharding=auto` takes for the longest sequence of the three batches, if NPUs too could share memory.
 
 All modelled: none of these has been run on such devices.
 """
@@ -47,11 +47,12 @@ def trained(name: str, device_name: str, kind: str, gibibytes: int, wanted: Want
 
 def seconds(training: Training, batches: Sequence[Sequence[Sample]]) -> float:
     """Of the batches in a mode, whose process groups there are already; infinite where a sequence does not fit."""
-    tokens, cost = training.tokens_per_rank, replace(training.cost, group_s=0.0)
-    if tokens < 1 or max(sample.num_tokens for batch in batches for sample in batch) > tokens * NUM_RANKS:
+    cluster = ClusterSpec(NUM_RANKS, NODE_RANKS, training.tokens_per_rank, recomputation=training.recomputation)
+    if training.tokens_per_rank < 1 or (max(sample.num_tokens for batch in batches for sample in batch)
+                                        > training.most_tokens * NUM_RANKS):
         return math.inf
-    return sum(with_gathers_s(plan_batch(batch, ClusterSpec(NUM_RANKS, NODE_RANKS, tokens), cost,
-                                         sync=training.mode.sync), training.gather_s) for batch in batches)
+    return sum(with_gathers_s(plan_batch(batch, cluster, replace(training.cost, group_s=0.0), sync=training.mode.sync),
+                              training.gather_s) for batch in batches)
 
 
 def with_gathers_s(plan: Plan, least_s: float) -> float:
@@ -61,7 +62,7 @@ def with_gathers_s(plan: Plan, least_s: float) -> float:
 
 
 def cell(training: Training, taken_s: float) -> str:
-    again = ", again" if training.mode.recomputes else ""
+    again = ", again" if training.mode.recomputes else ", packs" if training.recomputation.share else ""
     return f"{taken_s:.2f} ({training.tokens_per_rank:,}{again})" if taken_s < math.inf else "does not fit"
 
 
@@ -73,7 +74,7 @@ def row(name: str, device_name: str, kind: str, gibibytes: int, count: int) -> s
     machine = (name, device_name, kind, gibibytes)
     found = [trained(*machine, replace(base, sync=sync, sharding=sharding)) for sync, sharding in KINDS]
     taken_s = [seconds(training, batches) for training in found]
-    # as auto would take it, were the ranks able to share memory: the fastest of those that hold the longest sequence
+    # as auto would take it, if the NPUs too could share memory: the fastest of those that hold the longest sequence
     needed = math.ceil(base.longest_tokens / NUM_RANKS)
     every = [Candidate(training.mode, training.tokens_per_rank, training.step_s) for training in found]
     place = every.index(choose(every, needed))

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
-from dhp_ray.comm.host_node_memory import Memory
+from dhp_ray.comm.host_node_memory import HostNodeMemory
 from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
@@ -160,7 +160,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class OnePart(Memory):
+class OnePart(HostNodeMemory):
     """Stands in for a node's memory, of which others' parts take nothing of this rank's device: they are its own."""
 
     def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int, group: Any) -> None:

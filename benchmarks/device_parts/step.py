@@ -128,7 +128,8 @@ def measured(step: OwnStep | PlainStep, batch: Batch, device: torch.device) -> R
         return "out of memory"
     if device.type == "cpu":
         return Run(losses, step_s, None, None)
-    return Run(losses, step_s, torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated())
+    outside = getattr(step, "shared_bytes", 0)
+    return Run(losses, step_s, torch.cuda.max_memory_reserved() + outside, torch.cuda.memory_allocated() + outside)
 
 
 class Sizes(NamedTuple):

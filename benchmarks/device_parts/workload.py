@@ -134,6 +134,8 @@ class OwnStep:
             FlatEngine(self.adapter.module, settings, None, 1, 0, precision, progress=progress)
             if sharding == "whole" else
             NodeEngine(self.adapter, settings, None, 1, 0, Node(((0,),), None), device, precision, progress=progress))
+        self.shared_bytes = self.engine.state.memory.parts[0].nbytes if isinstance(self.engine, NodeEngine) else 0
+        """Device memory that torch's allocator does not know."""
         self.marks = LayerMarks(layers_by_name(self.adapter), progress, gathered=False)
         transport = open_transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
         self.step = RankStep(self.adapter, self.engine, transport, None, accelerator.torch_device())

@@ -1,86 +1,68 @@
 """A node's memory on CUDA: each rank allocates its part on its GPU, and hands a file descriptor of it to every other
 rank of the node, which maps it.
 
-    rank 0    part 0: cuMemCreate      part 1: cuMemImport of rank 1's descriptor, over NVLink or PCIe
-    rank 1    part 0: cuMemImport      part 1: cuMemCreate
+    rank 0    part 0: cuMemCreate                          part 1: cuMemImport of rank 1's descriptor
+    rank 1    part 0: cuMemImport of rank 0's descriptor   part 1: cuMemCreate
 
 The driver counts who maps an allocation: a part stays readable after its owner's death, and is freed with the last
-process that maps it. (Memory of cudaIpcOpenMemHandle has no such promise.) Adds are atomic, so that there are no locks.
+process that maps it. (Memory of cudaIpcOpenMemHandle has no such promise.)
 
-Descriptors travel over sockets of the host that only a node's own container sees. Ranks whose GPUs cannot reach each
-other are refused.
+Adds are atomic, so there are no locks. Two GPUs that map each other's memory need not have atomic adds to it (over PCIe
+they seldom do): ranks try it out, and are refused if an add got lost.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import socket
-import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, check_all, of_all
+from dhp_ray.comm.node_files import closing, exchanged
+from dhp_ray.comm.node_memory import NodeMemory, check_all
+from dhp_ray.errors import first_line
 
-MEET_S = 10.0
-"""The longest that a rank waits for another one's descriptor: all of them are in the same call."""
+TRIED_WORDS, TRIED_ADDS = 64, 4096
+"""How many sums of a part all ranks add to at the same time, and how often each, to see whether an add gets lost."""
 
 
-class Memory(NodeMemory):
+class CudaNodeMemory(NodeMemory):
     """See `share_memory` for how it is made."""
 
     def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int,
                  group: dist.ProcessGroup | None) -> None:
         self.ranks, self.own, self.parts = tuple(ranks), tuple(ranks).index(rank), []
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._device, self._mappings = device, list[_Mapping]()
-        allocation, refusal = None, ""
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._mappings: list[_Mapping] = []
         try:
-            try:
-                from dhp_ray.comm import cuda_adds
-
-                self._adds = cuda_adds
-                torch.cuda.synchronize(device)  # torch's context is this thread's current one from here on
-                allocation = _Allocation(device, num_bytes)
-                self._mappings.append(_Mapping(allocation.handle, allocation.length, device))
-                self._tensor(0, num_bytes).zero_()
-                torch.cuda.synchronize(device)
-            except ModuleNotFoundError as error:  # of torch's own needs on CUDA: triton, cuda-bindings
-                refusal = f"rank {rank} lacks the package {error.name}"
-            except _DriverError as error:
-                refusal = f"rank {rank} cannot share the memory of its GPU: {error}"
-            check_all(refusal, group)
-            assert allocation is not None
-            for member, file in enumerate(_exchanged(allocation.file, self.ranks, self.own, group)):
-                if member == self.own:
-                    continue
-                try:
-                    self._mappings.insert(member, _Mapping.of_file(file, allocation.length, device))
-                except _DriverError as error:
-                    refusal = f"rank {rank} cannot map the GPU memory of rank {self.ranks[member]}: {error}"
-                finally:
-                    os.close(file)
-            check_all(refusal, group)
+            with _Allocation.made(self._device, num_bytes, f"rank {rank}", group) as allocation:
+                files = exchanged(allocation.file, self.ranks, self.own, group)
+                with closing(files):
+                    refusal = self._map(allocation, files)
+                check_all(refusal, group)
             self.parts = [self._tensor(member, num_bytes) for member in range(len(self.ranks))]
+            self._try_adds(group)
         except BaseException:
             self.close()
             raise
-        finally:
-            if allocation is not None:
-                allocation.release()
 
     def locked(self, member: int, lock: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def add(self, sums: Tensor, values: Tensor) -> None:
-        self._adds.add(sums, values)
+        from dhp_ray.comm import cuda_adds
+
+        cuda_adds.add(sums, values)
 
     def add_rows(self, sums: Tensor, rows: Tensor, values: Tensor) -> None:
-        self._adds.add_rows(sums, rows, values)
+        from dhp_ray.comm import cuda_adds
+
+        cuda_adds.add_rows(sums, rows, values)
 
     def close(self) -> None:
         """Waits until this rank's device has done what it was given: a kernel may still read a part."""
@@ -91,6 +73,54 @@ class Memory(NodeMemory):
         for mapping in self._mappings:
             mapping.close()
         self._mappings = []
+
+    def _map(self, allocation: _Allocation, files: Sequence[int]) -> str:
+        """Map all parts, and clear this rank's own; what keeps this rank from it, or nothing."""
+        for member, file in enumerate(files):
+            try:
+                self._mappings.append(_Mapping(allocation.handle, allocation.length, self._device) if file < 0
+                                      else _Mapping.of_file(file, allocation.length, self._device))
+            except _DriverError as error:
+                return f"rank {self.ranks[self.own]} cannot map the GPU memory of rank {self.ranks[member]}: {error}"
+        self._tensor(self.own, allocation.length).zero_()
+        torch.cuda.synchronize(self._device)
+        return ""
+
+    def _try_adds(self, group: dist.ProcessGroup | None) -> None:
+        """Add to the same sums of every part at the same time as all other ranks, and clear them if no add is lost.
+
+        Raises:
+            NodeMemoryError: an add got lost, or the kernels cannot be compiled; on all ranks.
+        """
+        words = [part[: 4 * TRIED_WORDS].view(torch.float32)[None] if len(part) >= 4 * TRIED_WORDS else None
+                 for part in self.parts]
+        refusal, tried = "", [sums for sums in words if sums is not None]
+        rows = torch.zeros(TRIED_ADDS, dtype=torch.int64, device=self._device)
+        try:
+            for dtype in (torch.bfloat16, torch.float32):  # compiled here, not in the midst of a step
+                values = torch.ones(TRIED_ADDS, TRIED_WORDS, dtype=dtype, device=self._device)
+                for sums in tried[:1]:
+                    self.add(sums[0], torch.zeros(TRIED_WORDS, dtype=dtype, device=self._device))
+                    self.add_rows(sums, rows[:1], values[:1] * 0)
+            torch.cuda.synchronize(self._device)
+        except ImportError as error:
+            refusal = f"rank {self.ranks[self.own]} lacks a package of torch's CUDA wheels: {error}"
+        except Exception as error:
+            refusal = f"rank {self.ranks[self.own]} cannot compile the kernels of the adds: {first_line(error)}"
+        check_all(refusal, group)
+        for place in range(len(tried)):
+            self.add_rows(tried[(self.own + place) % len(tried)], rows, values)
+        torch.cuda.synchronize(self._device)
+        check_all("", group)  # all have added
+        wanted = float(TRIED_ADDS * len(self.ranks))
+        if tried and not bool((tried[self.own] == wanted).all()):
+            refusal = (f"adds of other GPUs to the memory of rank {self.ranks[self.own]} got lost: they are not atomic "
+                       "(nvidia-smi topo -p2p a)")
+        check_all(refusal, group)
+        if tried:
+            tried[self.own].zero_()
+        torch.cuda.synchronize(self._device)
+        check_all("", group)  # all are zero
 
     def _tensor(self, member: int, num_bytes: int) -> Tensor:
         """Return a part as a tensor of this rank's device, wherever its memory is. It does not keep the mapping."""
@@ -119,6 +149,9 @@ class _Allocation:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         from cuda.bindings import driver
 
+        torch.cuda.synchronize(device)  # torch's context is this thread's current one from here on
+        gc.collect()
+        torch.cuda.empty_cache()  # the driver does not know what torch keeps for later
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -128,16 +161,38 @@ class _Allocation:
         unit = _driver("cuMemGetAllocationGranularity", properties,
                        driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
         self.length = -(-max(1, num_bytes) // unit) * unit
+        self.handle = _driver("cuMemCreate", self.length, properties, 0)
         try:
-            self.handle = _driver("cuMemCreate", self.length, properties, 0)
-        except _DriverError as error:
-            raise NodeMemoryError(f"train.sharding=node: {self.length:,} bytes of GPU memory cannot be had: {error}; "
-                                  "use more nodes, or a smaller model") from None
-        self.file = int(_driver("cuMemExportToShareableHandle", self.handle, kind, 0))
+            self.file = int(_driver("cuMemExportToShareableHandle", self.handle, kind, 0))
+        except BaseException:
+            _driver("cuMemRelease", self.handle)
+            raise
 
-    def release(self) -> None:
-        os.close(self.file)
-        _driver("cuMemRelease", self.handle)
+    @staticmethod
+    @contextmanager
+    def made(device: torch.device, num_bytes: int, who: str, group: dist.ProcessGroup | None) -> Iterator[_Allocation]:
+        """An allocation on every rank of the group; it is released afterwards.
+
+        Raises:
+            NodeMemoryError: a rank has none, raised on all ranks.
+        """
+        allocation, refusal = None, ""
+        try:
+            try:
+                allocation = _Allocation(device, num_bytes)
+            except ImportError as error:
+                refusal = f"{who} lacks a package of torch's CUDA wheels: {error}"
+            except _DriverError as error:
+                refusal = (f"{who} has no room for {num_bytes:,} bytes" if "OUT_OF_MEMORY" in str(error)
+                           else f"{who} cannot share the memory of its GPU: {error}")
+            check_all(refusal, group)
+            assert allocation is not None
+            yield allocation
+        finally:
+            if allocation is not None:
+                os.close(allocation.file)
+                with suppress(_DriverError):  # of a device that is broken
+                    _driver("cuMemRelease", allocation.handle)
 
 
 class _Mapping:
@@ -176,49 +231,3 @@ class _Mapping:
         with suppress(_DriverError):  # of a device that is broken
             _driver("cuMemUnmap", self._reserved, self.length)
             _driver("cuMemAddressFree", self._reserved, self.length)
-
-
-def _exchanged(file: int, ranks: Sequence[int], own: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Return a descriptor of every rank's allocation, by place; -1 for this rank's own.
-
-    Each rank listens, tells the others where, connects to all of them, serves those that have connected to it and then
-    takes what it was served: no rank waits for one that waits for it.
-    """
-    files, refusal = [-1] * len(ranks), ""
-    name = f"dhp_ray-{os.getpid()}-{os.urandom(8).hex()}"
-    with ExitStack() as sockets:
-        listener = sockets.enter_context(socket.socket(socket.AF_UNIX))
-        listener.settimeout(MEET_S)
-        listener.bind(f"\0{name}")  # in no file system; gone with the socket
-        listener.listen(len(ranks))
-        told = torch.tensor(list(name.encode().ljust(64)), dtype=torch.uint8)
-        names = [bytes(tensor.tolist()).decode().strip() for tensor in of_all(told, group)]
-        others = [member for member in range(len(ranks)) if member != own]
-        connections = [sockets.enter_context(socket.socket(socket.AF_UNIX)) for _ in others]
-        for member, connection in zip(others, connections):
-            connection.settimeout(MEET_S)
-            try:
-                connection.connect(f"\0{names[member]}")
-            except OSError as error:
-                refusal = (f"rank {ranks[own]} does not reach rank {ranks[member]}, which may run in another "
-                           f"container: {error.strerror}")
-        check_all(refusal, group)
-        member = own
-        try:
-            _serve(listener, file, len(others))
-            for member, connection in zip(others, connections):
-                _, [files[member]], *_ = socket.recv_fds(connection, 1, 1)
-        except (OSError, ValueError):  # ValueError: its socket closed
-            raise RuntimeError(f"connection closed by peer: rank {ranks[member]} shared no memory") from None
-    return files
-
-
-def _serve(listener: socket.socket, file: int, count: int) -> None:
-    """Hand a descriptor to `count` processes of this user, all of which have connected."""
-    while count:
-        connection, _ = listener.accept()
-        with connection:
-            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.getuid():
-                socket.send_fds(connection, [b"\n"], [file])
-                count -= 1

@@ -156,10 +156,10 @@ CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEV
                    shares_memory=True)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {f"TORCH_{library}_{name}": "0" for library in ("NCCL", "HCCL")
-             for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT")}
+             for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC")}
 """By default torch's watchdogs end the process when a peer is gone, and so do the threads that watch them; a survivor
-must keep its state and join the next generation. While one dumps what it knows, an abort waits for it. Process groups
-read these when they are made.
+must keep its state and join the next generation. A watchdog that has seen an error also waits for a dump of what it
+knows, a minute by default, and its group cannot be destroyed meanwhile. Process groups read these when they are made.
 """
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
 """Read by cuBLAS at its first product, by HCCL and by CANN's products."""

@@ -25,11 +25,10 @@ from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, check_all, of_
 PAGE = mmap.PAGESIZE
 
 
-class Memory(NodeMemory):
+class HostNodeMemory(NodeMemory):
     """See `share_memory` for how it is made."""
 
-    def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int,
-                 group: dist.ProcessGroup | None) -> None:
+    def __init__(self, num_bytes: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks, self.own = tuple(ranks), tuple(ranks).index(rank)
         length = -(-max(1, num_bytes) // PAGE) * PAGE
         self._files = [-1] * len(self.ranks)

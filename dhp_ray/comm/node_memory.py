@@ -2,16 +2,14 @@
 owner's help.
 
     CPU    in-memory files (`host_node_memory.py`)
-    CUDA   allocations of the GPUs, which peers reach over NVLink or PCIe (`cuda_node_memory.py`)
+    CUDA   allocations of the GPUs, which the other GPUs of the node reach (`cuda_node_memory.py`)
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -66,9 +64,19 @@ def share_memory(
 
     Raises:
         NodeMemoryError: a process may not map the memory of another one, raised on all ranks; or there is no room.
+        ValueError: a device whose ranks share no memory, or several ranks without a group.
     """
-    kind = importlib.import_module(f"dhp_ray.comm.{'host' if device.type == 'cpu' else device.type}_node_memory")
-    return cast(NodeMemory, kind.Memory(device, num_bytes, ranks, rank, group))
+    if len(ranks) > 1 and group is None:
+        raise ValueError(f"node memory: got no group for {len(ranks)} ranks")
+    if device.type == "cpu":
+        from dhp_ray.comm.host_node_memory import HostNodeMemory
+
+        return HostNodeMemory(num_bytes, ranks, rank, group)
+    if device.type == "cuda":
+        from dhp_ray.comm.cuda_node_memory import CudaNodeMemory
+
+        return CudaNodeMemory(device, num_bytes, ranks, rank, group)
+    raise ValueError(f"node memory: got device {device.type!r}; allowed: cpu, cuda")
 
 
 def of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

@@ -111,7 +111,8 @@ def init_world(
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
     # If a peer dies while NCCL makes a communicator, no abort ends the wait for it, and torch's own limit is half an
-    # hour. This one is read once, and holds because with `device_id` communicators are made without blocking.
+    # hour. `comm.timeout_s` takes its place; torch reads it once a process. It holds because with `device_id`
+    # communicators are made without blocking.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),

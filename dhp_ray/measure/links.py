@@ -95,10 +95,12 @@ def one_sided(member: Member, group: dist.ProcessGroup | None) -> dict[str, list
             memory.add(memory.parts[other].view(torch.float32), mine)
 
     found: dict[str, list[float]] = {}
-    for name, call in (("read_bytes_per_s", read), ("add_bytes_per_s", add)):
-        found[name] = [ONE_SIDED_BYTES / max(1e-9, seconds) for seconds in _repeated(member, call)]
-    member.of_all(0.0)
-    memory.close()
+    try:
+        for name, call in (("read_bytes_per_s", read), ("add_bytes_per_s", add)):
+            found[name] = [ONE_SIDED_BYTES / max(1e-9, seconds) for seconds in _repeated(member, call)]
+        member.of_all(0.0)
+    finally:
+        memory.close()
     return found
 
 

@@ -95,6 +95,7 @@ class NodeEngine(FlatShards):
         sums = Slices(layouts, len(members), 4, trained_only=True)
         memory = share_memory(self.device, NodeState.num_bytes(values, sums, self.compute_type), members, self.rank,
                               self._node.group)
+        self._detachments.append(memory.close)
         self.state = NodeState(layouts, memory, values, sums, self.compute_type)
         self._detachments.append(self.state.close)
         self._write_frozen()

@@ -142,7 +142,11 @@ class UnitBuffers:
         if storage.size() == wanted:
             return
         storage.resize_(wanted)
-        self._filling[number] = self.reader.submit(self._read, number)
+        try:
+            self._filling[number] = self.reader.submit(self._read, number)
+        except BaseException:
+            storage.resize_(0)
+            raise
         self.counts["reads"] += 1
         self.filled_most = max(self.filled_most, sum(buffer.untyped_storage().size() > 0 for buffer in self._buffers))
 

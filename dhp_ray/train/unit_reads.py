@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ class UnitRead(Protocol):
     def result(self) -> Any:
         """Let what follows wait for it: on the CPU the calling thread, on a device its current stream.
 
-        Raises what the read has raised.
+        Raises what the read has raised, unless `submit` did.
         """
 
 
@@ -33,11 +34,11 @@ class UnitReader(Protocol):
 class DeviceRead:
     """A read that a device's stream has been given."""
 
-    def __init__(self, module: Any, event: Any) -> None:
-        self._module, self._event = module, event
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self._device, self._event = device, event
 
     def result(self) -> None:
-        self._module.current_stream().wait_event(self._event)
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
 
 class DeviceReader:
@@ -46,17 +47,18 @@ class DeviceReader:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.get_device_module(device)
+        self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device)
 
     def submit(self, read: Callable[..., None], /, *arguments: Any) -> DeviceRead:
-        self._stream.wait_stream(self._module.current_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             read(*arguments)
-        return DeviceRead(self._module, self._stream.record_event())
+        return DeviceRead(self._device, self._stream.record_event())
 
     def shutdown(self) -> None:
-        self._stream.synchronize()
+        with suppress(RuntimeError):  # of a device that is broken: the training thread has raised it
+            self._stream.synchronize()
 
 
 def reader_on(device: torch.device) -> UnitReader:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm.device import WATCHDOGS
 from tests import async_backend
 from tests.async_backend.shared_gpu import share_gpu
 from tests.async_backend.watchdog import HANDLING
@@ -71,9 +72,7 @@ def run_group(
 def _in_group(
     rank: int, port: int, backend: Backend, num_ranks: int, function: Callable[..., Any], error_handling: str
 ) -> Any:
-    # NCCL's watchdog first waits for a dump of what it knows, even where it makes none: a minute by default
-    os.environ.update(dict.fromkeys(HANDLING, error_handling), TORCH_NCCL_DUMP_ON_TIMEOUT="0",
-                      TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="10")
+    os.environ.update(WATCHDOGS | dict.fromkeys(HANDLING, error_handling))
     async_backend.register()
     device, bound = torch.device(backend.device), {}
     if backend.device == "cuda":

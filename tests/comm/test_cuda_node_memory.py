@@ -1,4 +1,4 @@
-"""GPU memory that ranks of a node share; how they come by it needs no GPU."""
+"""GPU memory that ranks of a node share."""
 
 from __future__ import annotations
 
@@ -6,76 +6,35 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm import cuda_node_memory
-from dhp_ray.comm.cuda_node_memory import _exchanged
 from dhp_ray.comm.node_memory import NodeMemory, NodeMemoryError, share_memory
+from tests.comm.test_node_files import in_world
 from tests.ranks import run_processes, run_ranks
 
 GPU = torch.device("cuda", 0)
 ONCE = pytest.mark.gloo("ranks meet over the CPU alone")
 
 
-def exchange_files(rank: int, world_size: int) -> list[str]:
-    own = os.memfd_create("own")
-    os.write(own, f"of {rank}".encode())
-    before = len(os.listdir("/proc/self/fd"))
-    files = _exchanged(own, range(10, 10 + world_size), rank, dist.group.WORLD)
-    texts = ["own" if file < 0 else os.pread(file, 100, 0).decode() for file in files]
-    for file in set(files) - {-1}:
-        os.close(file)
-    assert len(os.listdir("/proc/self/fd")) == before
-    return texts
-
-
-def test_every_rank_gets_a_descriptor_of_every_other() -> None:
-    assert run_ranks(exchange_files, 3, 3) == [
-        ["own", "of 1", "of 2"], ["of 0", "own", "of 2"], ["of 0", "of 1", "own"]]
-
-
-def exchange_with_a_silent_one(rank: int, world_size: int) -> str:
-    if rank == 1:
-        cuda_node_memory._serve = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError) as caught:
-        _exchanged(os.memfd_create("own"), range(world_size), rank, dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_a_peer_that_dies_meanwhile_is_a_lost_peer() -> None:
-    assert run_processes(_in_world, 2, 2, exchange_with_a_silent_one, mortal=(1,))[0] == (
-        "connection closed by peer: rank 1 shared no memory")
-
-
-def test_ranks_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobodys = torch.tensor(list(b"nobody listens here".ljust(64)), dtype=torch.uint8)
-    monkeypatch.setattr(cuda_node_memory, "of_all", lambda tensor, group: [tensor, nobodys])
-    with pytest.raises(NodeMemoryError) as caught:
-        _exchanged(0, [4, 7], 0, None)
-    assert str(caught.value) == (
-        "train.sharding=node: rank 4 does not reach rank 7, which may run in another container: Connection refused; "
-        "allowed here: train.sharding=whole")
-
-
-@pytest.mark.skipif(find_spec("triton") is not None, reason="triton is installed")
+@pytest.mark.skipif(find_spec("cuda") is not None, reason="cuda-bindings is installed")
 def test_a_missing_package_is_one_line() -> None:
     with pytest.raises(NodeMemoryError) as caught:
         share_memory(GPU, 64, [3], 3, None)
-    assert str(caught.value) == ("train.sharding=node: rank 3 lacks the package triton; "
-                                 "allowed here: train.sharding=whole")
+    assert str(caught.value) == ("train.sharding=node: rank 3 lacks a package of torch's CUDA wheels: No module named "
+                                 "'cuda'; allowed here: train.sharding=whole")
 
 
-def _in_world(rank: int, port: int, world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    return function(rank, world_size, *arguments)
+def test_devices_that_share_no_memory_and_ranks_without_a_group_are_errors() -> None:
+    with pytest.raises(ValueError, match="got device 'npu'; allowed: cpu, cuda"):
+        share_memory(SimpleNamespace(type="npu"), 64, [0], 0, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got no group for 2 ranks"):
+        share_memory(GPU, 64, [0, 1], 0, None)
 
 
 def views(memory: NodeMemory) -> list[torch.Tensor]:
@@ -138,10 +97,23 @@ def outlive_the_owner(rank: int, world_size: int) -> tuple[list[float], bool]:
     return seen, torch.cuda.mem_get_info()[0] - free >= 2 * size
 
 
+def on_own_device(rank: int, port: int, world_size: int) -> Any:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray sets it
+    return in_world(rank, port, world_size, add_at_the_same_time)
+
+
+@pytest.mark.gpu
+@ONCE
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_no_add_is_lost_between_devices() -> None:
+    found = run_processes(on_own_device, 2, 2)
+    assert found[0] == found[1] == [[50 * 2 * 0.25 * 3] * 3 + [2 * 50 * 2 * value for value in (0.0, 5.0, 3.0)]] * 2
+
+
 @pytest.mark.gpu
 @ONCE
 def test_a_part_outlives_its_owner_on_a_device() -> None:
-    assert run_processes(_in_world, 2, 2, outlive_the_owner, mortal=(1,))[0] == ([11.0], True)
+    assert run_processes(in_world, 2, 2, outlive_the_owner, mortal=(1,))[0] == ([11.0], True)
 
 
 @pytest.mark.gpu
@@ -159,5 +131,8 @@ def test_nothing_is_left_on_a_device() -> None:
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == files
     assert before - free() < 10 * 2**30, "others may use the device, but one in ten would be left"
-    with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: [\d,]+ bytes of GPU memory cannot be had: CUDA_"):
+    with pytest.raises(NodeMemoryError, match=r"^train.sharding=node: rank 0 has no room for [\d,]+ bytes; "):
         share_memory(GPU, 1 << 46, [0], 0, None)
+    most = torch.empty(int(0.9 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device=GPU)
+    del most  # torch keeps it
+    share_memory(GPU, int(0.5 * torch.cuda.mem_get_info(GPU)[1]), [0], 0, None).close()

@@ -8,9 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
-
-from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
 from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.member import Member
@@ -90,5 +87,4 @@ def measured_part(
     rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None
 ) -> PartResult:
     """Return this rank's result of a part that has something to measure; every rank calls this alike."""
-    host_group: dist.ProcessGroup | None = rank.state_group if rank.accelerator is CPU else None
-    return measure_part(part, member, host_group, timedelta(seconds=rank.config.comm.timeout_s), progress)
+    return measure_part(part, member, rank.state_group, timedelta(seconds=rank.config.comm.timeout_s), progress)

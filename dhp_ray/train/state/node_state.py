@@ -1,7 +1,7 @@
 """Parameters and gradient sums of a model, once per node, in memory that all its ranks map.
 
     read(u)        every member's slice of unit u --copy--> a rank's buffer
-    add(u, ...)    a rank's gradients --add, under the owner's lock--> the members' sums
+    add(u, ...)    a rank's gradients --add, beside others' adds--> the members' sums
 
 No other rank takes part in either, so ranks run independently. Nothing here tells when values or sums may be read:
 barriers at the end of a step do (`node_engine.py`).
