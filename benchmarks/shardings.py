@@ -47,10 +47,10 @@ def trained(name: str, device_name: str, kind: str, gibibytes: int, wanted: Want
 
 def seconds(training: Training, batches: Sequence[Sequence[Sample]]) -> float:
     """Of the batches in a mode, whose process groups there are already; infinite where a sequence does not fit."""
-    cluster = ClusterSpec(NUM_RANKS, NODE_RANKS, training.tokens_per_rank, recomputation=training.recomputation)
     if training.tokens_per_rank < 1 or (max(sample.num_tokens for batch in batches for sample in batch)
                                         > training.most_tokens * NUM_RANKS):
         return math.inf
+    cluster = ClusterSpec(NUM_RANKS, NODE_RANKS, training.tokens_per_rank, recomputation=training.recomputation)
     return sum(with_gathers_s(plan_batch(batch, cluster, replace(training.cost, group_s=0.0), sync=training.mode.sync),
                               training.gather_s) for batch in batches)
 
@@ -76,7 +76,7 @@ def row(name: str, device_name: str, kind: str, gibibytes: int, count: int) -> s
     taken_s = [seconds(training, batches) for training in found]
     # as auto would take it, if the NPUs too could share memory: the fastest of those that hold the longest sequence
     needed = math.ceil(base.longest_tokens / NUM_RANKS)
-    every = [Candidate(training.mode, training.tokens_per_rank, training.step_s) for training in found]
+    every = [Candidate(training.mode, training.most_tokens, training.step_s) for training in found]
     place = every.index(choose(every, needed))
     return (f"| {name}, {device_name} {gibibytes} GiB, {count} | "
             f"{' | '.join(cell(training, its_s) for training, its_s in zip(found, taken_s))} | {found[place].mode} | "
