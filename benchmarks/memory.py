@@ -5,8 +5,8 @@
 In bf16, with recomputation, nothing frozen, images of up to 4,096 tokens, packs of vision tokens throughout
 (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them. A device of 64 GiB
 is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take. `node`: where the 8
-ranks of a node share its memory (train.sharding=node), which no NPU runs. Modelled: none of these devices has been
-measured.
+ranks of a node share its memory (train.sharding=node), which no NPU runs yet. Modelled: none of these devices
+has been measured.
 """
 
 from __future__ import annotations
