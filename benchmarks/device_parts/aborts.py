@@ -41,7 +41,7 @@ WATCHED_S = 1.5
 """How long a wait is watched before it is ended."""
 POLL_S = 0.02
 PER_SLEEP = 10**9
-"""Cycles of one `torch.cuda._sleep`, which takes at most 2^31."""
+"""Cycles of one `torch.cuda._sleep`."""
 MAKING_S = 4
 """What torch is told to wait at most while NCCL makes a communicator."""
 

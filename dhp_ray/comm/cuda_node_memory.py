@@ -92,9 +92,8 @@ class CudaNodeMemory(NodeMemory):
         Raises:
             NodeMemoryError: an add got lost, or the kernels cannot be compiled; on all ranks.
         """
-        words = [part[: 4 * TRIED_WORDS].view(torch.float32)[None] if len(part) >= 4 * TRIED_WORDS else None
-                 for part in self.parts]
-        refusal, tried = "", [sums for sums in words if sums is not None]
+        refusal, tried = "", [part[: 4 * TRIED_WORDS].view(torch.float32)[None] for part in self.parts
+                              if len(part) >= 4 * TRIED_WORDS]
         rows = torch.zeros(TRIED_ADDS, dtype=torch.int64, device=self._device)
         try:
             for dtype in (torch.bfloat16, torch.float32):  # compiled here, not in the midst of a step

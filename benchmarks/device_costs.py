@@ -1,0 +1,57 @@
+"""What the planner predicts of the steps that device.py measures: its derived costs, and its memory model.
+
+    python benchmarks/device_costs.py             on an H200
+    python benchmarks/device_costs.py a100        on another device of conf/device
+
+One rank, bf16, every layer recomputed; no device is needed. A step is one pack and the update.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.device_parts.workload import BATCHES, batch_of, config_of
+from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.planner.derived_cost import Device, derived_cost
+from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
+
+DEVICES = Path(__file__).resolve().parent.parent / "conf" / "device"
+
+
+def main(words: Sequence[str]) -> int:
+    known = sorted(path.stem for path in DEVICES.glob("*.yaml"))
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    if len(words) > 1 or not set(words) <= set(known):
+        print(f"device_costs.py: {' '.join(words)}: takes one of {', '.join(known)}", file=sys.stderr)
+        return 2
+    memory = MemoryModel(Qwen25VL.shape_of(config_of("3b")),
+                         MemorySettings(world_size=1, precision="bf16", sync="step", recomputes=True))
+    cost = derived_cost(memory, Device.load(DEVICES / f"{(*words, 'h200')[0]}.yaml"), 1)
+    print("| batch | s | of them attention | the rest of the language model | encoder | pack, GB |\n|" + "---|" * 6)
+    for name, lengths in BATCHES["cuda"].items():
+        for contents, with_images in (("text", False), ("text and images", True)):
+            samples = [sample for sample, _ in batch_of(lengths, torch.device("cuda"), with_images)]
+            grids = [grid for sample in samples for grid in sample.vision_grids]
+            tokens, patches = sum(sample.num_tokens for sample in samples), sum(map(math.prod, grids))
+            attention = cost.quadratic_s * sum(sample.num_tokens**2 for sample in samples)
+            language = cost.linear_s * tokens
+            encoder = (cost.vision_linear_s * patches
+                       + cost.vision_quadratic_s * sum(time * (height * width)**2 for time, height, width in grids))
+            pack = memory.memory(PackLoad(tokens, patches=patches, sequences=len(samples))).pack
+            print(f"| {name}, {contents} | {attention + language + encoder + cost.pack_s + cost.fixed_s:.2f} | "
+                  f"{attention:.2f} | {language:.2f} | {encoder:.2f} | {sum(pack.values()) / 1e9:.1f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
