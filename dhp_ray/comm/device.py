@@ -46,13 +46,21 @@ class Accelerator:
         shown = os.environ.get(self.visible)
         return found if shown is None else min(found, 0 if shown in ("", "NoDevFiles", "-1") else len(shown.split(",")))
 
-    def torch_device(self, index: int = 0) -> torch.device:
-        """Return the torch device. Ray shows each worker only its own device, so its index is 0 there."""
+    def show_only(self, place: int) -> None:
+        """Hide all devices that this process sees but the one at `place`, as Ray does for a worker. Call it before
+        torch looks for devices.
+        """
+        if self.visible:
+            shown = os.environ.get(self.visible)
+            os.environ[self.visible] = str(place) if shown is None else shown.split(",")[place]
+
+    def torch_device(self) -> torch.device:
+        """Return the torch device, the only one that a rank sees (`show_only`)."""
         import torch
 
-        return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, index)
+        return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, 0)
 
-    def activate(self, index: int = 0) -> None:
+    def activate(self) -> None:
         """Make the device this process's current one; NCCL and HCCL take it from there.
 
         From then on the process outlives a lost peer: torch's watchdogs no longer end it.
@@ -63,7 +71,7 @@ class Accelerator:
         if self.name == "npu":
             import torch_npu  # noqa: F401  (importing it adds the device to torch)
         if self.name != "cpu":
-            torch.get_device_module(self.name).set_device(index)
+            torch.get_device_module(self.name).set_device(0)
 
     def stop(self) -> None:
         """End what the device computes and waits for; called from a control thread. On CUDA, aborting the groups does
@@ -72,14 +80,14 @@ class Accelerator:
         if self.name == "npu":
             import torch
 
-            torch.get_device_module(self.name).stop_device(self.torch_device().index)
+            torch.get_device_module(self.name).stop_device(0)
 
     def restart(self) -> None:
         """Let a device that may have been stopped compute again; its memory is unchanged."""
         if self.name == "npu":
             import torch
 
-            torch.get_device_module(self.name).restart_device(self.torch_device().index)
+            torch.get_device_module(self.name).restart_device(0)
 
     def compute_in(self, precision: str) -> None:
         """Set the type that this process is going to compute in, before its first matrix product: oneDNN reads this
@@ -119,7 +127,7 @@ class Accelerator:
         options.hccl_config = {"hccl_buffer_size": HCCL_BUFFER_MB}
         return options
 
-    def model_name(self, index: int = 0) -> str:
+    def model_name(self) -> str:
         """Return the name that the device's driver has for it, such as NVIDIA H100 80GB HBM3; on the CPU the
         processor's own name.
         """
@@ -127,15 +135,15 @@ class Accelerator:
             return processor_name()
         import torch
 
-        return str(torch.get_device_module(self.name).get_device_name(index))
+        return str(torch.get_device_module(self.name).get_device_name(0))
 
-    def memory_bytes(self, index: int = 0) -> int:
+    def memory_bytes(self) -> int:
         """Return the memory of one device. On the CPU: that of this machine (or container), shared by all ranks on it.
         """
         import torch
 
         if self.name != "cpu":
-            return int(torch.get_device_module(self.name).mem_get_info(index)[1])
+            return int(torch.get_device_module(self.name).mem_get_info(0)[1])
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         limit = Path("/sys/fs/cgroup/memory.max")
         contained = limit.read_text().strip() if limit.exists() else "max"

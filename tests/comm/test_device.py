@@ -87,9 +87,22 @@ def set_device(device):
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
     environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
-    program = "from dhp_ray.comm.device import NPU\nNPU.activate(3)"
+    program = "from dhp_ray.comm.device import NPU\nNPU.activate()"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "3 0 0\n"
+    assert done.stdout == "0 0 0\n"
+
+
+@pytest.mark.parametrize(("shown", "left"), [(None, "2"), ("4,5,6,7", "6"), ("GPU-a,GPU-b,GPU-c", "GPU-c")])
+def test_a_process_is_shown_the_device_at_its_place(
+    monkeypatch: pytest.MonkeyPatch, shown: str | None, left: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    CPU.show_only(2)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
+    CUDA.show_only(2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
 
 
 def test_an_unknown_device_names_those_allowed() -> None:
@@ -106,7 +119,7 @@ def test_importing_it_does_not_import_torch() -> None:
 @pytest.mark.gpu
 def test_cuda_is_activated() -> None:
     accelerator = choose("cuda")
-    accelerator.activate(0)
+    accelerator.activate()
     assert torch.cuda.current_device() == 0
     assert torch.ones(1, device=accelerator.torch_device()).device == torch.device("cuda", 0)
     assert accelerator.memory_bytes() > 2**30

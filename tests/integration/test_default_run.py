@@ -34,10 +34,10 @@ def test_the_default_run_begins_to_learn_on_groups_of_several_degrees(
     # nothing is known of this machine as a device: what the defaults are, and said once
     assert ended.output.count("planner.sync=auto is step, train.activation_checkpointing=auto is false: ") == 1
     [event] = [line for line in lines(tmp_path / "run", "events.jsonl") if line["kind"] == "mode"]
-    assert (event["sync"], event["activation_checkpointing"], event["generation"]) == ("step", False, 1)
+    assert (event["sync"], event["activation_checkpointing"], event["generation"]) == ("step", "false", 1)
     stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (stored["planner"]["sync"], stored["train"]["activation_checkpointing"]) == ("step", "auto")
-    assert json.loads((tmp_path / "run/plans/step_000001.json").read_text())["activation_checkpointing"] is False
+    assert json.loads((tmp_path / "run/plans/step_000001.json").read_text())["activation_checkpointing"] == "false"
 
 
 @pytest.mark.slow

@@ -244,7 +244,7 @@ class Dispatcher:
                     "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}
             train = self.config.train
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
-                                   "activation_checkpointing": train.activation_checkpointing == "true",
+                                   "activation_checkpointing": train.activation_checkpointing,
                                    "sharding": train.sharding})
         prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, batch.nodes))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

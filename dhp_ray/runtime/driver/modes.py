@@ -60,9 +60,13 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """The line that the user sees."""
-        values = {"planner.sync": self.mode.sync, RECOMPUTATION: "true" if self.mode.recomputes else self.otherwise,
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto"),
                   SHARDING: self.mode.sharding}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
+
+    def recomputation(self, wanted: str) -> str:
+        """Return what `train.activation_checkpointing` is in this mode, if the configuration says `wanted`."""
+        return wanted if wanted != "auto" else "true" if self.mode.recomputes else self.otherwise
 
 
 def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int = 0) -> Choice:

@@ -119,7 +119,7 @@ def form_anew(
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
     session.current.number = generation
     calls = session.group.join(generation, session.store, session.replica_ranks, session.pool_groups,
-                               session.choice.mode, [origins[member.slot] for member in session.group.members], step)
+                               session.choose_mode(), [origins[member.slot] for member in session.group.members], step)
     try:
         with session.group.waits.on(f"the workers to meet in generation {generation}"):
             session.group.collect(calls, stopping=None if surviving else session.stop_reason)

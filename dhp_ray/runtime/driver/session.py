@@ -50,6 +50,7 @@ class Generation:
     """What belongs to one membership of the group: it plans for these ranks, evaluates, measures their speeds."""
 
     number: int = 0
+    choice: Choice = field(init=False)
     dispatcher: Dispatcher = field(init=False)
     evaluation: Evaluation = field(init=False)
     meter: SpeedMeter = field(init=False)
@@ -113,11 +114,6 @@ class Session:
         return Mirroring(self.config.elastic.mirror_every_steps)
 
     @property
-    def choice(self) -> Choice:
-        """The mode that the ranks of the group train in."""
-        return mode_of(self.config, self.group, self.auto_tokens)
-
-    @property
     def pool_groups(self) -> int:
         """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
         device = ACCELERATORS[self.group.members[0].described["device"]]
@@ -147,6 +143,12 @@ class Session:
                 if self.group.members[rank].slot not in self.history.evicted_slots} | {
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
+    def choose_mode(self) -> Mode:
+        """Choose the mode that the ranks of the group train in: when its members have changed, or costs were measured.
+        """
+        self.current.choice = mode_of(self.config, self.group, self.auto_tokens)
+        return self.current.choice.mode
+
     def enter(
         self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
@@ -162,13 +164,12 @@ class Session:
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        mode = self.choice.mode
+        choice, train = self.current.choice, self.config.train
+        mode = choice.mode
         # as resolved for this generation
-        again = self.config.train.activation_checkpointing
-        if again == "auto":
-            again = "true" if mode.recomputes else "packs"
-        config = replace(self.config, train=replace(self.config.train, activation_checkpointing=again,
-                                                    sharding=mode.sharding))
+        config = replace(self.config, train=replace(
+            train, activation_checkpointing=choice.recomputation(train.activation_checkpointing),
+            sharding=mode.sharding))
         limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
         cost = self.history.refits.enter(prior, wanted(config, prior))
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
@@ -199,14 +200,15 @@ class Session:
     def mode_told(self) -> Iterator[Message]:
         """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""
         told = self.history.mode_told
-        choice, first = self.choice, self.first_choice
+        choice, first = self.current.choice, self.first_choice
         if told is None and first and first.mode == choice.mode:
             choice = first  # it also names what was resolved at the start
         if choice.keys and choice.mode != told:
             self.history.mode_told = choice.mode
             self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
-                               activation_checkpointing=choice.mode.recomputes, sharding=choice.mode.sharding,
-                               auto=choice.keys, why=choice.why)
+                               activation_checkpointing=choice.recomputation(
+                                   self.config.train.activation_checkpointing),
+                               sharding=choice.mode.sharding, auto=choice.keys, why=choice.why)
             yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:

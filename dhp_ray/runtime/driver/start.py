@@ -105,6 +105,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         if not records.stored_config():  # the driver was lost before the first step
             records.write_config(config)
         session.current.number = records.generation
+        session.choose_mode()
         session.plan_for_group()
         session.history.step_times_s.extend(records.last_step_times_s())
         here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
@@ -126,12 +127,12 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     origin = FromCheckpoint(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
     if config.planner.cost == MEASURE and not group.measured_cost:
-        group.measured_cost = yield from measure_costs(config, folder, group, session.choice.mode, generation, store,
+        group.measured_cost = yield from measure_costs(config, folder, group, session.choose_mode(), generation, store,
                                                        session.pool_groups)
         generation += 1
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
-                                 session.choice.mode, [origin] * group.size, first_step - 1))
+                                 session.choose_mode(), [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)

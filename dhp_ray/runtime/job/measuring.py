@@ -228,7 +228,8 @@ def _rank_main(
             if specs[0].num_ranks * threads <= len(cores):  # a rank that moves between cores is slower, now and then
                 os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
             torch.set_num_threads(threads)
-        accelerator.activate(rank if device != "cpu" else 0)
+        accelerator.show_only(rank)
+        accelerator.activate()
         for number, spec in enumerate(specs):
             one = replace(config, planner=replace(config.planner, sync=spec.sync))
             nodes = tuple(f"node {node}" for node in spec.nodes)

@@ -255,13 +255,13 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
     """The first choice was made for who was left of a run whose driver was lost; others have joined since."""
     events: list[dict[str, Any]] = []
     session: Any = SimpleNamespace(
-        history=SimpleNamespace(mode_told=None), current=SimpleNamespace(number=2),
+        config=config_of("unused", "train.activation_checkpointing=auto"), history=SimpleNamespace(mode_told=None),
         records=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
         first_choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it"),
-        choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not"))
+        current=SimpleNamespace(number=2, choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not")))
     assert [notice.text for notice in Session.mode_told(session)] == [
         "train.activation_checkpointing=auto is packs: four ranks do not"]
-    assert [event["activation_checkpointing"] for event in events] == [False]
+    assert [event["activation_checkpointing"] for event in events] == ["packs"]
     assert list(Session.mode_told(session)) == []
-    session.history.mode_told, session.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
+    session.history.mode_told, session.current.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
     assert "planner.sync=auto is step" in next(iter(Session.mode_told(session))).text
