@@ -37,7 +37,7 @@ class CudaNodeMemory(NodeMemory):
     def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int,
                  group: dist.ProcessGroup | None) -> None:
         self.ranks, self.own, self.parts = tuple(ranks), tuple(ranks).index(rank), []
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
         self._mappings: list[_Mapping] = []
         try:
             with _Allocation.made(self._device, num_bytes, f"rank {rank}", group) as allocation:
