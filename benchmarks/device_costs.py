@@ -3,7 +3,8 @@
     python benchmarks/device_costs.py             on an H200
     python benchmarks/device_costs.py a100        on another device of conf/device
 
-One rank, bf16, every layer recomputed; no device is needed. A step is one pack and the update.
+One rank, bf16, every layer recomputed; no device is needed. A step is one pack and the update; norms, rotations and
+SwiGLU are those of transformers, or fused (Liger).
 """
 
 from __future__ import annotations
@@ -36,20 +37,24 @@ def main(words: Sequence[str]) -> int:
         return 2
     memory = MemoryModel(Qwen25VL.shape_of(config_of("3b")),
                          MemorySettings(world_size=1, precision="bf16", sync="step", recomputes=True))
-    cost = derived_cost(memory, Device.load(DEVICES / f"{(*words, 'h200')[0]}.yaml"), 1)
-    print("| batch | s | of them attention | the rest of the language model | encoder | pack, GB |\n|" + "---|" * 6)
+    device = Device.load(DEVICES / f"{(*words, 'h200')[0]}.yaml")
+    print("| batch | operators | s | of them attention | the rest of the language model | encoder | pack, GB |\n|"
+          + "---|" * 7)
     for name, lengths in BATCHES["cuda"].items():
         for contents, with_images in (("text", False), ("text and images", True)):
             samples = [sample for sample, _ in batch_of(lengths, torch.device("cuda"), with_images)]
             grids = [grid for sample in samples for grid in sample.vision_grids]
             tokens, patches = sum(sample.num_tokens for sample in samples), sum(map(math.prod, grids))
-            attention = cost.quadratic_s * sum(sample.num_tokens**2 for sample in samples)
-            language = cost.linear_s * tokens
-            encoder = (cost.vision_linear_s * patches
-                       + cost.vision_quadratic_s * sum(time * (height * width)**2 for time, height, width in grids))
             pack = memory.memory(PackLoad(tokens, patches=patches, sequences=len(samples))).pack
-            print(f"| {name}, {contents} | {attention + language + encoder + cost.pack_s + cost.fixed_s:.2f} | "
-                  f"{attention:.2f} | {language:.2f} | {encoder:.2f} | {sum(pack.values()) / 1e9:.1f} |")
+            for operators in ("own", "fused"):
+                cost = derived_cost(memory, device, 1, operators == "fused")
+                attention = cost.quadratic_s * sum(sample.num_tokens**2 for sample in samples)
+                language = cost.linear_s * tokens
+                encoder = (cost.vision_linear_s * patches
+                           + cost.vision_quadratic_s * sum(time * (rows * width)**2 for time, rows, width in grids))
+                print(f"| {name}, {contents} | {operators} | "
+                      f"{attention + language + encoder + cost.pack_s + cost.fixed_s:.2f} | {attention:.2f} | "
+                      f"{language:.2f} | {encoder:.2f} | {sum(pack.values()) / 1e9:.1f} |")
     return 0
 
 

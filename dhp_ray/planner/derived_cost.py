@@ -6,7 +6,9 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
                    weights that are not trained have none, their adapters (LoRA) have
     attention      2 H d f per pair of tokens (causal; 4 H d in an encoder), f = 1, again 1, backward 2.5 (five products
                    for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
-    other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient
+    other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
+                   with transformers' own norms, rotations and SwiGLU, in place of fused ones, as many times more as
+                   these read and write more (`layer_traffic.py`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
@@ -34,6 +36,7 @@ from pathlib import Path
 import yaml
 
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.layer_traffic import layer_traffic
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
 from dhp_ray.planner.model_shape import LayerShape
@@ -92,8 +95,11 @@ def described(folder: Path, device_name: str) -> Device | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostModel:
-    """Seconds and bytes of the model and run of `memory`, on ranks of this device in `num_nodes` nodes."""
+def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: bool = True) -> CostModel:
+    """Seconds and bytes of the model and run of `memory`, on ranks of this device in `num_nodes` nodes.
+
+    `fused`: norms, rotations and SwiGLU are fused operators (`train.fused_operators`).
+    """
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
     again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
@@ -114,8 +120,17 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int) -> CostMod
 
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
-        passes = PASSES_THROUGH_MEMORY if trains["vision"] or part == "language" else PASSES_THROUGH_MEMORY / 2
-        return memory.layer_bytes(part, layer) * (passes + 2 * again) / device.memory_bytes_per_s
+        has_backward = trains["vision"] or part == "language"
+        passes = PASSES_THROUGH_MEMORY if has_backward else PASSES_THROUGH_MEMORY / 2
+        moved_bytes = memory.layer_bytes(part, layer) * (passes + 2 * again)
+        return moved_bytes * (1.0 if fused else own_over_fused(part, layer, has_backward)) / device.memory_bytes_per_s
+
+    def own_over_fused(part: str, layer: LayerShape, has_backward: bool) -> float:
+        """How many times as much transformers' own operators of a layer move as fused ones."""
+        rotates = part == "language" or not shape.vision_projector  # an encoder with a projector learns its positions
+        own, fewer = (traffic.forward * (1 + again * has_backward) + traffic.backward * has_backward for traffic in (
+            layer_traffic(layer, part == "vision", rotates, kind) for kind in (False, True)))
+        return own / fewer
 
     head = 6 if settings.trains_weights("language") else 4
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger

@@ -267,7 +267,7 @@ def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device
     for name in sorted({member.described["device_name"] for member in group.members}):
         known = _described(name)
         device = known or Device.load(CONF / "device" / STAND_INS[kind])
-        cost = derived_cost(memory, device, num_nodes)
+        cost = derived_cost(memory, device, num_nodes, group.members[0].described["fused"])
         found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"), device))
     return max(found, key=lambda pair: pair[0].linear_s)
 

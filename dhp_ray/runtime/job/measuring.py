@@ -33,7 +33,7 @@ from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.runtime.worker.measuring import MAX_TOKENS, measured_part, member_with, spec_of
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.runtime.worker.run_model import StateSize, state_size
+from dhp_ray.runtime.worker.run_model import StateSize, fused_operators, state_size
 
 JOIN_S = 300.0
 """Seconds that the ranks may take until the first of them reports something."""
@@ -74,7 +74,7 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
     sessions = _collected(config, specs, accelerator, request.preempts, progress)
     origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks)
     origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
-    return measured_cost(sessions, origin, memory, known_cost(memory, accelerator), request.name)
+    return measured_cost(sessions, origin, memory, known_cost(config, memory, accelerator), request.name)
 
 
 def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, int]:
@@ -129,13 +129,13 @@ def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) 
     return request.max_tokens or min(fitting, MAX_TOKENS[accelerator.name] // (2 if request.quick else 1))
 
 
-def known_cost(memory: MemoryModel, accelerator: Accelerator) -> CostModel:
+def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) -> CostModel:
     """Return the costs that are known without measuring: derived from the device's description, else from the file of
     its kind.
     """
     device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
     if device:
-        return derived_cost(memory, device, 1)
+        return derived_cost(memory, device, 1, fused_operators(config) is not None)
     return CostModel.load(CONF / "cost" / f"{accelerator.name}.yaml")
 
 

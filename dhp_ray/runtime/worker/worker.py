@@ -37,7 +37,7 @@ from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
 from dhp_ray.runtime.worker.measuring import MeasuredPart, measured_on
 from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.runtime.worker.run_model import build_adapter, state_size
+from dhp_ray.runtime.worker.run_model import build_adapter, fused_operators, state_size
 from dhp_ray.storage import Folder
 from dhp_ray.train.flat_shards import FlatShards
 from dhp_ray.train.results import StepResult
@@ -98,9 +98,9 @@ class Worker:
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
         return {"pid": os.getpid(), "node_id": ray.get_runtime_context().get_node_id(),
-                "device": self.accelerator.name,
+                "device": self.accelerator.name, **state_size(self.config)._asdict(),
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
-                "host_memory_bytes": CPU.memory_bytes(), **state_size(self.config)._asdict(),
+                "host_memory_bytes": CPU.memory_bytes(), "fused": fused_operators(self.config) is not None,
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
 
     @training

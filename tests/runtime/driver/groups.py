@@ -23,5 +23,5 @@ def members(*described: dict[str, Any]) -> list[Member]:
 
 def group_of(num_ranks: int, memory_gib: float, config: Config, device: str = "cuda") -> WorkerGroup:
     found = {"memory_bytes": int(memory_gib * GIB), "device": device, "device_name": "NVIDIA H100 80GB HBM3",
-             "host_memory_bytes": 2000 * GIB}
+             "host_memory_bytes": 2000 * GIB, "fused": True}
     return WorkerGroup(members(*[found | state_size(config)._asdict()] * num_ranks))

@@ -191,16 +191,18 @@ def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None
 
 def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16")
-    described = {"memory_bytes": 80 * GIB, **state_size(config)._asdict()}
+    described = {"memory_bytes": 80 * GIB, "fused": True, **state_size(config)._asdict()}
 
-    def cost(*names: str, **changed: str) -> CostModel:
+    def cost(*names: str, **changed: Any) -> CostModel:
         group = WorkerGroup(members(*[{**described, "device_name": name, **changed} for name in names]))
         return cost_of(config, group, Mode("step", False))
 
     slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert slower.name == "qwen2_5_vl_a100"
     assert slower == cost("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB")
-    assert cost("NVIDIA H100 80GB HBM3").linear_s < slower.linear_s
+    fast = cost("NVIDIA H100 80GB HBM3")
+    assert fast.linear_s < slower.linear_s
+    assert fast.linear_s < cost("NVIDIA H100 80GB HBM3", fused=False).linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
     assert replace(cost("", device="cpu"), estimated=False) == CostModel.load("conf/cost/cpu.yaml")

@@ -1,0 +1,94 @@
+"""What operators move through memory: formulas beside the bytes of a trace of the model's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig
+
+from dhp_ray.planner.layer_traffic import Traffic, layer_traffic
+from dhp_ray.planner.plan import Grid
+from dhp_ray.train.engine import COMPUTE_TYPES
+from dhp_ray.train.pack import pack_loss
+from tests.memory_trace import SilentLink, make_inputs, memory_trace
+from tests.published_configs import model_without_memory, published_config, stored_shape
+
+ELSEWHERE = {"mm", "addmm", "bmm", "convolution", "_flash_attention_forward", "_flash_attention_backward",
+             "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+"""Products and attention, which costs count by themselves."""
+VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like",
+         "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "select", "slice", "split",
+         "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
+
+
+class BytesMoved(TorchDispatchMode):
+    """Counts the inputs and outputs of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function.name().split("::")[1].split(".")[0] not in ELSEWHERE | VIEWS:
+            self.num_bytes += sum(min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
+                                  for leaf in tree_leaves((arguments, options, result)) if isinstance(leaf, Tensor))
+        return result
+
+
+def moved(config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
+    """Bytes that a pack of samples (text tokens, grids of images) moves."""
+    adapter = model_without_memory(config)
+    inputs, _ = make_inputs(samples, adapter)
+    forward, backward = BytesMoved(), BytesMoved()
+    adapter.module.to(torch.bfloat16)
+    with memory_trace():
+        adapter.module.to_empty(device="cpu")
+        on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape, dtype=COMPUTE_TYPES["bf16"]))
+        with forward:
+            loss = pack_loss(adapter, on_device, SilentLink(1))
+        with backward:
+            loss.backward()
+    return Traffic(forward.num_bytes, backward.num_bytes)
+
+
+def of_one_more_layer(name: str, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
+    """Bytes of the fourth layer of the language model, and of the encoder's if samples have images. (Each of the first
+    three of a Qwen3-VL's encoder has a merger.)
+    """
+    three, four = (moved(published_config(name, num_layers), samples) for num_layers in (3, 4))
+    return Traffic(four.forward - three.forward, four.backward - three.backward)
+
+
+@pytest.mark.parametrize(("name", "scaled"), [("3B", 0), pytest.param("7B", 0, marks=pytest.mark.slow),
+                                              pytest.param("Qwen3-VL-2B", 0, marks=pytest.mark.slow),
+                                              pytest.param("InternVL3-2B", 1024, marks=pytest.mark.slow)])
+def test_own_operators_move_what_a_trace_counts(name: str, scaled: int) -> None:
+    """`scaled`: the values that an encoder's layer multiplies by learned scales, twice, fused or not."""
+    shape = stored_shape(name)
+    language = layer_traffic(shape.language[0], in_encoder=False, rotates=True, fused=False)
+    vision = layer_traffic(shape.vision[0], in_encoder=True, rotates=not shape.vision_projector, fused=False)
+    text = of_one_more_layer(name, [(4096, [])])
+    assert text.forward / 4096 == pytest.approx(language.forward, rel=0.03)
+    assert text.backward / 4096 == pytest.approx(language.backward, rel=0.08)
+    images, tokens, patches = of_one_more_layer(name, [(16, [(1, 32, 32)] * 8)]), 16 + 8 + 8 * 256, 8 * 1024
+    assert images.forward - tokens * text.forward / 4096 == pytest.approx(
+        patches * (vision.forward + 8 * scaled), rel=0.03)
+    assert images.backward - tokens * text.backward / 4096 == pytest.approx(
+        patches * (vision.backward + 24 * scaled), rel=0.08)
+
+
+def test_fused_operators_read_and_write_each_value_once() -> None:
+    """A layer of a Qwen2.5 3B: two norms and two sums of 2,048, an MLP of 11,008, 2,304 of queries and keys."""
+    fused = layer_traffic(stored_shape("3B").language[0], in_encoder=False, rotates=True, fused=True)
+    assert fused.forward == 2 * 2048 * (4 + 6) + 6 * 11008 + 4 * 2304
+    assert fused.backward == 2 * 2048 * (6 + 6) + 10 * 11008 + 4 * 2304 + 3 * 6 * 2048
