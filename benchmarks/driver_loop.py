@@ -177,6 +177,7 @@ def ready_driver(
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
                       Watch(storage, 0), batches, None, Arrivals("cpu"), num_steps,  # type: ignore[arg-type]
                       compiled)
+    session.choose_mode()
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
     driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: no rank here has a state
