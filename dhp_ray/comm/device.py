@@ -11,6 +11,7 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +43,32 @@ class Accelerator:
         """
         if not self.files:
             return os.cpu_count() or 1
-        found = len(glob.glob(self.files))
-        shown = os.environ.get(self.visible)
-        return found if shown is None else min(found, 0 if shown in ("", "NoDevFiles", "-1") else len(shown.split(",")))
+        found, shown = len(glob.glob(self.files)), self._shown()
+        return found if shown is None else min(found, len(shown))
 
     def show_only(self, place: int) -> None:
         """Hide all devices that this process sees but the one at `place`, as Ray does for a worker. Call it before
         torch looks for devices.
+
+        Raises:
+            ValueError: it sees fewer.
         """
         if self.visible:
-            shown = os.environ.get(self.visible)
-            os.environ[self.visible] = str(place) if shown is None else shown.split(",")[place]
+            shown = self._shown()
+            if shown is not None and place >= len(shown):
+                raise ValueError(f"{self.visible}={os.environ[self.visible]!r} shows {len(shown)} devices; needed: "
+                                 f"{place + 1}")
+            os.environ[self.visible] = str(place) if shown is None else shown[place]
+
+    def _shown(self) -> list[str] | None:
+        """Return the devices that the environment shows, by number or name; None: all. As for CUDA, the list ends at
+        the first entry that names none.
+        """
+        listed = os.environ.get(self.visible)
+        if listed is None:
+            return None
+        return list(takewhile(lambda entry: entry not in ("", "NoDevFiles") and not entry.startswith("-"),
+                              (entry.strip() for entry in listed.split(","))))
 
     def torch_device(self) -> torch.device:
         """Return the torch device, the only one that a rank sees (`show_only`)."""

@@ -7,8 +7,8 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
     attention      2 H d f per pair of tokens (causal; 4 H d in an encoder), f = 1, again 1, backward 2.5 (five products
                    for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
-                   with transformers' own norms, rotations and SwiGLU, in place of fused ones, as many times more as
-                   these read and write more (`layer_traffic.py`)
+                   if norms, rotations and SwiGLU are those of transformers, multiplied by the ratio of the bytes that
+                   these move to those that fused ones move (`layer_traffic.py`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
@@ -122,11 +122,11 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         """Seconds of a token in everything but products."""
         has_backward = trains["vision"] or part == "language"
         passes = PASSES_THROUGH_MEMORY if has_backward else PASSES_THROUGH_MEMORY / 2
-        moved_bytes = memory.layer_bytes(part, layer) * (passes + 2 * again)
+        moved_bytes = memory.layer_bytes(part, layer) * (passes + 2 * again * has_backward)
         return moved_bytes * (1.0 if fused else own_over_fused(part, layer, has_backward)) / device.memory_bytes_per_s
 
     def own_over_fused(part: str, layer: LayerShape, has_backward: bool) -> float:
-        """How many times as much transformers' own operators of a layer move as fused ones."""
+        """The bytes that a layer with transformers' own operators moves, divided by those with fused ones."""
         rotates = part == "language" or not shape.vision_projector  # an encoder with a projector learns its positions
         own, fewer = (traffic.forward * (1 + again * has_backward) + traffic.backward * has_backward for traffic in (
             layer_traffic(layer, part == "vision", rotates, kind) for kind in (False, True)))

@@ -1,5 +1,5 @@
 """How the ranks of a described cluster train a model: the mode, tokens per rank, costs and memory that a run there
-would plan with (`runtime/driver/modes.py` and `room.py`, from settings instead of workers).
+would plan with (`runtime/driver/modes.py` and `room.py`, from settings instead of workers), with fused operators.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _mapped(address: int | None, length: int, protection: int, flags: int, file:
 
 
 def install() -> ModuleType:
-    """Let this process import it as cuda.bindings.driver; the module, for a test to replace functions of it."""
+    """Install this module as cuda.bindings.driver. Returns it, so that a test can replace its functions."""
     import torch
 
     driver = sys.modules[__name__]

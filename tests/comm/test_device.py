@@ -1,3 +1,4 @@
+import glob
 import importlib.util
 import os
 import subprocess
@@ -103,6 +104,18 @@ def test_a_process_is_shown_the_device_at_its_place(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
     CUDA.show_only(2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+
+
+@pytest.mark.parametrize(("listed", "count"), [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0, 1,", 2), ("3,-1,1", 1)])
+def test_devices_that_are_hidden_are_not_shown_again(
+    monkeypatch: pytest.MonkeyPatch, listed: str, count: int
+) -> None:
+    """CUDA reads the list up to the first entry that names no device."""
+    monkeypatch.setattr(glob, "glob", lambda pattern: [f"/dev/nvidia{number}" for number in range(8)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert CUDA.num_devices() == count
+    with pytest.raises(ValueError, match=rf"^CUDA_VISIBLE_DEVICES='{listed}' shows {count} devices; needed: "):
+        CUDA.show_only(count)
 
 
 def test_an_unknown_device_names_those_allowed() -> None:

@@ -59,9 +59,8 @@ def test_any_number_of_workers_gives_the_loss_of_one(
 def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(
     ray_cluster: None, nlvr: list[str], tmp_path: Path
 ) -> None:
-    common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768",
-              "train.schedule=constant",
-              "checkpoint.every_steps=0"]
+    common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=320", "planner.max_sequence_tokens=768",
+              "train.schedule=constant", "checkpoint.every_steps=0"]
     train(tmp_path / "step", *common, "run.steps=8")
     train(tmp_path / "micro_batch", *common, "run.steps=6", "planner.sync=micro_batch")
     assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "micro_batch", "metrics.jsonl")

@@ -87,7 +87,7 @@ def test_own_operators_move_what_a_trace_counts(name: str, scaled: int) -> None:
         patches * (vision.backward + 24 * scaled), rel=0.08)
 
 
-def test_fused_operators_read_and_write_each_value_once() -> None:
+def test_fused_operators_by_hand() -> None:
     """A layer of a Qwen2.5 3B: two norms and two sums of 2,048, an MLP of 11,008, 2,304 of queries and keys."""
     fused = layer_traffic(stored_shape("3B").language[0], in_encoder=False, rotates=True, fused=True)
     assert fused.forward == 2 * 2048 * (4 + 6) + 6 * 11008 + 4 * 2304

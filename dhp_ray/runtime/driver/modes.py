@@ -263,11 +263,11 @@ def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
 def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device]:
     """Return the costs on the slowest device of a group, and that device."""
     kind, num_nodes = group.members[0].described["device"], len(set(group.nodes))
-    found = []
+    found, fused = [], all(member.described["fused"] for member in group.members)
     for name in sorted({member.described["device_name"] for member in group.members}):
         known = _described(name)
         device = known or Device.load(CONF / "device" / STAND_INS[kind])
-        cost = derived_cost(memory, device, num_nodes, group.members[0].described["fused"])
+        cost = derived_cost(memory, device, num_nodes, fused)
         found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"), device))
     return max(found, key=lambda pair: pair[0].linear_s)
 

@@ -144,8 +144,7 @@ class Session:
             rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
     def choose_mode(self) -> Mode:
-        """Choose the mode that the ranks of the group train in: when its members have changed, or costs were measured.
-        """
+        """Choose the mode in which the group's ranks train. Call this whenever its members change."""
         self.current.choice = mode_of(self.config, self.group, self.auto_tokens)
         return self.current.choice.mode
 

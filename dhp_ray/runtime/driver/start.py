@@ -126,13 +126,14 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         session.history.refits.restore(newest.cost.get("terms", {}), newest.cost.get("prior"))
     origin = FromCheckpoint(newest.files if newest else "")
     generation = records.generation + 1  # one after those of earlier starts
+    mode = session.choose_mode()
     if config.planner.cost == MEASURE and not group.measured_cost:
-        group.measured_cost = yield from measure_costs(config, folder, group, session.choose_mode(), generation, store,
+        group.measured_cost = yield from measure_costs(config, folder, group, mode, generation, store,
                                                        session.pool_groups)
         generation += 1
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
-                                 session.choose_mode(), [origin] * group.size, first_step - 1))
+                                 mode, [origin] * group.size, first_step - 1))
     session.enter(generation)
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)

@@ -37,7 +37,7 @@ def build_adapter(config: Config) -> ModelAdapter:
 
 
 def fused_operators(config: Config) -> Operators | None:
-    """Return the fused operators of a run's device (`cluster.device` is resolved), if it uses any."""
+    """Return the fused operators that the run uses, or None. `cluster.device` must be resolved."""
     return operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
 
 

@@ -202,7 +202,11 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert slower == cost("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB")
     fast = cost("NVIDIA H100 80GB HBM3")
     assert fast.linear_s < slower.linear_s
-    assert fast.linear_s < cost("NVIDIA H100 80GB HBM3", fused=False).linear_s
+    own = cost("NVIDIA H100 80GB HBM3", fused=False)
+    assert fast.linear_s < own.linear_s
+    one_lacks_them = WorkerGroup(members(*[
+        {**described, "device_name": "NVIDIA H100 80GB HBM3", "fused": fused} for fused in (True, False)]))
+    assert cost_of(config, one_lacks_them, Mode("step", False)).linear_s == own.linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
     assert replace(cost("", device="cpu"), estimated=False) == CostModel.load("conf/cost/cpu.yaml")

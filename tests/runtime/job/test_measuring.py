@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import load
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.runtime.job.measuring import _rank_main
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECIFIED = importlib.util.spec_from_file_location("measure_job", ROOT / "jobs" / "measure.py")
@@ -82,3 +86,17 @@ def test_a_quick_measurement_gives_a_file_that_plans(tmp_path: Path) -> None:
     assert tree["measured"]["packs"] > 30
     assert tree["errors"]["packs"]["median"] < 0.25  # also on cores that others use
     plan_batch([Sample("a", 900), Sample("b", 80)], ClusterSpec(2, 2, 1024), file.cost).validate()
+
+
+def test_a_rank_sees_its_own_device_before_it_uses_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def activate() -> None:
+        calls.append("activate")
+        raise RuntimeError("far enough")
+
+    monkeypatch.setitem(ACCELERATORS, "cuda", SimpleNamespace(show_only=calls.append, activate=activate))
+    told: list[object] = []
+    _rank_main(SimpleNamespace(send=told.append), load(["data.path=unused"]), [], "cuda", False, 3, 0)  # type: ignore[arg-type]
+    assert calls == [3, "activate"]
+    assert told == [("error", "RuntimeError: far enough")]
