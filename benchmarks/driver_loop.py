@@ -171,7 +171,7 @@ def ready_driver(
     shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
-                            "num_layers": 2, "shape": shape}
+                            "fused": False, "num_layers": 2, "shape": shape}
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,

@@ -2,7 +2,8 @@
 
     device: {kind: cuda, name: NVIDIA H100 80GB HBM3, count: 8}           on the CPU also `threads` of a rank
     model: {name: tiny, family: qwen2_5_vl, shape: {...}}                 every number of its `ModelShape`
-    settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {}, sharding: whole}
+    settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {}, sharding: whole,
+               fused_operators: false}
     versions: {torch: 2.13.0, ...}     measured: {...}     other observations, for people
     intervals: {linear_s: [low, high], ...}     errors: {linear_s: 0.03, ...}
 
@@ -90,13 +91,16 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
 
 
 def origin_of_run(
-    memory: MemoryModel, model_name: str, lora: Mapping[str, Any], device: Mapping[str, Any]
+    memory: MemoryModel, model_name: str, lora: Mapping[str, Any], device: Mapping[str, Any], fused: bool = False
 ) -> Origin:
-    """The origin that costs of this run must have. `lora`: the settings of its adapters, empty without them."""
+    """The origin that costs of this run must have. `lora`: the settings of its adapters, empty without them. `fused`:
+    norms, rotations and SwiGLU are fused operators.
+    """
     settings = memory.settings
     return Origin(device, {"name": model_name, "family": memory.shape.family, "shape": shape_numbers(memory.shape)}, {
         "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
-        "freeze": sorted(settings.frozen), "lora": dict(lora), "sharding": settings.sharding})
+        "freeze": sorted(settings.frozen), "lora": dict(lora), "sharding": settings.sharding,
+        "fused_operators": fused})
 
 
 def shape_numbers(shape: ModelShape) -> dict[str, Any]:
@@ -129,6 +133,10 @@ def difference(origin: Origin, run: Origin) -> str:
         if origin.settings[name] != run.settings[name]:
             return (f"measured for train.{name}={_words(origin.settings[name])}, and this run has train.{name}="
                     f"{_words(run.settings[name])}")
+    fused = run.settings["fused_operators"]
+    if origin.settings.get("fused_operators", fused) != fused:  # older files do not say
+        return "measured " + ("without fused operators, and this run has them" if fused
+                              else "with fused operators, and this run has none")
     return ""
 
 

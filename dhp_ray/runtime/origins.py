@@ -13,12 +13,16 @@ from dhp_ray.planner.cost_origin import Origin, origin_of_run
 from dhp_ray.planner.memory import MemoryModel
 
 
-def origin_of(config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int) -> Origin:
-    """Return the origin of a cost that is measured for a run on `num_ranks` devices of this kind and name."""
+def origin_of(
+    config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int, fused: bool = False
+) -> Origin:
+    """Return the origin of a cost that is measured for a run on `num_ranks` devices of this kind and name, with or
+    without fused operators.
+    """
     device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
     if kind == "cpu":
         device["threads"] = max(1, int(config.cluster.cpus_per_worker))
-    return origin_of_run(memory, model_name(config), _adapters(config), device)
+    return origin_of_run(memory, model_name(config), _adapters(config), device, fused)
 
 
 def model_name(config: Config) -> str:

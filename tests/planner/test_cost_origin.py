@@ -23,8 +23,8 @@ CPU = {"kind": "cpu", "name": "AMD EPYC", "count": 2, "threads": 1}
 
 
 def origin(name: str = "tiny", device: dict[str, Any] | None = None, lora: dict[str, Any] | None = None,
-           shape: Any = SHAPE, **settings: Any) -> Origin:
-    return origin_of_run(MemoryModel(shape, replace(SETTINGS, **settings)), name, lora or {}, device or CPU)
+           shape: Any = SHAPE, fused: bool = False, **settings: Any) -> Origin:
+    return origin_of_run(MemoryModel(shape, replace(SETTINGS, **settings)), name, lora or {}, device or CPU, fused)
 
 
 def written(path: Path, change: dict[str, Any]) -> Path:
@@ -62,9 +62,18 @@ def test_a_file_of_the_older_form_is_of_anything(tmp_path: Path) -> None:
      "measured for train.activation_checkpointing=false, and this run has train.activation_checkpointing=true"),
     (origin(frozen=("vision",)), r"measured for train.freeze=[], and this run has train.freeze=['vision']"),
     (origin(lora={"rank": 8}), "measured for train.lora={}, and this run has train.lora={'rank': 8}"),
-    (origin(sharding="node"), "measured for train.sharding=whole, and this run has train.sharding=node")])
+    (origin(sharding="node"), "measured for train.sharding=whole, and this run has train.sharding=node"),
+    (origin(fused=True), "measured without fused operators, and this run has them")])
 def test_another_run_is_told_apart_with_both_names(run: Origin, words: str) -> None:
     assert difference(origin(), run) == words
+
+
+def test_a_file_that_does_not_tell_operators_apart_is_of_both() -> None:
+    fused = origin(fused=True)
+    assert difference(fused, origin()) == "measured with fused operators, and this run has none"
+    older = replace(fused, settings={name: value for name, value in fused.settings.items()
+                                     if name != "fused_operators"})
+    assert difference(older, fused) == difference(older, origin()) == ""
 
 
 def test_a_file_of_before_the_projector_was_told_apart_is_still_of_its_model() -> None:

@@ -25,7 +25,7 @@ from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import cost_of, difference_from, memory_of
+from dhp_ray.runtime.driver.modes import cost_of, difference_from, has_fused_operators, memory_of
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError
 from dhp_ray.runtime.origins import model_name, origin_of
 from dhp_ray.storage import Folder
@@ -65,7 +65,8 @@ def measure_costs(
             results[part] = [result for _, result in found]
     group.call("leave")
     described = group.members[0].described
-    origin = origin_of(config, memory, described["device"], described["device_name"], group.size)
+    origin = origin_of(config, memory, described["device"], described["device_name"], group.size,
+                       has_fused_operators(group))
     try:
         known = cost_of(replace(config, planner=replace(config.planner, cost="")), group, mode)
         measured = measured_cost([Session(spec, results)], origin, memory, known, model_name(config))

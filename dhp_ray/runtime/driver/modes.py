@@ -242,7 +242,8 @@ def cost_file_of(config: Config, group: WorkerGroup) -> CostFile | None:
 def difference_from(origin: Origin, config: Config, group: WorkerGroup, memory: MemoryModel) -> str:
     """Return how the origin of a cost differs from a run on these workers; empty if it does not."""
     kinds = {(member.described["device"], member.described["device_name"]) for member in group.members}
-    found = (difference(origin, origin_of(config, memory, *kind, group.size)) for kind in sorted(kinds))
+    found = (difference(origin, origin_of(config, memory, *kind, group.size, has_fused_operators(group)))
+             for kind in sorted(kinds))
     return next(filter(None, found), "")
 
 
@@ -260,14 +261,19 @@ def check_cost(config: Config, group: WorkerGroup, mode: Mode) -> None:
                           f"run, {MEASURE}, or nothing")
 
 
+def has_fused_operators(group: WorkerGroup) -> bool:
+    """Return whether all ranks train with fused norms, rotations and SwiGLU."""
+    return all(member.described["fused"] for member in group.members)
+
+
 def _slowest(memory: MemoryModel, group: WorkerGroup) -> tuple[CostModel, Device]:
     """Return the costs on the slowest device of a group, and that device."""
     kind, num_nodes = group.members[0].described["device"], len(set(group.nodes))
-    found, fused = [], all(member.described["fused"] for member in group.members)
+    found = []
     for name in sorted({member.described["device_name"] for member in group.members}):
         known = _described(name)
         device = known or Device.load(CONF / "device" / STAND_INS[kind])
-        cost = derived_cost(memory, device, num_nodes, fused)
+        cost = derived_cost(memory, device, num_nodes, has_fused_operators(group))
         found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"), device))
     return max(found, key=lambda pair: pair[0].linear_s)
 

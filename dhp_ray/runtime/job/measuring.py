@@ -72,7 +72,8 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
     tokens = max_tokens(request, memory, accelerator)
     specs = [spec_of(config, size.shape, sync, ["here"] * num_ranks, tokens, request.quick) for sync in syncs]
     sessions = _collected(config, specs, accelerator, request.preempts, progress)
-    origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks)
+    origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks,
+                       fused_operators(config) is not None)
     origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
     return measured_cost(sessions, origin, memory, known_cost(config, memory, accelerator), request.name)
 

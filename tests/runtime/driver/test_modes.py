@@ -217,7 +217,8 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
 def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -> None:
     """And counts as estimated where nobody has named it."""
     config = config_of(str(tmp_path))
-    described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", **state_size(config)._asdict()}
+    described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", "fused": False,
+                 **state_size(config)._asdict()}
     group, mode = WorkerGroup(members(described, described)), Mode("step", False)
     origin = origin_of(config, memory_of(config, group, mode), "cpu", "AMD EPYC", 2)
     tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
@@ -251,7 +252,7 @@ def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
     assert derived.estimated  # before anything is measured
     check_cost(config, group, mode)
     file = CostFile(replace(derived, linear_s=1e-3, estimated=False),
-                    origin_of(config, memory_of(config, group, mode), "cuda", "NVIDIA H100 80GB HBM3", 2))
+                    origin_of(config, memory_of(config, group, mode), "cuda", "NVIDIA H100 80GB HBM3", 2, fused=True))
     group.measured_cost = file
     assert cost_of(config, group, mode) == file.cost
     assert cost_of(config, group, Mode("step", True)).estimated  # of a later generation
