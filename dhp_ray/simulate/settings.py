@@ -29,8 +29,7 @@ class ClusterSettings:
                               "one for each of its ranks", minimum=0, maximum=100_000)
     oversubscription: float = key(1.0, "what all nodes can send at a time over what the network between them carries",
                                   minimum=1, maximum=1000)
-    cost: str = key("", "cost file; empty: derived from the model and the device, with fused "
-                    "operators")
+    cost: str = key("", "cost file; empty: derived from the model and the device, with fused operators")
 
 
 @dataclass(kw_only=True)

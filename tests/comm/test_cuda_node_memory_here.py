@@ -29,23 +29,23 @@ HERE = torch.device("cpu")
 NUM_BYTES = 4 * 300
 
 
-def prepare(add_rows: Callable[[Tensor, Tensor, Tensor], None] | None = None) -> Any:
+def add(sums: Tensor, values: Tensor) -> None:
+    sums.add_(values)
+
+
+def add_in_turn(sums: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add rows, one rank after another: torch's adds are not atomic. One row alone compiles a kernel, beside others."""
+    for turn in range(dist.get_world_size()):
+        if turn == dist.get_rank():
+            sums.index_add_(0, rows, values.float())
+        if len(rows) > 1:
+            dist.barrier()
+
+
+def prepare(add_rows: Callable[[Tensor, Tensor, Tensor], None] = add_in_turn) -> Any:
     """Replace the driver and the kernels in this process. Returns the driver."""
     cuda_node_memory.TRIED_ADDS = 16
-
-    def add(sums: Tensor, values: Tensor) -> None:
-        sums.add_(values)
-
-    def add_each(sums: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Each rank in its turn: torch's adds are not atomic."""
-        for turn in range(dist.get_world_size() if dist.is_initialized() else 1):
-            if not dist.is_initialized() or turn == dist.get_rank():
-                sums.index_add_(0, rows, values.float())
-            if dist.is_initialized() and len(rows) > 1:
-                dist.barrier()
-
-    sys.modules["dhp_ray.comm.cuda_adds"] = SimpleNamespace(  # type: ignore[assignment]
-        add=add, add_rows=add_rows or add_each)
+    sys.modules["dhp_ray.comm.cuda_adds"] = SimpleNamespace(add=add, add_rows=add_rows)  # type: ignore[assignment]
     return cuda_driver.install()
 
 
@@ -121,11 +121,7 @@ def test_no_room_is_one_line_on_all_ranks() -> None:
 def lose_an_add(rank: int, world_size: int) -> str:
     def add_rows(sums: Tensor, rows: Tensor, values: Tensor) -> None:
         kept = len(rows) - (rank == 1 and len(rows) > 1)
-        for turn in range(world_size):
-            if turn == rank:
-                sums.index_add_(0, rows[:kept], values[:kept].float())
-            if len(rows) > 1:
-                dist.barrier()
+        add_in_turn(sums, rows[:kept], values[:kept])
 
     prepare(add_rows)
     return refused(rank, world_size)
