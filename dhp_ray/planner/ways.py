@@ -6,12 +6,17 @@ A rank that holds 1,000 tokens with all activations, and 8,000 if all layers are
                         to 1,000
     nothing recomputed  enough ranks for each sequence that no rank has more than 1,000 tokens
     packs of 2,000, 4,000, 8,000       every pack recomputes as much as one of that many tokens needs: 0.57, 0.86, 1
+    joined up to 8,000                 as it is, for a small batch only
 
-In the last ones the seconds of a pack are the sum of its sequences', as searches expect. In the plan each pack then
-recomputes no more than it must, and takes no longer. Such a way is planned only if its bound is below the best plan.
+In the ways with packs of 2,000 and more the seconds of a pack are the sum of its sequences', as searches expect. In the
+plan each pack then recomputes no more than it must, and takes no longer. Such a way is planned only if its bound is
+below the best plan.
 
-With offload there are the first two ways (then no pack waits for copies), and for a small batch, in which one pack more
-may mean one micro-batch more, a third one with packs that wait for copies.
+In a small batch one pack more may mean one micro-batch more. So there is one more way, in which a pack that grows
+recomputes a little more: sequences of 1,010 and 100 tokens on one rank are then one micro-batch, whose pack recomputes
+0.11 of its layers. Searches expect the seconds of a pack to be a sum, so this way alone would not do.
+
+With offload there are the first two ways (then no pack waits for copies) and the last one.
 """
 
 from __future__ import annotations
@@ -79,8 +84,8 @@ def ways_of(problem: Problem) -> Iterator[Way]:
     cluster = problem.cluster
     yield from (Way(way, way) for way in at_cheap_tokens(problem))
     yield from (Way(way, problem) for way in with_fuller_packs(problem))
-    waits = cluster.offload.share > 0 and problem.machine.tokens_per_rank < cluster.most_tokens_per_rank
-    if waits and len(problem.samples) * cluster.num_ranks <= SMALL:
+    if problem.machine.tokens_per_rank < cluster.most_tokens_per_rank and (
+            len(problem.samples) * cluster.num_ranks <= SMALL):
         yield Way(replace(problem, joins_most=True), problem)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -83,7 +84,7 @@ def over_reference(sync: str, batch: Batch) -> float:
     return plan.predicted_time_s / REFERENCES[sync](batch) - 1
 
 
-def check(sync: str, seeds: range, gain: float = 0.02, **options: bool) -> None:
+def check(sync: str, seeds: Sequence[int], gain: float = 0.02, **options: bool) -> None:
     over = {seed: over_reference(sync, random_batch(seed, **options)) for seed in seeds}
     longer = {seed: share for seed, share in over.items() if share > 1e-9}
     assert not longer, f"longer than the reference, by batch: {longer}"
@@ -102,7 +103,8 @@ def test_at_or_below_the_reference_with_activations_in_host_memory(sync: str) ->
 
 @pytest.mark.parametrize("sync", sorted(REFERENCES))
 def test_at_or_below_the_reference_with_layers_that_run_again(sync: str) -> None:
-    check(sync, range(6200, 6240), gain=0.01, recomputation=True)
+    with_packs_that_recompute_little = 6281, 6322
+    check(sync, [*range(6200, 6240), *with_packs_that_recompute_little], gain=0.01, recomputation=True)
 
 
 @pytest.mark.parametrize("sync", sorted(REFERENCES))

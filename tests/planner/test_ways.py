@@ -31,11 +31,12 @@ def cluster_of(num_ranks: int) -> ClusterSpec:
 def test_the_module_s_example() -> None:
     problem = bounded(checked_problem([Sample("long", 3500), Sample("short", 10)], cluster_of(4), COST))
     ways = [way.searched for way in ways_of(problem)]
-    assert [way.cluster.tokens_per_rank for way in ways] == [1000, 1000, 2000, 4000, 8000]
-    assert [way.cluster.recomputation.share for way in ways] == pytest.approx([1, 0, 0.5714, 0.8571, 1], abs=1e-4)
-    assert [way.items.minimum_degree[0] for way in ways] == [1, 4, 2, 1, 1]
-    assert [way.cluster.recomputation.share_of(1.0) for way in ways[2:]] == [
-        way.cluster.recomputation.share for way in ways[2:]], "of every pack"
+    assert [way.cluster.tokens_per_rank for way in ways] == [1000, 1000, 2000, 4000, 8000, 1000]
+    assert [way.cluster.recomputation.share for way in ways] == pytest.approx([1, 0, 0.5714, 0.8571, 1, 1], abs=1e-4)
+    assert [way.items.minimum_degree[0] for way in ways] == [1, 4, 2, 1, 1, 1]
+    assert [way.machine.tokens_per_rank for way in ways] == [1000, 1000, 2000, 4000, 8000, 8000], "of several sequences"
+    assert [way.cluster.recomputation.share_of(1.0) for way in ways[2:5]] == [
+        way.cluster.recomputation.share for way in ways[2:5]], "of every pack"
     few = [way.searched.cluster for way in few_ways(problem)]
     assert [cluster.recomputation.share for cluster in few] == pytest.approx([0, 0.5714], abs=1e-4)
 
@@ -43,10 +44,24 @@ def test_the_module_s_example() -> None:
 def test_ways_that_do_not_hold_the_longest_sequence_are_left_out() -> None:
     """5,000 tokens on each of two ranks: with 4,000 they do not fit, nor without recomputation."""
     problem = bounded(checked_problem([Sample("long", 10_000), Sample("short", 10)], cluster_of(2), COST))
-    assert [way.searched.cluster.tokens_per_rank for way in ways_of(problem)] == [1000, 8000]
+    assert [way.searched.cluster.tokens_per_rank for way in ways_of(problem)] == [1000, 8000, 1000]
     [long] = [group for group in plan_batch(problem.samples, cluster_of(2), COST).groups if 0 in group.pack.sequences]
     assert long.degree == 2
     assert long.recomputed >= float(EIGHT.share_of(5000)) - 1e-9
+
+
+def test_a_pack_that_recomputes_a_little_saves_a_micro_batch() -> None:
+    """The module's example. Two micro-batches pay `fixed_s` twice; as full packs of 2,000 they would recompute 0.57."""
+    samples = [Sample("long", 1010), Sample("short", 100)]
+    plan = plan_batch(samples, cluster_of(1), replace(COST, fixed_s=0.15, pack_s=0.0), sync="micro_batch")
+    [group] = plan.groups
+    assert group.recomputed == pytest.approx(0.113, abs=1e-3)
+
+
+def test_of_a_large_batch_no_pack_joins_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = bounded(checked_problem([Sample("long", 3500), Sample("short", 10)], cluster_of(4), COST))
+    monkeypatch.setattr("dhp_ray.planner.ways.SMALL", 7)
+    assert [way.searched.joins_most for way in ways_of(problem)] == [False] * 5
 
 
 def test_without_any_there_is_one_way() -> None:
