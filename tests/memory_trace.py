@@ -73,7 +73,8 @@ class MemoryTrace(TorchDispatchMode):
         options = dict(options or {})
         tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            arguments, options = tree_map_only(Tensor, self._faked, (arguments, options))
+            if not all(isinstance(tensor, FakeTensor) or tensor.ndim == 0 for tensor in tensors):
+                arguments, options = tree_map_only(Tensor, self._faked, (arguments, options))
             fake = True
         else:
             made = options.get("dtype", torch.float32)
