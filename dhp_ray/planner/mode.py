@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner import LAST_RESORT, plan_batch
-from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, Offload, Recomputation
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 
@@ -63,6 +63,16 @@ class Mode(NamedTuple):
 
 
 PLAIN = Mode("step", False)
+
+
+def allowed_modes(sync: str, recomputes: str, sharding: str, shares_memory: bool) -> list[Mode]:
+    """The modes that these values of `planner.sync`, `train.activation_checkpointing` and `train.sharding` leave open,
+    ordered by the memory that they need, most first. `shares_memory`: the devices of a node can read each other's
+    memory. With micro-batches there is no choice of sharding.
+    """
+    shardings = (sharding,) if sharding != "auto" else ("whole", "node") if shares_memory else ("whole",)
+    return [Mode(each, again, where) for each in (SYNCS if sync == "auto" else (sync,))
+            for where in (shardings if each == "step" else ("whole",)) for again in RECOMPUTES[recomputes]]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import (
     MEMORY_SHARE,
-    RECOMPUTES,
     Mode,
     Offer,
+    allowed_modes,
     candidates_of,
     choose,
     equal_samples,
@@ -107,10 +107,8 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     `cost`: a measured cost, used instead of the derived one. `tokens_per_rank` is below 1 if the state alone does not
     fit in any of the modes.
     """
-    syncs = SYNCS if wanted.sync == "auto" else (wanted.sync,)
-    found = [_training(shape, ranks, wanted, Mode(sync, again, sharding), cost)
-             for sync in syncs for sharding in _shardings(wanted, sync, ranks.kind)
-             for again in RECOMPUTES[wanted.recomputes]]
+    modes = allowed_modes(wanted.sync, wanted.recomputes, wanted.sharding, ACCELERATORS[ranks.kind].shares_memory)
+    found = [_training(shape, ranks, wanted, mode, cost) for mode in modes]
     best = found[0]
     if len(found) > 1:
         num_ranks = len(ranks.nodes)
@@ -143,14 +141,6 @@ def _largest_image(shape: ModelShape, wanted: Wanted) -> int:
     if not shape.vision:
         return 0
     return largest_image_tokens(FAMILIES[shape.family], wanted.max_pixels, wanted.frame_pixels, shape.token_pixels)
-
-
-def _shardings(wanted: Wanted, sync: str, kind: str) -> tuple[str, ...]:
-    if sync == "micro_batch":
-        return ("whole",)
-    if wanted.sharding != "auto":
-        return (wanted.sharding,)
-    return ("whole", "node") if ACCELERATORS[kind].shares_memory else ("whole",)
 
 
 def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measured: CostModel | None) -> Training:

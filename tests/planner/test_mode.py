@@ -13,7 +13,17 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.mode import COMPARED_RANKS, Candidate, Mode, Offer, candidates_of, choose, equal_samples, reason
+from dhp_ray.planner.mode import (
+    COMPARED_RANKS,
+    Candidate,
+    Mode,
+    Offer,
+    allowed_modes,
+    candidates_of,
+    choose,
+    equal_samples,
+    reason,
+)
 from dhp_ray.planner.plan import Sample
 from tests.published_configs import published_config
 
@@ -35,6 +45,15 @@ def test_the_fastest_of_those_that_hold_the_tokens() -> None:
     assert choose(found, 20001).mode == MODES[3]  # none holds them: the one with most room
     assert choose(candidates((5, 1.0), (5, 1.0), (5, 1.0), (5, 1.0)), 5).mode == MODES[0]
     assert choose(candidates(*[(0, math.inf)] * 4), 5).mode == MODES[3]  # which needs least
+
+
+def test_what_is_auto_leaves_open_and_micro_batches_have_no_sharding() -> None:
+    assert [str(mode) for mode in allowed_modes("auto", "auto", "auto", shares_memory=True)] == [
+        "step", "step with recomputation", "step, train.sharding=node", "step, train.sharding=node with recomputation",
+        "micro_batch", "micro_batch with recomputation"]
+    assert allowed_modes("auto", "auto", "auto", shares_memory=False) == MODES
+    for recomputes, again in (("true", True), ("packs", False), ("false", False)):
+        assert allowed_modes("step", recomputes, "node", shares_memory=False) == [Mode("step", again, "node")]
 
 
 def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:

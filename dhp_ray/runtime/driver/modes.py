@@ -16,16 +16,16 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
-from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import (
-    RECOMPUTES,
     SHARDING,
     Mode,
     Offer,
+    allowed_modes,
     candidates_of,
     choose,
     equal_samples,
@@ -121,19 +121,9 @@ def compares_modes(config: Config, group: WorkerGroup, sync: str = "") -> bool:
 
 def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
     """Return the modes that the configuration allows on devices of this kind, ordered by what they need, most first."""
-    sync = sync or config.planner.sync
-    syncs = SYNCS if sync == "auto" else (sync,)
-    return [Mode(sync, again, sharding) for sync in syncs for sharding in _shardings(config, sync, kind)
-            for again in RECOMPUTES[config.train.activation_checkpointing]]
-
-
-def _shardings(config: Config, sync: str, kind: str) -> tuple[str, ...]:
-    """Return where parameters may be kept in a mode, on devices of this kind; with micro-batches there is no choice."""
-    if sync == "micro_batch" or config.train.deterministic:
-        return ("whole",)
-    if config.train.sharding != "auto":
-        return (config.train.sharding,)
-    return ("whole", "node") if ACCELERATORS[kind].shares_memory else ("whole",)
+    train = config.train
+    return allowed_modes(sync or config.planner.sync, train.activation_checkpointing,
+                         "whole" if train.deterministic else train.sharding, ACCELERATORS[kind].shares_memory)
 
 
 def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | None:
