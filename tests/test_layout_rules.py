@@ -72,7 +72,6 @@ COVERED_BY = {
     "runtime/evaluate/evaluation.py": "integration/test_evaluate_job.py",
     "runtime/driver/batch_reader.py": "runtime/driver/test_dispatch.py",
     "runtime/driver/calls.py": "runtime/driver/test_relay.py",
-    "runtime/driver/commit.py": "integration/test_train.py",
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",
     "runtime/driver/nodes.py": "integration/test_drain.py",
     "runtime/driver/recovery.py": "integration/test_faults.py",

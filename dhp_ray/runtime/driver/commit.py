@@ -82,19 +82,23 @@ class Commits:
         for result in finished.results:
             yield from self._note_saves(result.rank, list(result.saved_steps), result.save_error)
 
-    def save_when_due(self, step: int, last: bool) -> None:
+    def save_when_due(self, step: int, last: bool) -> Iterator[Message]:
         every = self.session.config.checkpoint.every_steps
         if last or (every and step % every == 0):
-            self.save(step)
+            yield from self.save(step)
 
-    def save(self, step: int) -> None:
-        """Have all ranks stage their state after `step`; they write it in the background."""
+    def save(self, step: int) -> Iterator[Message]:
+        """Have all ranks stage their state after `step`; they write it in the background.
+
+        Waits here for a checkpoint that is still being written: a rank that waited for it within the next step would
+        count as stuck.
+        """
         session = self.session
+        if self._unsealed:
+            yield from self.finish_saves()
         cursor = session.records.read_plan(step)["batch"]["cursor"]
         self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync,
                                          session.current.number, session.history.refits.to_json()), set())
-        with session.group.waits.on("the last checkpoint to be staged"):
-            session.group.collect(self._saves)
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> Iterator[Message]:

@@ -165,7 +165,7 @@ class Driver:
             # follow.
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
-            self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
+            yield from self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
             evaluated = yield from session.current.evaluation.when_due(step)
             change = yield from self._change(session)
             launched = self._launch(session, None if change or session.stopping else following, waited_s)
@@ -242,7 +242,7 @@ class Driver:
         last_step, stopping = session.records.last_step, session.stopping
         # the group broke, or the run was asked to end, after that save was due
         if last_step and session.checkpoints.newest_step() < last_step:
-            self.commits.save(last_step)
+            yield from self.commits.save(last_step)
             yield from self.commits.finish_saves()
         if not stopping:
             with self.waits.on("the model to be written"):

@@ -40,6 +40,8 @@ from dhp_ray.train.state.optimizer import ShardState
 
 DESCRIPTION = "parameters.json"
 CPU = torch.device("cpu")
+POLL_S = 0.1
+"""Seconds after which a wait for a save looks for an abort."""
 
 
 class Checkpointer:
@@ -72,7 +74,7 @@ class Checkpointer:
         """
         self.finish()
         staged = ShardState.zeros(self.engine.shard_size, CPU)
-        staged.copy_(self.engine.current)
+        staged.copy_(self.engine.current, lambda: self.engine.progress.mark("copy of the state for a checkpoint"))
         self._thread = Thread(target=self._write, args=(step, staged, self.group), name=f"save-{step}", daemon=True)
         self._thread.start()
 
@@ -95,10 +97,13 @@ class Checkpointer:
                 saved.append(step)
 
     def finish(self) -> None:
-        """Wait for a save under way; `poll` tells how it went."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for a save under way; `poll` tells how it went. Raises AbortedError after an abort."""
+        while self._thread is not None:
+            self._thread.join(POLL_S)
+            if not self._thread.is_alive():
+                self._thread = None
+            else:
+                self.engine.progress.check()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait at most `timeout_s` for a save under way, then abandon it. This is the last call, and peers may be dead.

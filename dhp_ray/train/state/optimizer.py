@@ -14,6 +14,9 @@ from dhp_ray.train.state.buckets import Bucket, Piece
 UNFINISHED = -1
 """Version of a state that is being written."""
 
+PART_ELEMENTS = 2**26
+"""Numbers that are copied at once: a part of 256 MB takes well under a second."""
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -48,11 +51,15 @@ class ShardState:
         value, exp_avg, exp_avg_sq = values.unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
-    def copy_(self, other: ShardState) -> None:
-        """Take over another state; this one is unfinished until that is done."""
+    def copy_(self, other: ShardState, before_part: Callable[[], None] = lambda: None) -> None:
+        """Take over another state; this one is unfinished until that is done. `before_part` is called before every
+        PART_ELEMENTS numbers.
+        """
         self.version = UNFINISHED
         for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
-            mine.copy_(theirs)
+            for part, source in zip(mine.split(PART_ELEMENTS), theirs.split(PART_ELEMENTS)):
+                before_part()
+                part.copy_(source)
         self.version = other.version
 
     def tensors(self) -> dict[str, Tensor]:

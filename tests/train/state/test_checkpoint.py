@@ -3,15 +3,19 @@ store, another model.
 """
 
 import json
+import math
 import shutil
+import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from dhp_ray.comm.progress import AbortedError
+from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
 from dhp_ray.train.state.checkpoint import Checkpointer, compare_shapes, needed_files
 from dhp_ray.train.state.optimizer import ShardState
@@ -214,3 +218,37 @@ def test_shapes_are_compared_in_the_order_of_the_model():
     compare_shapes("c", {"a": (1,), "b": (2,)}, {"b": (2,), "a": (1,)})
     with pytest.raises(ValueError, match=r"parameter b has shape \(3,\) in the model and \(2,\) in the checkpoint"):
         compare_shapes("c", {"a": (1,), "b": (2,), "extra": ()}, {"b": (3,), "a": (9,)})
+
+
+def test_an_abort_ends_the_wait_for_a_save(tmp_path):
+    """The storage may take minutes; a worker that has not left a broken generation after seconds is ended."""
+    engine = make_engine(Network(), 0, 1)
+    checkpointer = LateCheckpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
+    checkpointer.may_write = Event()
+    checkpointer.begin(1)
+    Timer(0.2, engine.progress.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(AbortedError):
+        checkpointer.finish()
+    assert time.monotonic() - begun < 5.0
+    checkpointer.close(0.0)
+    checkpointer.may_write.set()
+
+
+def test_a_copy_of_the_state_shows_progress(tmp_path, monkeypatch):
+    """A shard of tens of gigabytes takes long to copy."""
+    engine = make_engine(Network(), 0, 1)
+    train_step(engine, Network(), 0, 0, 1)
+    monkeypatch.setattr("dhp_ray.train.state.optimizer.PART_ELEMENTS", 7)
+    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
+    before = engine.progress.passed().number
+    checkpointer.begin(1)
+    assert engine.progress.passed().number - before == 3 * math.ceil(engine.shard_size / 7)
+    checkpointer.finish()
+    monkeypatch.undo()
+    [(saved, error)] = [checkpointer.poll()]
+    assert (saved, error) == ([1], "")
+    other = make_engine(Network(), 0, 1)
+    Checkpointer(other, 0, 1, None, None, Folder(f"{tmp_path}/run"), 1).load(tensors_folder(1, 1))
+    assert all(torch.equal(one, two) for one, two in zip(
+        engine.current.tensors().values(), other.current.tensors().values()))

@@ -1,0 +1,74 @@
+"""When checkpoints are begun, waited for and sealed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from dhp_ray.runtime.driver.calls import Calls
+from dhp_ray.runtime.driver.commit import Commits
+from dhp_ray.runtime.messages import Notice
+
+
+class Saves:
+    """A session of two ranks that is asked to save; rank 1 fails where `errors` says so."""
+
+    def __init__(self, every_steps: int = 2) -> None:
+        self.said: list[str] = []
+        self.errors: dict[int, str] = {}
+        self.begun: list[int] = []
+        self.group = self
+        self.size = 2
+        self.config = SimpleNamespace(checkpoint=SimpleNamespace(every_steps=every_steps),
+                                      planner=SimpleNamespace(sync="step"))
+        self.current = SimpleNamespace(number=1)
+        self.history = SimpleNamespace(refits=SimpleNamespace(to_json=dict))
+        self.waits = SimpleNamespace(on=lambda what: nullcontext())
+        self.records = SimpleNamespace(
+            read_plan=lambda step: {"batch": {"cursor": {"row": step}}}, flush=lambda: None,
+            event=lambda kind, **values: self.said.append(f"{kind} {values.get('step', values.get('error'))}"))
+        self.checkpoints = SimpleNamespace(seal=lambda manifest: [])
+
+    def note_not_deleted(self, failures: list[str]) -> None:
+        assert not failures
+
+    def start(self, method: str, step: int) -> Calls:
+        self.said.append(f"{method} {step}")
+        self.begun.append(step)
+        return Calls()
+
+    def collect(self, calls: Calls) -> list[Any]:
+        return []
+
+    def call(self, method: str) -> list[tuple[list[int], str]]:
+        self.said.append(method)
+        steps, self.begun = self.begun, []
+        error = next((self.errors[step] for step in steps if step in self.errors), "")
+        return [([step for step in steps if step not in self.errors], ""),
+                ([step for step in steps if step not in self.errors], error)]
+
+
+def commits_of(session: Any) -> Commits:
+    return Commits(session)
+
+
+def test_a_save_waits_for_the_one_before_it() -> None:
+    """Not on the ranks, where the next step would wait behind it and its ranks seem to be stuck."""
+    session = Saves()
+    commits = commits_of(session)
+    messages = [message for step in range(1, 6) for message in commits.save_when_due(step, last=step == 5)]
+    assert session.said == ["save 2", "finish_save", "checkpoint 2", "save 4", "finish_save", "checkpoint 4", "save 5"]
+    assert messages == []
+
+
+def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
+    session = Saves()
+    session.errors[2] = "step 2: no room"
+    commits = commits_of(session)
+    messages = [message for step in (2, 4) for message in commits.save_when_due(step, last=False)]
+    messages += commits.finish_saves()
+    assert session.said == ["save 2", "finish_save", "save_failed step 2: no room", "save 4", "finish_save",
+                            "checkpoint 4"]
+    assert messages == [Notice("checkpoint not saved (rank 1): step 2: no room; the run goes on, the next save is "
+                               "tried")]
