@@ -27,8 +27,8 @@ from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:
-    """Let a parameter hold `value`, in every module that has it; the parameter may be on the meta device."""
-    if parameter.is_meta:  # `.data` takes no tensor of another kind of memory
+    """Let a parameter hold `value`, in every module that has it; either may be on the meta device."""
+    if parameter.is_meta or value.is_meta:  # `.data` takes no tensor of another kind of memory
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
     else:
         parameter.data = value
