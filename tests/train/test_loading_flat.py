@@ -194,7 +194,7 @@ def test_a_sharded_engine_that_takes_over_a_state_reads_only_what_is_frozen(tmp_
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_frozen_is_read_again_after_a_generation_that_shared_it(precision: str, tmp_path: Path) -> None:
-    """train.sharding=auto may choose node for seven ranks, and whole for eight again: a rank then has no frozen value."""
+    """train.sharding=auto may choose node for seven ranks and whole for eight: ranks then have no frozen values."""
     adapter = adapter_of(saved(tmp_path / "model", torch.float32, tie=True), True, ["vision"])
     engine: FlatEngine | NodeEngine = flat_engine(adapter, 0, 1, precision)
     wanted = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -154,9 +154,12 @@ class SurvivingState:
     owners: tuple[tuple[int, ...], ...]
 
 
-def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | None:
+def surviving_state(
+    held: Sequence[Sequence[HeldShards]], known: Collection[int] | None = None
+) -> SurvivingState | None:
     """Return the highest version of which every shard survives complete, from what each worker holds; None if there is
-    none.
+    none. `known`: the versions of which somebody knows the step that left them; others do not count, such as those that
+    measuring of costs leaves. None: all are known.
 
     If several workers hold a shard, the one that supplies the fewest so far supplies it.
     """
@@ -164,7 +167,8 @@ def surviving_state(held: Sequence[Sequence[HeldShards]]) -> SurvivingState | No
     best: SurvivingState | None = None
     for generation, world_size in sorted(sizes.items()):
         mine = [next((shards.versions for shards in found if shards.generation == generation), {}) for found in held]
-        for version in sorted({version for versions in mine for owned in versions.values() for version in owned}):
+        for version in sorted({version for versions in mine for owned in versions.values() for version in owned
+                               if known is None or version in known}):
             supplied: list[list[int]] = [[] for _ in held]
             for owner in range(world_size):
                 holders = [place for place, versions in enumerate(mine) if version in versions.get(owner, ())]

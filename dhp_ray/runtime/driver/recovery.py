@@ -22,7 +22,6 @@ from dhp_ray.runtime.driver.elastic import (
     GoOn,
     Standstill,
     Stop,
-    SurvivingState,
     Wait,
     condition_of,
     decide,
@@ -92,8 +91,9 @@ def form_anew(
     newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
     committed = session.records.last_step
 
-    surviving = surviving_state([seen.status.held for seen in survivors])
-    step = _step_of(surviving, survivors, committed) if surviving else 0
+    steps = _last_steps(survivors)
+    surviving = surviving_state([seen.status.held for seen in survivors], steps)
+    step = steps[surviving.version] if surviving else 0
     ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran]
            for number in range(committed + 1, step + 1)}
     known = all(ran.values())  # false if a lost driver's ledger on an object store was many steps behind
@@ -247,10 +247,13 @@ def reopened(session: Session) -> Iterator[Message]:
         yield Replace(slot)
 
 
-def _step_of(surviving: SurvivingState, survivors: list[WorkerHealth], committed: int) -> int:
-    """Return the step after which the state is the surviving one."""
-    return max((seen.status.steps[surviving.version] for seen in survivors if surviving.version in seen.status.steps),
-               default=committed)
+def _last_steps(survivors: Sequence[WorkerHealth]) -> dict[int, int]:
+    """Return the last step that left each state version, of those that a survivor knows."""
+    steps: dict[int, int] = {}
+    for seen in survivors:
+        for version, step in seen.status.steps.items():
+            steps[version] = max(step, steps.get(version, 0))
+    return steps
 
 
 def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:

@@ -202,6 +202,17 @@ def test_versions_of_two_generations_are_not_mixed() -> None:
     assert surviving_state([[held(1, 2, r0=[5], r1=[5])], [held(2, 1, r0=[4])]]) == SurvivingState(1, 5, ((0, 1), ()))
 
 
+def test_a_version_of_which_nobody_knows_the_step_does_not_count() -> None:
+    """Costs were being measured when the driver was lost: what that leaves is the state after no step. Or a generation
+    went back to a checkpoint of version 5 and broke before its first step, while workers had version 7 from before.
+    """
+    measured = [held(1, 1, r0=[5, 6])]
+    assert surviving_state([measured], known={0}) is None
+    both = [held(1, 2, r0=[7], r1=[7]), held(2, 1, r0=[5])]
+    assert surviving_state([both], known={5}) == SurvivingState(2, 5, ((0,),))
+    assert surviving_state([both], known={5, 7}) == SurvivingState(1, 7, ((0, 1),))
+
+
 def test_a_newcomer_supplies_nothing() -> None:
     assert surviving_state([[held(3, 1, r0=[2, 1])], []]) == SurvivingState(3, 2, ((0,), ()))
 
