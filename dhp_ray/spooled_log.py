@@ -31,7 +31,7 @@ class SpooledLog:
             handle, path = tempfile.mkstemp(prefix="dhp_ray_", suffix=f"_{Path(name).name}")
             os.close(handle)
             self._path = Path(path)
-            weakref.finalize(self, self._path.unlink, missing_ok=True)
+            self._remove = weakref.finalize(self, self._path.unlink, missing_ok=True)
             if folder.exists(name):
                 folder.download(name, self._path)
         else:
@@ -81,8 +81,11 @@ class SpooledLog:
         self._changed = False
 
     def close(self) -> None:
+        """Flush; the log is not used any more."""
         self.flush()
         self._file.close()
+        if self._spooled:
+            self._remove()
 
     def _add(self, text: bytes) -> None:
         file = self._file.fileno()

@@ -76,7 +76,6 @@ COVERED_BY = {
     "runtime/driver/nodes.py": "integration/test_drain.py",
     "runtime/driver/recovery.py": "integration/test_faults.py",
     "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
-    "runtime/driver/start.py": "integration/test_train.py",
     "runtime/driver/takeover.py": "integration/test_faults.py",
     "runtime/job/export.py": "runtime/job/test_export_job.py",
     "runtime/job/head.py": "runtime/job/test_connect.py",

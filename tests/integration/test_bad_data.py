@@ -251,3 +251,20 @@ def test_a_bad_sample_ends_the_run_when_asked(
     assert BAD[f"0/{sample_id}"] in line
     assert line.endswith("(data.on_error=fail)")
     assert ledger(tmp_path / "run") == []
+
+
+def test_the_steps_before_a_bad_sample_are_saved(
+    ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path
+) -> None:
+    """No checkpoint is due by then, and all ranks are well."""
+    folder = sources[0][0].parent
+    rows = json.loads((folder / "rows.json").read_text())
+    bad = next(row for row in rows if isinstance(row, dict) and row["id"] == "unknown-role")
+    path = write_rows(folder / "late.json", [*[rows[0] | {"id": f"good-{number}"} for number in range(80)], bad])
+    line = refused(1, f"run.dir={tmp_path / 'run'}", f"data.path={path}", *SETTINGS, "cluster.num_workers=1",
+                   "data.on_error=fail", "run.steps=40")
+    steps = len(ledger(tmp_path / "run"))
+    assert steps >= 1
+    assert line.startswith("error: sample unknown-role: ")
+    assert line.endswith(f"(data.on_error=fail); the newest checkpoint is step {steps}: start the same command again "
+                         "to go on from it")

@@ -15,7 +15,7 @@ import os
 import pickle
 import statistics
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -144,7 +144,7 @@ class Driver:
     def _steps(self, session: Session) -> Generator[Message, None, str]:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, Calls())
-        first = session.current.dispatcher.dispatch(session.records.last_step + 1)
+        first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         yield from session.mode_told()
         yield from session.compiling_told()
         running = self._launch(session, first)
@@ -155,7 +155,7 @@ class Driver:
                 session.history.stuck_s = session.stuck_s(running.dispatched.plan)
                 results = session.group.collect(running.results, stuck_s=session.history.stuck_s)
             step_time_s = perf_counter() - running.begun_s
-            following = session.current.dispatcher.take(step + 1)
+            following = self._dispatched(session.current.dispatcher.take, step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = session.leaving()
             mirrored = running.mirrors and results[0].applied
@@ -178,11 +178,22 @@ class Driver:
             running = launched
         yield from self._copies_arrived(session)
         if self.refused:  # also at the first step
+            yield from self._save_rest(session)
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
             return f"a sequence of the next batch needs {needed} ranks"
         return change
+
+    def _dispatched(self, dispatch: Callable[[int], DispatchedStep | None], step: int) -> DispatchedStep | None:
+        """Return a step; None if there is none, or if its batch cannot be read or planned, which is reported once the
+        step before is committed and saved.
+        """
+        try:
+            return None if self.refused else dispatch(step)
+        except (DataError, PlanError) as error:
+            self.refused = str(error)
+            return None
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each rank has reported the samples that it cannot decode.
@@ -200,7 +211,7 @@ class Driver:
         if self.config.data.on_error == "fail":
             for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
                                       *failures.items()]:
-                # reported once the step before is committed
+                # reported once the step before is committed and saved
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
@@ -239,16 +250,23 @@ class Driver:
 
     def _save_last(self, session: Session) -> Generator[Message, None, str]:
         """Save what the last step left, and export the model of a complete run; returns why the run ends early."""
-        last_step, stopping = session.records.last_step, session.stopping
-        # the group broke, or the run was asked to end, after that save was due
-        if last_step and session.checkpoints.newest_step() < last_step:
-            yield from self.commits.save(last_step)
-            yield from self.commits.finish_saves()
+        stopping = session.stopping
+        yield from self._save_rest(session)
         if not stopping:
             with self.waits.on("the model to be written"):
                 session.group.call("export", MODEL_FOLDER)
             session.group.call("leave")
         return stopping
+
+    def _save_rest(self, session: Session) -> Iterator[Message]:
+        """Save the state after the last step if no checkpoint has it: the group broke, or the run was asked to end,
+        after that save was due.
+        """
+        yield from self.commits.finish_saves()
+        last_step = session.records.last_step
+        if last_step and session.checkpoints.newest_step() < last_step:
+            yield from self.commits.save(last_step)
+            yield from self.commits.finish_saves()
 
     def _finish(self, session: Session, stopping: str) -> RunFinished:
         """Close what the run writes; `stopping`: why it ends early."""

@@ -269,7 +269,9 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
         session.roll_back(step)
     if session.stopping:
         return  # the stream may still be being read, and no step will use it
-    if step:
+    if step in session.checkpoints.complete():  # also of a run whose plan files are not here
+        session.stream.restore(session.checkpoints.manifest(step).cursor)
+    elif step:
         session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
     else:
         session.stream.start_epoch(0)

@@ -93,7 +93,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
-    total_steps = steps or config.run.epochs * -(-stream.num_rows // config.batch.global_samples)
+    total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
     watch = Watch(folder, config.watch.every_steps)
     session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
                       total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
@@ -165,6 +165,12 @@ def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample
     batch = stream.next_batch(num_samples)
     stream.start_epoch(0)
     return batch.samples if batch else ()
+
+
+def batches_of(num_rows: int, config: Config) -> int:
+    """Return the batches of an epoch, if every row can be used."""
+    whole, rest = divmod(num_rows, config.batch.global_samples)
+    return max(1, whole + (rest > 0 and not config.batch.drop_last))
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:

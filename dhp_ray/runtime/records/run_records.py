@@ -31,6 +31,7 @@ from dhp_ray.run_folder import (
     SKIPPED_FILE,
     TRACES_FOLDER,
     plan_file,
+    step_of,
 )
 from dhp_ray.runtime.waits import Waited
 from dhp_ray.spooled_log import SpooledLog, json_text
@@ -195,13 +196,14 @@ class RunRecords:
             raise StorageError(
                 f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self._last_step}; the checkpoint is of step {step}"
             )
-        self._ledger.truncate(lambda line: line["step"] <= step)  # first: the metrics may have more lines, never fewer
+        self._ledger.truncate(lambda line: line["step"] <= step)
+        self._ledger.flush()  # before anything else goes: the metrics may have more lines, never fewer
         self._metrics.truncate(lambda line: line["step"] <= step)
         self._skipped.truncate(lambda line: line["step"] <= step)
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
         for kind in (PLANS_FOLDER, TRACES_FOLDER):
             for name in self.folder.names(kind):
-                if name > plan_file(step).rpartition("/")[2]:
+                if (step_of(name, ".json") or 0) > step:
                     self.folder.delete(f"{kind}/{name}")
         self._last_step = step
         self.flush()
