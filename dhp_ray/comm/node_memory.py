@@ -81,7 +81,7 @@ def share_memory(
 
 def of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the tensor of every rank of a node, by place."""
-    return [tensor] if group is None else gather_over_ranks(tensor, group)
+    return [tensor] if group is None else list(gather_over_ranks(tensor, group))
 
 
 def check_all(refusal: str, group: dist.ProcessGroup | None) -> None:

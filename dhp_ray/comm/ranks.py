@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dhp_ray.compatibility import all_gather_single
 
 
 def torch_ranks(ranks: Iterable[int]) -> list[int]:
@@ -33,10 +34,12 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(tensor, group=group)
 
 
-def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensor of every rank, by rank; their shapes are equal. All torch ranks of `group` call this."""
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
+def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, by rank, as (ranks, *shape); their shapes are equal. All torch ranks of `group`
+    call this.
+    """
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group)  # no kernel for each rank
     return gathered
 
 

@@ -35,4 +35,4 @@ def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: 
     low = torch.where(high.isfinite(), number - high, 0.0).to(torch.float32)
     with progress.waiting("numbers of other ranks"):
         pairs = gather_over_ranks(torch.stack([high, low]).to(progress.device), group)
-    return [sum(pair) for pair in progress.read(torch.stack(pairs))]
+    return [sum(pair) for pair in progress.read(pairs)]

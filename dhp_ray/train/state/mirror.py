@@ -11,11 +11,12 @@ This holds if every version is mirrored; otherwise `finish` comes before the upd
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.buckets import Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
 from dhp_ray.train.state.reshard import LocalShard
+
+POLL_S, LATE_S = 0.1, 2.0
+"""Seconds after which a wait for an exchange looks for an abort; and those that the exchange may then still take."""
 
 
 @dataclass
@@ -191,11 +195,13 @@ class Mirror:
     def finish(self) -> None:
         """Wait until everything is received and sent; the received versions count from here on.
 
-        Raises RuntimeError when a peer is gone: replicas that have arrived whole count nevertheless.
+        Raises RuntimeError when a peer is gone: replicas that have arrived whole count nevertheless. Raises
+        AbortedError if the exchange has not ended LATE_S after an abort: the peer's host may be gone, and its sockets
+        stay open.
         """
         exchange = self._exchange
         if exchange is not None:
-            exchange.join()
+            self._await(exchange)
             if self._exchange is not exchange:
                 raise RuntimeError(f"mirror: rank {self._rank} has left the group meanwhile")
             for owner in exchange.arrived:
@@ -207,6 +213,15 @@ class Mirror:
             self._exchange = None
         if self._failure:  # for good: no later caller may take the replicas for whole
             raise RuntimeError(f"mirror: rank {self._rank}'s exchange broke off: {self._failure}")
+
+    def _await(self, exchange: _Exchange) -> None:
+        progress, limit_s = self._engine.progress, math.inf
+        while exchange.is_alive():
+            exchange.join(POLL_S)
+            if progress.aborted:
+                limit_s = min(limit_s, monotonic() + LATE_S)
+                if monotonic() > limit_s:
+                    progress.check()
 
     def replicas(self) -> dict[int, list[ShardState]]:
         """Complete replicas by owner, oldest first. The next `begin` overwrites an owner's older one."""

@@ -14,6 +14,9 @@ from dhp_ray.train.state.buckets import Bucket, Piece
 UNFINISHED = -1
 """Version of a state that is being written."""
 
+FUSED = ("cpu", "cuda")
+"""Kinds of devices for which torch has a fused AdamW."""
+
 PART_ELEMENTS = 2**26
 """Numbers that are copied at once: a part of 256 MB takes well under a second."""
 
@@ -101,17 +104,19 @@ class ShardedAdamW:
         `gradient` is this rank's slice of the bucket, fp32. Parameters without a gradient have zeros there: their
         moments fade and their decay applies, as with any other gradient.
         """
+        fused = gradient.device.type in FUSED
+        steps_on = gradient.device if fused else torch.device("cpu")  # otherwise the host reads them one by one
         for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
             mine[bucket.shard].copy_(theirs[bucket.shard])
         for group in self._groups[bucket.shard.start]:
-            steps = torch.full((len(group.intervals),), float(current.version), device=gradient.device)
+            steps = torch.full((len(group.intervals),), float(current.version), device=steps_on)
             adamw(
                 [following.value[interval] for interval in group.intervals],
                 [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start]
                  for interval in group.intervals],
                 [following.exp_avg[interval] for interval in group.intervals],
                 [following.exp_avg_sq[interval] for interval in group.intervals],
-                [], list(steps.unbind()), fused=gradient.device.type in ("cpu", "cuda"), amsgrad=False, maximize=False,
+                [], list(steps.unbind()), fused=fused, amsgrad=False, maximize=False,
                 beta1=self.settings.betas[0], beta2=self.settings.betas[1], eps=self.settings.eps,
                 lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.train.state.mirror import Mirror, _Exchange
+from dhp_ray.comm.progress import AbortedError
+from dhp_ray.train.state.mirror import LATE_S, Mirror, _Exchange
 from dhp_ray.train.state.optimizer import ShardState
 from tests.ranks import run_processes, run_ranks
 from tests.train.networks import Network, make_engine, train_step
@@ -185,6 +187,34 @@ def test_a_peer_that_dies_before_all_has_come_leaves_its_older_version_whole(
     assert other_said == "", "its owner and its replica rank live"
     assert other_versions == {0: [1, 2]}
     assert other_right
+
+
+def unanswered(rank: int) -> Any:
+    """Rank 1's host is gone: nothing closes its sockets. What rank 0 holds once it has been told to abort."""
+    network = Network()
+    engine = make_engine(network, rank, 2)
+    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"))
+    train_step(engine, network, 0, rank, 2)
+    mirror.begin()
+    mirror.finish()
+    train_step(engine, network, 1, rank, 2)
+    if rank == 1:
+        return dist.barrier()
+    mirror.begin()
+    threading.Timer(0.1, engine.progress.abort).start()
+    begun = time.monotonic()
+    with pytest.raises(AbortedError):
+        mirror.finish()
+    seconds = time.monotonic() - begun
+    dist.barrier()
+    return seconds, {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
+
+
+@pytest.mark.gloo("an aborted rank's barrier would raise")
+def test_an_abort_ends_the_wait_for_a_peer_that_does_not_answer() -> None:
+    (seconds, versions), _ = run_ranks(unanswered, 2)
+    assert LATE_S <= seconds < LATE_S + 3.0
+    assert versions == {1: [1]}
 
 
 def from_a_device(rank: int) -> list[Any]:
