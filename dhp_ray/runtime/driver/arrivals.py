@@ -4,8 +4,10 @@ grows.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from time import monotonic
 
 import ray
 from ray.actor import ActorHandle
@@ -14,6 +16,10 @@ from ray.exceptions import RayError
 from dhp_ray.errors import first_line
 from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.group import Member
+from dhp_ray.runtime.messages import Message, Notice, Replace
+
+LONGEST_S = 300.0
+"""The most seconds until another worker is asked for in the place of one that failed before it joined."""
 
 
 @dataclass
@@ -32,6 +38,8 @@ class Arrivals:
         self._offered: SimpleQueue[tuple[int, ActorHandle]] = SimpleQueue()
         self._coming: list[_Newcomer] = []
         self.failed: list[tuple[int, str]] = []
+        self._in_a_row = 0  # newcomers that failed since one joined
+        self._wanted: list[tuple[float, int]] = []  # when a slot is to be filled again
 
     def offer(self, slot: int, actor: ActorHandle) -> None:
         self._offered.put((slot, actor))
@@ -53,7 +61,26 @@ class Arrivals:
         """Take at most `number` of the ready newcomers; they are members from here on."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
+        if taken:
+            self._in_a_row = 0
         return taken
+
+    def reopened(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
+        """Ask for others in the places of those that failed: at once for the first in a row, then after 2, 4, 8 and so
+        on up to LONGEST_S seconds. Call it again and again. `told` is called with the slot and the reason of each.
+        """
+        while self.failed:
+            slot, why = self.failed.pop()
+            wait_s = min(2.0**self._in_a_row, LONGEST_S) if self._in_a_row else 0.0
+            self._in_a_row += 1
+            self._wanted.append((monotonic() + wait_s, slot))
+            told(slot, why)
+            yield Notice(f"a new worker failed, another is asked for{f' in {wait_s:g} s' if wait_s else ''}: {why}")
+        now = monotonic()
+        due = [slot for at_s, slot in self._wanted if at_s <= now]
+        self._wanted = [(at_s, slot) for at_s, slot in self._wanted if at_s > now]
+        for slot in due:
+            yield Replace(slot)
 
     def _is_ready(self, newcomer: _Newcomer) -> bool:
         calls = [newcomer.described, newcomer.prepared]

@@ -240,11 +240,8 @@ def _enough(
 
 def reopened(session: Session) -> Iterator[Message]:
     """Ask for replacements of newcomers that failed before they joined."""
-    while session.arrivals.failed:
-        slot, reason = session.arrivals.failed.pop()
-        session.records.event("newcomer_lost", slot=slot, error=reason)
-        yield Notice(f"a new worker failed, another is asked for: {reason}")
-        yield Replace(slot)
+    yield from session.arrivals.reopened(
+        lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
 
 
 def _last_steps(survivors: Sequence[WorkerHealth]) -> dict[int, int]:

@@ -60,7 +60,4 @@ def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str
             raise RunError(f"stopped ({reason}) while waiting for workers")
         time.sleep(POLL_S)
         group.members = arrivals.take(1)
-        while arrivals.failed:
-            slot, why = arrivals.failed.pop()
-            yield Notice(f"a new worker failed, another is asked for: {why}")
-            yield Replace(slot)
+        yield from arrivals.reopened()

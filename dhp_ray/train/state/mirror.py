@@ -46,10 +46,12 @@ class _DoubleBuffer:
     """The version that the back buffer will hold; it is sent along."""
 
     @classmethod
-    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False) -> _DoubleBuffer:
-        front, back = (ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(2))
-        front.version = back.version = UNFINISHED
-        return cls(pieces, front, back)
+    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False, versions: int = 2) -> _DoubleBuffer:
+        """`versions`: 1 for a place to send from, which keeps nothing."""
+        states = [ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(versions)]
+        for state in states:
+            state.version = UNFINISHED
+        return cls(pieces, states[0], states[-1])
 
     def swap(self) -> None:
         """The back buffer is complete: it becomes the front buffer."""
@@ -153,9 +155,7 @@ class Mirror:
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
-            self._own = _DoubleBuffer.empty(engine.pieces(), engine.shard_size, pinned=on_device)
-            if not snapshot:
-                self._own.front = self._own.back  # a place to send from is all that is needed
+            self._own = _DoubleBuffer.empty(engine.pieces(), engine.shard_size, on_device, versions=1 + snapshot)
         self._snapshot = snapshot
 
     @property

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.runtime.driver.arrivals import LONGEST_S, Arrivals
+from dhp_ray.runtime.messages import Notice, Replace
 
 
 class Newcomer:
@@ -93,7 +94,10 @@ def test_one_that_fails_leaves_its_slot_and_its_reason(arrivals: Any, gate: Path
     assert reasons[0] == "model/config.json: no such file"
     assert 2 in reasons
     assert "\n" not in reasons[2]
+    assert sum(isinstance(message, Replace) for message in found.reopened()) == 1
     assert [member.slot for member in found.take(3)] == [1]
+    found.failed.append((0, "again"))
+    assert Replace(0) in found.reopened(), "one has joined meanwhile"
 
 
 def until_it_fails(member: Any) -> None:
@@ -113,3 +117,21 @@ def test_one_that_dies_before_it_is_taken_is_noticed_by_its_next_call_not_by_arr
     ray.kill(member.actor)
     with pytest.raises(ray.exceptions.RayActorError):
         until_it_fails(member)
+
+
+def test_the_places_of_those_that_fail_in_a_row_are_filled_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that cannot read the model would otherwise load it again and again, for weeks."""
+    clock = [100.0]
+    monkeypatch.setattr("dhp_ray.runtime.driver.arrivals.monotonic", lambda: clock[0])
+    found, told = Arrivals("cpu"), []
+    for wait_s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, LONGEST_S, LONGEST_S):
+        found.failed.append((3, "no such file"))
+        [notice, *due] = found.reopened(lambda slot, why: told.append((slot, why)))
+        later = f" in {wait_s:g} s" if wait_s else ""
+        assert notice == Notice(f"a new worker failed, another is asked for{later}: no such file")
+        assert due == ([] if wait_s else [Replace(3)])
+        clock[0] += wait_s - 0.1
+        assert list(found.reopened()) == []
+        clock[0] += 0.2
+        assert list(found.reopened()) == ([Replace(3)] if wait_s else [])
+    assert told == [(3, "no such file")] * 11
