@@ -167,7 +167,7 @@ def ready_driver(
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())
     plan = plan_batch(samples, cluster, cost, encoder=config.planner.encoder)
-    driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), going_on=False)
+    driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), takes_over=False)
     shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,

@@ -53,12 +53,14 @@ PICTURE_S = 0.5
 class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
-    def __init__(self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], going_on: bool) -> None:
-        """`workers` by slot; `going_on`: they belong to a run whose driver was lost."""
+    def __init__(
+        self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool
+    ) -> None:
+        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        self.config, self.store, self.going_on = config, store, going_on
+        self.config, self.store, self.takes_over = config, store, takes_over
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
         self.waits = Waits(self.messages.put)
         self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
@@ -104,11 +106,11 @@ class Driver:
     def _run(self) -> Iterator[Message]:
         try:
             self.session = session = yield from open_session(
-                self.config, self.group, self.store, self.arrivals, self.going_on, lambda: self.stop_reason)
+                self.config, self.group, self.store, self.arrivals, self.takes_over, lambda: self.stop_reason)
             self.commits = Commits(session)
             gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
             gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread
-            yield from self._train(session, "the driver was lost" if self.going_on else "")
+            yield from self._train(session, "the driver was lost" if self.takes_over else "")
         except ConfigError as error:
             yield RunFinished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:

@@ -44,11 +44,11 @@ from dhp_ray.runtime.records.watch import Watch
 from dhp_ray.storage import Folder, StorageError
 
 
-def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, going_on: bool,
+def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, takes_over: bool,
                  stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
     """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
 
-    `going_on`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
+    `takes_over`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
     end early.
 
     Raises:
@@ -62,18 +62,18 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     except StorageError as error:
         raise StorageError(f"run.dir: {error}") from None
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
-    if not going_on:
+    if not takes_over:
         records.compare_config(config)
     newest = checkpoints.newest()
-    first_step = 1 + (records.last_step if going_on else newest.step if newest else 0)
+    first_step = 1 + (records.last_step if takes_over else newest.step if newest else 0)
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
     # before the workers report how much space is free
-    not_deleted = [] if going_on else checkpoints.discard_after(first_step - 1)
-    if not going_on:
+    not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
+    if not takes_over:
         yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
-    if going_on:
+    if takes_over:
         yield from take_over(group, arrivals, config.elastic.hang_s / LOOKS_PER_HANG,
                              lambda: describe(group, folder, config.cluster.device), stopping)
     else:
@@ -86,8 +86,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         with group.waits.on("the first batch"):
             planned = samples_from_json(records.planned_samples(1))
             group.first_batch = planned or first_samples(stream, config.batch.global_samples)
-    choice = resolve_limits(config, stored, group, going_on)
-    if not going_on:
+    choice = resolve_limits(config, stored, group, takes_over)
+    if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
     stream.max_image_tokens = int(config.planner.tokens_per_rank)
@@ -99,7 +99,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                       total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if config.planner.cost == MEASURE:
         group.measured_cost, _ = kept_cost(config, folder, group, choice.mode)
-    if going_on:
+    if takes_over:
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())
         if not records.stored_config():  # the driver was lost before the first step
@@ -185,12 +185,12 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
 
 
 def resolve_limits(
-    config: Config, stored: Mapping[str, Any], group: WorkerGroup, going_on: bool = False
+    config: Config, stored: Mapping[str, Any], group: WorkerGroup, takes_over: bool = False
 ) -> Choice:
     """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
     folder (`stored`). Returns the mode that the workers are to start in.
 
-    `going_on`: `group` has the remaining workers of a run that goes on; it may still wait for others.
+    `takes_over`: `group` has the remaining workers of a run that goes on; it may still wait for others.
 
     Raises:
         RunError: the model does not fit, or auto finds no value.
@@ -206,7 +206,7 @@ def resolve_limits(
         choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
             ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
     planner.sync = choice.mode.sync
-    if not going_on:
+    if not takes_over:
         check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":
         planner.tokens_per_rank = str(tokens_that_fit(config, group))
@@ -214,7 +214,7 @@ def resolve_limits(
         limits = limits_of_generation(config, group, group.size) if auto_tokens else limits_as_given(
             config, group, choice.mode)
         planner.max_sequence_tokens = limits.most_tokens * group.size
-    if not going_on:
+    if not takes_over:
         check_host_memory(config, group, choice.mode)
     return choice
 

@@ -90,7 +90,7 @@ def run(
             # groups keep using their own store.
             stores.append(rendezvous_store(host))
             steps = console.steps
-            last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, going_on=len(stores) > 1)
+            last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, takes_over=len(stores) > 1)
             if last:
                 return last
             lost = lost + 1 if console.steps == steps else 1
@@ -124,16 +124,16 @@ def rendezvous_store(host: str) -> TCPStore:
 
 
 def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
-           going_on: bool) -> RunFinished | None:
+           takes_over: bool) -> RunFinished | None:
     """Run under one driver actor; returns None if it was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
-    starting = roster.starting() if going_on else set()
+    starting = roster.starting() if takes_over else set()
     workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
-    newcomers = {slot: roster.workers[slot] for slot in starting} if going_on else roster.grow()
-    driver = start_driver(config, workers, store, going_on)
+    newcomers = {slot: roster.workers[slot] for slot in starting} if takes_over else roster.grow()
+    driver = start_driver(config, workers, store, takes_over)
     try:
-        if going_on:
+        if takes_over:
             ending.hand_over(driver.stop.remote)
         for slot, worker in newcomers.items():
             driver.offer.remote(slot, worker)
@@ -176,10 +176,10 @@ def resolve_device(config: Config) -> Accelerator:
     return accelerator
 
 
-def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], going_on: bool) -> Any:
+def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], takes_over: bool) -> Any:
     from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
     # by name; otherwise the actor would go into the reservation of this process, which has no such resource
     return actor.options(num_cpus=0, scheduling_strategy="DEFAULT",
-                         resources={"node:__internal_head__": 0.001}).remote(config, workers, store, going_on)
+                         resources={"node:__internal_head__": 0.001}).remote(config, workers, store, takes_over)

@@ -26,7 +26,7 @@ def driver_without_storage(tmp_path: Path, records: Any, checkpoints: Checkpoint
     """Its run folder cannot be made, which is what ends the run."""
     (tmp_path / "file").write_text("")
     driver = Driver(load(["data.format=synthetic", "data.path=unused", f"run.dir={tmp_path}/file/run"]), {}, ("", 0),
-                    going_on=False)
+                    takes_over=False)
     session: Any = SimpleNamespace(records=records, checkpoints=checkpoints)
     driver.session = session
     return driver

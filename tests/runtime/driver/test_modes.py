@@ -158,7 +158,7 @@ def test_who_is_left_when_a_driver_was_lost_may_wait_for_others(tmp_path: Path) 
     config = config_of(str(tmp_path), *AUTO)
     stored = {"planner.sync": "micro_batch", "planner.tokens_per_rank": "5000", "planner.max_sequence_tokens": 9000}
     left = group_of(1, 0.002, config)
-    assert resolve_limits(config, stored, left, going_on=True).mode == Mode("micro_batch", True)
+    assert resolve_limits(config, stored, left, takes_over=True).mode == Mode("micro_batch", True)
     with pytest.raises(RunError, match=r"GiB on each rank, which has 0\.0 GiB"):
         resolve_limits(config, stored, left)
 
