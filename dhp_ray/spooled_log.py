@@ -7,10 +7,37 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
+
+UPLOADING_SHARE = 0.05
+"""The largest share of the time that uploads of growing files may take."""
+
+
+class UploadTimer:
+    """Tells when files that grow are to be uploaded again: `interval_s` after the last time, and later if that took so
+    long that uploads would take more than UPLOADING_SHARE of the time. (After 100,000 steps a ledger may have 2 GB.)
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._ended_s, self._took_s = monotonic(), 0.0
+
+    @property
+    def due(self) -> bool:
+        return monotonic() - self._ended_s > max(self.interval_s, self._took_s / UPLOADING_SHARE)
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Put this around an upload of all files."""
+        begun_s = monotonic()
+        yield
+        self._ended_s = monotonic()
+        self._took_s = self._ended_s - begun_s
 
 
 class SpooledLog:

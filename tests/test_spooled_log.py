@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from dhp_ray.spooled_log import SpooledLog, json_text
+from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
 from dhp_ray.storage import Folder, StorageError
 from tests.disks import fill
 
@@ -105,3 +106,21 @@ def test_a_line_waits_for_room(small_disk: Path) -> None:
     line = {"step": 2, "sample_ids": ["x" * 5000]}
     log.append(line)
     assert list(log.lines()) == [{"step": 1}, line]
+
+
+def test_uploads_that_take_long_come_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dhp_ray.spooled_log.monotonic", lambda: clock[0])
+    timer, took_s, begun_s = UploadTimer(10.0), 0.0, []
+    for second in range(1000):
+        clock[0] = second + took_s
+        if timer.due:
+            begun_s.append(clock[0])
+            with timer.uploading():
+                seconds = 0.1 if len(begun_s) < 3 else 4.0
+                clock[0] += seconds
+                took_s += seconds
+    between = [later - earlier for earlier, later in pairwise(begun_s)]
+    assert between[:2] == pytest.approx([11.0, 11.0], abs=1.1)
+    assert between[2:] == pytest.approx([84.0] * len(between[2:]), abs=1.1), "80 s between two of 4 s"
+    assert len(begun_s) > 8

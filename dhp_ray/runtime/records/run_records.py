@@ -11,7 +11,6 @@ trace/step_*.json (watch.py) is cut back here with the plans.
 from __future__ import annotations
 
 import json
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -34,7 +33,7 @@ from dhp_ray.run_folder import (
     step_of,
 )
 from dhp_ray.runtime.waits import Waited
-from dhp_ray.spooled_log import SpooledLog, json_text
+from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
 from dhp_ray.storage import Folder, StorageError
 
 METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
@@ -49,7 +48,9 @@ FREE = ("data.decoders",)
 """Keys under FIXED that may change: they do not decide what steps compute."""
 
 UPLOAD_INTERVAL_S = 10.0
-"""How old the logs on an object store may grow while steps commit; `flush` brings them up to date at once."""
+"""How old the logs on an object store grow while steps commit, unless they take long to upload; `flush` brings them up
+to date at once.
+"""
 
 
 class RunRecords:
@@ -68,7 +69,7 @@ class RunRecords:
         self._metrics = SpooledLog(folder, METRICS_FILE)
         self._skipped = SpooledLog(folder, SKIPPED_FILE)
         self._events = SpooledLog(folder, EVENTS_FILE)
-        self._uploaded_at = time.monotonic()
+        self._upload = UploadTimer(UPLOAD_INTERVAL_S)
         self._last_step = self._check_steps(self._ledger)
         self._metrics.truncate(lambda line: line["step"] <= self._last_step)
         if self._check_steps(self._metrics) < self._last_step:
@@ -116,7 +117,7 @@ class RunRecords:
         self._metrics.append({name: line[name] for name in METRICS + OPTIONAL_METRICS if name in line})
         self._ledger.append({"step": step, "sample_ids": list(sample_ids)})
         self._last_step = step
-        if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
+        if self._upload.due:
             self.flush()
 
     def skip(self, sample_id: str, reason: str, step: int, epoch: int = 0) -> bool:
@@ -219,9 +220,9 @@ class RunRecords:
     def flush(self) -> None:
         """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this.
         """
-        for log in (self._events, self._skipped, self._metrics, self._ledger):
-            log.flush()
-        self._uploaded_at = time.monotonic()
+        with self._upload.uploading():
+            for log in (self._events, self._skipped, self._metrics, self._ledger):
+                log.flush()
 
     def close(self) -> None:
         self.flush()

@@ -22,6 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config
 from dhp_ray.constraints import walk
+from dhp_ray.spooled_log import UploadTimer
 from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_errors
 
 UPLOAD_INTERVAL_S = 30.0
@@ -102,7 +103,7 @@ class ScalarLog:
         with storage_errors(str(self._path), "cannot be opened"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
-        self._uploaded_at = time.monotonic()
+        self._upload = UploadTimer(UPLOAD_INTERVAL_S)
         self._write(event_pb2.Event(file_version="brain.Event:2"))
         self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)),
                     step=first_step)
@@ -149,13 +150,13 @@ class ScalarLog:
         with self._lock:
             with storage_errors(str(self._path), "cannot be written"):
                 retry_when_full(lambda: append_whole(self._file.fileno(), record.getvalue()))
-            if time.monotonic() - self._uploaded_at > UPLOAD_INTERVAL_S:
+            if self._upload.due:
                 self._flush()
 
     def _flush(self) -> None:
-        if self._spool:
-            self._folder.upload(self._path, self._name)
-        self._uploaded_at = time.monotonic()
+        with self._upload.uploading():
+            if self._spool:
+                self._folder.upload(self._path, self._name)
 
 
 def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
