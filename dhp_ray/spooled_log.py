@@ -15,7 +15,8 @@ from typing import Any
 from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
 
 UPLOADING_SHARE = 0.05
-"""The largest share of the time that uploads of growing files may take."""
+"""The largest share of the time that uploads of growing files may take, apart from those before a checkpoint is sealed.
+"""
 
 
 class UploadTimer:
@@ -33,11 +34,14 @@ class UploadTimer:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Put this around an upload of all files."""
-        begun_s = monotonic()
+        """Put this around an upload of all files. Only one that was due tells how long that takes: there may be nothing
+        new since the last.
+        """
+        begun_s, due = monotonic(), self.due
         yield
         self._ended_s = monotonic()
-        self._took_s = self._ended_s - begun_s
+        if due:
+            self._took_s = self._ended_s - begun_s
 
 
 class SpooledLog:

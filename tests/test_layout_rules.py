@@ -74,6 +74,8 @@ COVERED_BY = {
     "runtime/driver/calls.py": "runtime/driver/test_relay.py",
     "runtime/driver/evaluation.py": "integration/test_evaluation.py",
     "runtime/driver/nodes.py": "integration/test_drain.py",
+    "train/state/double_buffer.py": "train/state/test_mirror.py",
+    "runtime/driver/ending.py": "runtime/driver/test_driver.py",
     "runtime/driver/recovery.py": "integration/test_faults.py",
     "runtime/driver/stages.py": "runtime/driver/test_large_groups.py",
     "runtime/driver/takeover.py": "integration/test_faults.py",

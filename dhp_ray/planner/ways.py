@@ -6,7 +6,8 @@ A rank that holds 1,000 tokens with all activations, and 8,000 if all layers are
                         to 1,000
     nothing recomputed  enough ranks for each sequence that no rank has more than 1,000 tokens
     packs of 2,000, 4,000, 8,000       every pack recomputes as much as one of that many tokens needs: 0.57, 0.86, 1
-    joined up to 8,000                 as it is, for a small batch only
+    joined up to 8,000                 as the first one, but packs of several are joined up to 8,000; in micro_batch,
+                                       and for a small batch only
 
 In the ways with packs of 2,000 and more the seconds of a pack are the sum of its sequences', as searches expect. In the
 plan each pack then recomputes no more than it must, and takes no longer. Such a way is planned only if its bound is
@@ -84,8 +85,9 @@ def ways_of(problem: Problem) -> Iterator[Way]:
     cluster = problem.cluster
     yield from (Way(way, way) for way in at_cheap_tokens(problem))
     yield from (Way(way, problem) for way in with_fuller_packs(problem))
-    if problem.machine.tokens_per_rank < cluster.most_tokens_per_rank and (
-            len(problem.samples) * cluster.num_ranks <= SMALL):
+    joins = problem.machine.tokens_per_rank < cluster.most_tokens_per_rank and (
+        cluster.offload.share > 0 or problem.sync == "micro_batch")
+    if joins and len(problem.samples) * cluster.num_ranks <= SMALL:
         yield Way(replace(problem, joins_most=True), problem)
 
 

@@ -27,8 +27,8 @@ from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:
-    """Let a parameter hold `value`, in every module that has it; either may be on the meta device."""
-    if parameter.is_meta or value.is_meta:  # `.data` takes no tensor of another kind of memory
+    """Let a parameter hold `value`, in every module that has it; the parameter may be on the meta device."""
+    if parameter.is_meta:  # `.data` takes no tensor of another kind of memory
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
     else:
         parameter.data = value
@@ -51,15 +51,16 @@ def load_frozen(
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Give whole parameters their values in `compute_type`, on the ranks where they are on the meta device.
+    """Give whole parameters their values in `compute_type`, on the ranks where they have none: on the meta device, or
+    one element in the place of all, as an engine leaves them that had them elsewhere.
 
     Every rank calls this, with equal names and `bucket_elements`, the number of elements moved at a time. If it raises,
-    parameters on the meta device are still there.
+    parameters are as before.
 
     Raises:
         ModelError: a file is gone or damaged.
     """
-    has = not any(parameter.is_meta for parameter in frozen.values())
+    has = all(map(_has_values, frozen.values()))
     having = numbers_of_ranks(torch.tensor(float(has)), group, progress)
     if all(having):
         return
@@ -88,6 +89,10 @@ def load_frozen(
     if not has:
         for name, parameter in frozen.items():
             place(parameter, whole[layout.interval(name)].view(layout.shapes[name]))
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    return not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 
 def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:

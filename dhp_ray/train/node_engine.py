@@ -162,9 +162,8 @@ class NodeEngine(FlatShards):
             detach()
         self._detachments = []
         for name, parameter in (self.parameters | self.frozen).items():
+            # the next engine over this module takes frozen values from files, or from here
             kept = self.originals.get(name) if self._weights is None else None
-            if kept is None and name in self.frozen:
-                kept = torch.empty_like(parameter, device="meta")  # the next engine reads it from its files
             empty = torch.zeros((), dtype=self.compute_type, device=self.device).expand(parameter.shape)
             place(parameter, empty if kept is None else kept)
         self._shard_gradient = torch.zeros(0, device=self.device)

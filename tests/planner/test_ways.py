@@ -29,7 +29,8 @@ def cluster_of(num_ranks: int) -> ClusterSpec:
 
 
 def test_the_module_s_example() -> None:
-    problem = bounded(checked_problem([Sample("long", 3500), Sample("short", 10)], cluster_of(4), COST))
+    samples = [Sample("long", 3500), Sample("short", 10)]
+    problem = bounded(checked_problem(samples, cluster_of(4), COST, sync="micro_batch"))
     ways = [way.searched for way in ways_of(problem)]
     assert [way.cluster.tokens_per_rank for way in ways] == [1000, 1000, 2000, 4000, 8000, 1000]
     assert [way.cluster.recomputation.share for way in ways] == pytest.approx([1, 0, 0.5714, 0.8571, 1, 1], abs=1e-4)
@@ -44,7 +45,7 @@ def test_the_module_s_example() -> None:
 def test_ways_that_do_not_hold_the_longest_sequence_are_left_out() -> None:
     """5,000 tokens on each of two ranks: with 4,000 they do not fit, nor without recomputation."""
     problem = bounded(checked_problem([Sample("long", 10_000), Sample("short", 10)], cluster_of(2), COST))
-    assert [way.searched.cluster.tokens_per_rank for way in ways_of(problem)] == [1000, 8000, 1000]
+    assert [way.searched.cluster.tokens_per_rank for way in ways_of(problem)] == [1000, 8000]
     [long] = [group for group in plan_batch(problem.samples, cluster_of(2), COST).groups if 0 in group.pack.sequences]
     assert long.degree == 2
     assert long.recomputed >= float(EIGHT.share_of(5000)) - 1e-9
@@ -58,10 +59,15 @@ def test_a_pack_that_recomputes_a_little_saves_a_micro_batch() -> None:
     assert group.recomputed == pytest.approx(0.113, abs=1e-3)
 
 
-def test_of_a_large_batch_no_pack_joins_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = bounded(checked_problem([Sample("long", 3500), Sample("short", 10)], cluster_of(4), COST))
-    monkeypatch.setattr("dhp_ray.planner.ways.SMALL", 7)
-    assert [way.searched.joins_most for way in ways_of(problem)] == [False] * 5
+@pytest.mark.parametrize(("sync", "small", "joins"), [
+    ("micro_batch", 8, True), ("micro_batch", 7, False), ("step", 8, False)])
+def test_packs_join_more_in_micro_batches_of_a_small_batch(
+    sync: str, small: int, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [Sample("long", 3500), Sample("short", 10)]
+    problem = bounded(checked_problem(samples, cluster_of(4), COST, sync=sync))
+    monkeypatch.setattr("dhp_ray.planner.ways.SMALL", small)
+    assert [way.searched.joins_most for way in ways_of(problem)] == [False] * 5 + [True] * joins
 
 
 def test_without_any_there_is_one_way() -> None:

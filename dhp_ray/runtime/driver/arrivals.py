@@ -38,7 +38,7 @@ class Arrivals:
         self._offered: SimpleQueue[tuple[int, ActorHandle]] = SimpleQueue()
         self._coming: list[_Newcomer] = []
         self.failed: list[tuple[int, str]] = []
-        self._in_a_row = 0  # newcomers that failed since one joined
+        self._in_a_row: dict[int, int] = {}  # by slot: newcomers that failed since one joined
         self._wanted: list[tuple[float, int]] = []  # when a slot is to be filled again
 
     def offer(self, slot: int, actor: ActorHandle) -> None:
@@ -61,18 +61,19 @@ class Arrivals:
         """Take at most `number` of the ready newcomers; they are members from here on."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
-        if taken:
-            self._in_a_row = 0
+        for member in taken:
+            self._in_a_row.pop(member.slot, None)
         return taken
 
     def reopened(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
-        """Ask for others in the places of those that failed: at once for the first in a row, then after 2, 4, 8 and so
+        """Ask for others in the slots of those that failed: at once for the first in a row, then after 2, 4, 8 and so
         on up to LONGEST_S seconds. Call it again and again. `told` is called with the slot and the reason of each.
         """
         while self.failed:
             slot, why = self.failed.pop()
-            wait_s = min(2.0**self._in_a_row, LONGEST_S) if self._in_a_row else 0.0
-            self._in_a_row += 1
+            before = self._in_a_row.get(slot, 0)
+            wait_s = min(2.0**before, LONGEST_S) if before else 0.0
+            self._in_a_row[slot] = min(before + 1, 9)
             self._wanted.append((monotonic() + wait_s, slot))
             told(slot, why)
             yield Notice(f"a new worker failed, another is asked for{f' in {wait_s:g} s' if wait_s else ''}: {why}")

@@ -4,7 +4,7 @@ rank has written its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from dhp_ray.runtime.driver.speeds import busy_s
 from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
-from dhp_ray.train.results import busy_s_of
+from dhp_ray.train.results import StepResult, busy_s_of
 
 
 @dataclass
@@ -28,17 +28,20 @@ class Commits:
     _saves: Calls = field(default_factory=Calls)  # those that stage a checkpoint, between two steps
     # saves under way: what to seal, which ranks are done
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
+    _noted_step: int = 0
 
-    def recovered(self, finished: list[FinishedStep]) -> Iterator[Message]:
+    def recovered(
+        self, finished: list[FinishedStep], evaluated_at: Callable[[int], Generator[Message, None, dict[str, float]]]
+    ) -> Iterator[Message]:
         """Commit the steps that the previous generation had finished, once the state after them has its replicas and
-        survives another loss.
+        survives another loss. `evaluated_at`: evaluates after a step if that is due.
         """
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
         for step in finished:
             last = step is finished[-1]
-            evaluated = (yield from self.session.current.evaluation.when_due(step.step)) if last else {}
+            evaluated = (yield from evaluated_at(step.step)) if last else {}
             yield from self.commit(replace(step, evaluated=evaluated))
 
     def commit(self, finished: FinishedStep) -> Iterator[Message]:
@@ -79,12 +82,13 @@ class Commits:
         session.scalars.step(metrics, extra)
         session.watch.step(finished.step, plan, finished.results, session.scalars)
         yield StepCommitted(metrics, extra)
-        for result in finished.results:
-            yield from self._note_saves(result.rank, list(result.saved_steps), result.save_error)
+        yield from self._note_results(finished.step, finished.results)
 
-    def save_when_due(self, step: int, last: bool) -> Iterator[Message]:
+    def save_when_due(self, step: int, results: Sequence[StepResult], last: bool) -> Iterator[Message]:
+        """Save the state after `step`, of which these are the results."""
         every = self.session.config.checkpoint.every_steps
         if last or (every and step % every == 0):
+            yield from self._note_results(step, results)
             yield from self.save(step)
 
     def save(self, step: int) -> Iterator[Message]:
@@ -102,19 +106,32 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> Iterator[Message]:
-        """Wait for the saves under way."""
+        """Wait for the saves under way; the results of all steps so far have been noted.
+
+        Raises:
+            GroupError: a rank is not done `comm.timeout_s` after another. (All ranks end a save together.)
+        """
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
             group.collect(self._saves)
-            saves = group.call("finish_save")
+            saves = group.collect(group.start("finish_save"), behind_s=self.session.config.comm.timeout_s)
         for rank, (saved_steps, error) in enumerate(saves):
             yield from self._note_saves(rank, saved_steps, error)
+        self._unsealed.clear()  # those that failed
 
     def forget_saves(self) -> None:
         """Forget the saves under way: the group that wrote them is gone, and half-written checkpoints have no manifest.
         """
         self._saves = Calls()
         self._unsealed.clear()
+        self._noted_step = 0
+
+    def _note_results(self, step: int, results: Sequence[StepResult]) -> Iterator[Message]:
+        """Note what ranks report of saves with the results of a step, once."""
+        if step != self._noted_step:
+            self._noted_step = step
+            for result in results:
+                yield from self._note_saves(result.rank, list(result.saved_steps), result.save_error)
 
     def _note_saves(self, rank: int, saved_steps: list[int], error: str) -> Iterator[Message]:
         """Report a failed save, and seal each checkpoint once every rank has written its part."""

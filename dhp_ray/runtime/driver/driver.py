@@ -16,6 +16,7 @@ import pickle
 import statistics
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -25,13 +26,12 @@ from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import DataError
-from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import PlanError
-from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
+from dhp_ray.runtime.driver.ending import export, failed, finish, save_last
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.recovery import form_anew, reopened
 from dhp_ray.runtime.driver.session import Session
@@ -39,15 +39,12 @@ from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
-from dhp_ray.storage import Folder, StorageError
+from dhp_ray.storage import StorageError
 
 CONCURRENCY_GROUPS = {"control": 2}
 
 LONG_STEP = 3.0
 """The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
-
-PICTURE_S = 0.5
-"""Seconds that a run that is to end waits for the picture of a step."""
 
 
 class Driver:
@@ -114,10 +111,10 @@ class Driver:
         except ConfigError as error:
             yield RunFinished("", str(error), status=2)
         except (RunError, PlanError, DataError, StorageError) as error:
-            yield self._failed(str(error))
+            yield failed(self.session, str(error))
         except Exception as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
-            yield self._failed(f"driver: {type(error).__name__}: {error}")
+            yield failed(self.session, f"driver: {type(error).__name__}: {error}")
 
     def _train(self, session: Session, broken: str) -> Iterator[Message]:
         """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
@@ -127,18 +124,24 @@ class Driver:
                 if change:
                     leaving = {} if broken else self.leaving
                     finished = yield from form_anew(session, change, bool(broken), leaving, silent)
-                    yield from self.commits.recovered(finished)
+                    yield from self.commits.recovered(finished, partial(self._evaluated, session))
                     session.history.stream_lost = False
                 broken, silent = "", ()
                 change = yield from self._steps(session)
                 yield from self.commits.finish_saves()
                 if not change:
-                    yield self._finish(session, (yield from self._save_last(session)))
+                    stopping = session.stopping
+                    yield from save_last(session, self.commits)
+                    if not stopping:
+                        export(session)
+                    yield finish(session, stopping)
                     return
             except StoppingError:
-                yield self._finish(session, session.stopping)
+                yield finish(session, session.stopping)
                 return
             except GroupError as error:
+                if self.refused:
+                    raise RunError(self.refused) from None
                 change = broken = str(error)
                 silent = error.silent
                 self.commits.forget_saves()
@@ -167,10 +170,12 @@ class Driver:
             # follow.
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
-            yield from self.commits.save_when_due(step, last=following is None or bool(session.stopping) or endangered)
-            evaluated = yield from session.current.evaluation.when_due(step)
+            yield from self.commits.save_when_due(
+                step, results, last=following is None or bool(session.stopping) or endangered)
+            evaluated = yield from self._evaluated(session, step)
             change = yield from self._change(session)
-            launched = self._launch(session, None if change or session.stopping else following, waited_s)
+            goes_on = not (change or session.stopping or self.refused)
+            launched = self._launch(session, following if goes_on else None, waited_s)
             if mirrored:
                 yield from self._copies_arrived(session)  # previous ones; every rank waited for them in this step
                 self.copies = step, session.group.start("mirrored")
@@ -180,7 +185,7 @@ class Driver:
             running = launched
         yield from self._copies_arrived(session)
         if self.refused:  # also at the first step
-            yield from self._save_rest(session)
+            yield from save_last(session, self.commits)
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
@@ -196,6 +201,16 @@ class Driver:
         except (DataError, PlanError) as error:
             self.refused = str(error)
             return None
+
+    def _evaluated(self, session: Session, step: int) -> Generator[Message, None, dict[str, float]]:
+        """Evaluate if that is due after a step; an error of the held-out data is reported like one of a batch."""
+        try:
+            return (yield from session.current.evaluation.when_due(step))
+        except GroupError:
+            raise
+        except (DataError, PlanError, RunError) as error:
+            self.refused = str(error)
+            return {}
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each rank has reported the samples that it cannot decode.
@@ -249,52 +264,3 @@ class Driver:
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
-
-    def _save_last(self, session: Session) -> Generator[Message, None, str]:
-        """Save what the last step left, and export the model of a complete run; returns why the run ends early."""
-        stopping = session.stopping
-        yield from self._save_rest(session)
-        if not stopping:
-            with self.waits.on("the model to be written"):
-                session.group.call("export", MODEL_FOLDER)
-            session.group.call("leave")
-        return stopping
-
-    def _save_rest(self, session: Session) -> Iterator[Message]:
-        """Save the state after the last step if no checkpoint has it: the group broke, or the run was asked to end,
-        after that save was due.
-        """
-        yield from self.commits.finish_saves()
-        last_step = session.records.last_step
-        if last_step and session.checkpoints.newest_step() < last_step:
-            yield from self.commits.save(last_step)
-            yield from self.commits.finish_saves()
-
-    def _finish(self, session: Session, stopping: str) -> RunFinished:
-        """Close what the run writes; `stopping`: why it ends early."""
-        session.current.dispatcher.stop()
-        if not stopping:
-            session.stream.close()
-        session.watch.close(PICTURE_S if stopping else None)
-        session.scalars.close()
-        session.records.close()
-        if stopping:
-            return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{self._way_back()}",
-                               status=1)
-        return RunFinished(f"done: model in {Folder(self.config.run.dir).child(MODEL_FOLDER).uri}")
-
-    def _failed(self, error: str) -> RunFinished:
-        """End the run with an error, after bringing the logs up to date if they can still be written."""
-        try:
-            if self.session:
-                self.session.records.flush()
-            return RunFinished("", f"{error}{self._way_back()}", status=1)
-        except Exception as failure:  # most likely the storage, which also caused the error
-            return RunFinished("", f"{error}; besides: {first_line(failure)}", status=1)
-
-    def _way_back(self) -> str:
-        """Say how to continue a run that ended early."""
-        newest = self.session.checkpoints.newest_step() if self.session else 0
-        return (
-            f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""
-        )

@@ -169,6 +169,7 @@ class WorkerGroup:
         look_s: float | None = None,
         stuck_s: float = math.inf,
         end_stuck: bool = False,
+        behind_s: float = math.inf,
         stopping: Callable[[], str] | None = None,
     ) -> list[Any]:
         """Return the results by rank. While all workers make progress, they may take as long as they need.
@@ -177,15 +178,15 @@ class WorkerGroup:
         only one that a survey sees.
 
         Raises:
-            GroupError: a rank died, raised, no longer answers, or stands still for `stuck_s` without waiting for
-                others; the message names it, with its own error if it has one. Or all ranks wait for one another, or a
-                relay died.
+            GroupError: a rank died, raised, no longer answers, stands still for `stuck_s` without waiting for others,
+                or has no result `behind_s` after another has one; the message names it, with its own error if it has
+                one. Or all ranks wait for one another, or a relay died.
             StoppingError: `stopping` gives a reason to end the run before all results have arrived.
         """
         pending = dict(calls.ranks)
         look_s = look_s or self.look_s
         looks = _HealthMonitor(self, stuck_s, end_stuck)
-        looked_s = monotonic()
+        looked_s, first_s = monotonic(), math.inf
         results: dict[int, Any] = {}
         while pending:
             if stopping and stopping():
@@ -196,11 +197,14 @@ class WorkerGroup:
             elif look_s is not None and monotonic() - looked_s >= look_s:
                 looks.look(calls.pending_ranks(pending))
                 looked_s = monotonic()
+                if looked_s - first_s >= behind_s:
+                    raise GroupError(self.words(min(calls.pending_ranks(pending)), Condition.STUCK))
             for call, outcome in zip(ready, calls.outcomes(ready)):
                 ranks = pending.pop(call)
                 if isinstance(outcome, FailedCall):
                     raise GroupError(self._root_cause(outcome, calls, list(pending)))
                 results.update(zip(ranks, outcome, strict=True))
+                first_s = min(first_s, monotonic())
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:

@@ -73,7 +73,7 @@ class Checkpointer:
         """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way.
         """
         self.finish()
-        staged = ShardState.zeros(self.engine.shard_size, CPU)
+        staged = ShardState.empty(self.engine.shard_size)
         staged.copy_(self.engine.current, lambda: self.engine.progress.mark("copy of the state for a checkpoint"))
         self._thread = Thread(target=self._write, args=(step, staged, self.group), name=f"save-{step}", daemon=True)
         self._thread.start()

@@ -14,54 +14,27 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dhp_ray.comm.ranks import torch_peer
 from dhp_ray.compatibility import all_gather_single
 from dhp_ray.errors import first_line
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.buckets import Piece
+from dhp_ray.train.state.double_buffer import DoubleBuffer
 from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
 from dhp_ray.train.state.reshard import LocalShard
 
-POLL_S, LATE_S = 0.1, 2.0
-"""Seconds after which a wait for an exchange looks for an abort; and those that the exchange may then still take."""
+POLL_S = 0.1
+"""Seconds after which a wait for an exchange looks for an abort."""
 
-
-@dataclass
-class _DoubleBuffer:
-    """Two versions of one rank's shard: the front buffer stays as it is while the back buffer is filled."""
-
-    pieces: tuple[Piece, ...]
-    front: ShardState
-    back: ShardState
-    version: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """The version that the back buffer will hold; it is sent along."""
-
-    @classmethod
-    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False, versions: int = 2) -> _DoubleBuffer:
-        """`versions`: 1 for a place to send from, which keeps nothing."""
-        states = [ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(versions)]
-        for state in states:
-            state.version = UNFINISHED
-        return cls(pieces, states[0], states[-1])
-
-    def swap(self) -> None:
-        """The back buffer is complete: it becomes the front buffer."""
-        self.back.version = int(self.version)
-        self.front, self.back = self.back, self.front
-
-    def complete(self) -> list[ShardState]:
-        """Return the complete versions, oldest first."""
-        found = {state.version: state for state in (self.back, self.front) if state.version != UNFINISHED}
-        return [found[version] for version in sorted(found)]
+LATE_S = 2.0
+"""Seconds that an exchange may still take after an abort."""
 
 
 class _Exchange(Thread):
@@ -140,8 +113,8 @@ class Mirror:
                     f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of "
                     f"{len(replica_ranks)} ranks"
                 )
-        self._replicas: dict[int, _DoubleBuffer] = {}
-        self._own: _DoubleBuffer | None = None
+        self._replicas: dict[int, DoubleBuffer] = {}
+        self._own: DoubleBuffer | None = None
         self._exchange: _Exchange | None = None
         self._failure = ""
         self.seconds: list[float] = []
@@ -155,7 +128,7 @@ class Mirror:
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
-            self._own = _DoubleBuffer.empty(engine.pieces(), engine.shard_size, on_device, versions=1 + snapshot)
+            self._own = DoubleBuffer.empty(engine.pieces(), engine.shard_size, on_device, versions=1 + snapshot)
         self._snapshot = snapshot
 
     @property
@@ -237,11 +210,11 @@ class Mirror:
         self._staged()
         self._exchange, self._replicas, self._own, self._group = None, {}, None, None
 
-    def _kept(self) -> dict[int, _DoubleBuffer]:
+    def _kept(self) -> dict[int, DoubleBuffer]:
         self._staged()
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
-    def _described(self, owners: list[int]) -> dict[int, _DoubleBuffer]:
+    def _described(self, owners: list[int]) -> dict[int, DoubleBuffer]:
         """Return empty replicas of the shards of `owners`: each owner tells its replica rank its shard's size and
         pieces.
         """
@@ -259,7 +232,7 @@ class Mirror:
         replicas = {}
         for owner, buffer in received.items():
             of_owner = tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes()))
-            replicas[owner] = _DoubleBuffer.empty(of_owner, int(sizes[2 * owner]))
+            replicas[owner] = DoubleBuffer.empty(of_owner, int(sizes[2 * owner]))
         return replicas
 
     def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:

@@ -54,6 +54,12 @@ class ShardState:
         value, exp_avg, exp_avg_sq = values.unbind()
         return cls(value, exp_avg, exp_avg_sq)
 
+    @classmethod
+    def empty(cls, size: int) -> ShardState:
+        """Host memory for a state, whose pages are not touched yet."""
+        value, exp_avg, exp_avg_sq = torch.empty(3, size, dtype=torch.float32).unbind()
+        return cls(value, exp_avg, exp_avg_sq, UNFINISHED)
+
     def copy_(self, other: ShardState, before_part: Callable[[], None] = lambda: None) -> None:
         """Take over another state; this one is unfinished until that is done. `before_part` is called before every
         PART_ELEMENTS numbers.

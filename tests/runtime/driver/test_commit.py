@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ class Saves:
         self.group = self
         self.size = 2
         self.config = SimpleNamespace(checkpoint=SimpleNamespace(every_steps=every_steps),
-                                      planner=SimpleNamespace(sync="step"))
+                                      planner=SimpleNamespace(sync="step"),
+                                      comm=SimpleNamespace(timeout_s=600.0))
         self.current = SimpleNamespace(number=1)
         self.history = SimpleNamespace(refits=SimpleNamespace(to_json=dict))
         self.waits = SimpleNamespace(on=lambda what: nullcontext())
@@ -33,20 +35,24 @@ class Saves:
     def note_not_deleted(self, failures: list[str]) -> None:
         assert not failures
 
-    def start(self, method: str, step: int) -> Calls:
-        self.said.append(f"{method} {step}")
-        self.begun.append(step)
+    def start(self, method: str, *arguments: int) -> Calls:
+        self.said.append(" ".join(map(str, (method, *arguments))))
+        self.begun += arguments
         return Calls()
 
-    def collect(self, calls: Calls) -> list[Any]:
-        return []
-
-    def call(self, method: str) -> list[tuple[list[int], str]]:
-        self.said.append(method)
+    def collect(self, calls: Calls, behind_s: float = math.inf) -> list[tuple[list[int], str]]:
+        """What ranks say at the end of a save."""
+        if behind_s == math.inf:
+            return []
         steps, self.begun = self.begun, []
         error = next((self.errors[step] for step in steps if step in self.errors), "")
-        return [([step for step in steps if step not in self.errors], ""),
-                ([step for step in steps if step not in self.errors], error)]
+        whole = [step for step in steps if step not in self.errors]
+        return [(whole, ""), (whole, error)]
+
+    def results(self, *saved: tuple[list[int], str]) -> list[Any]:
+        """Those of a step, with what ranks say of saves."""
+        return [SimpleNamespace(rank=rank, saved_steps=steps, save_error=error)
+                for rank, (steps, error) in enumerate(saved)]
 
 
 def commits_of(session: Any) -> Commits:
@@ -57,7 +63,7 @@ def test_a_save_waits_for_the_one_before_it() -> None:
     """Not on the ranks, where the next step would wait behind it and its ranks seem to be stuck."""
     session = Saves()
     commits = commits_of(session)
-    messages = [message for step in range(1, 6) for message in commits.save_when_due(step, last=step == 5)]
+    messages = [message for step in range(1, 6) for message in commits.save_when_due(step, [], last=step == 5)]
     assert session.said == ["save 2", "finish_save", "checkpoint 2", "save 4", "finish_save", "checkpoint 4", "save 5"]
     assert messages == []
 
@@ -66,9 +72,31 @@ def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
     session = Saves()
     session.errors[2] = "step 2: no room"
     commits = commits_of(session)
-    messages = [message for step in (2, 4) for message in commits.save_when_due(step, last=False)]
+    messages = [message for step in (2, 4) for message in commits.save_when_due(step, [], last=False)]
     messages += commits.finish_saves()
     assert session.said == ["save 2", "finish_save", "save_failed step 2: no room", "save 4", "finish_save",
                             "checkpoint 4"]
     assert messages == [Notice("checkpoint not saved (rank 1): step 2: no room; the run goes on, the next save is "
                                "tried")]
+
+
+def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins() -> None:
+    """Reported with the results of step 4; the group may break before that step is committed."""
+    session = Saves()
+    commits = commits_of(session)
+    results = session.results(([2], ""), ([2], ""))
+    assert list(commits.save_when_due(2, [], last=False)) == []
+    session.begun.clear()
+    assert list(commits.save_when_due(4, results, last=False)) == []
+    assert session.said == ["save 2", "checkpoint 2", "save 4"]
+
+
+def test_what_a_step_reports_of_saves_is_told_once() -> None:
+    session = Saves()
+    commits = commits_of(session)
+    list(commits.save_when_due(2, [], last=False))
+    session.begun.clear()
+    results = session.results(([], "step 2: no room"), ([], ""))
+    messages = list(commits.save_when_due(4, results, last=False))
+    messages += commits._note_results(4, results)
+    assert [type(message) for message in messages] == [Notice]
