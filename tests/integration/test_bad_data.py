@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.samples import damaged_video, picture, talk, video, write_rows
-from tests.integration.jobs import Ended, ledger, lines, refused, run
+from tests.integration.jobs import Ended, ledger, lines, refused, run, start
 
 Row = dict[str, Any]
 ANSWER = "An answer."
@@ -268,3 +269,27 @@ def test_the_steps_before_a_bad_sample_are_saved(
     assert line.startswith("error: sample unknown-role: ")
     assert line.endswith(f"(data.on_error=fail); the newest checkpoint is step {steps}: start the same command again "
                          "to go on from it")
+
+
+@pytest.mark.slow
+def test_a_file_that_is_damaged_meanwhile_ends_the_run_with_its_last_step_saved(
+    ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path
+) -> None:
+    content = pq.read_table(sources[2][0]).slice(0, 1).to_pylist()[0]
+    path, run_dir = tmp_path / "rows.parquet", tmp_path / "run"
+    pq.write_table(pa.Table.from_pylist([content | {"id": str(row)} for row in range(4000)]), path, row_group_size=8)
+    process = start("train.py", f"run.dir={run_dir}", f"data.path={path}", *SETTINGS, "data.format=parquet",
+                    "cluster.num_workers=1", "run.steps=900", "data.shuffle_window=8")
+    try:
+        while len(ledger(run_dir)) < 3:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        path.write_bytes(b"")
+        _, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    [line] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1
+    assert "rows.parquet" in line
+    assert line.endswith(f"; the newest checkpoint is step {len(ledger(run_dir))}: start the same command again to go "
+                         "on from it")

@@ -130,4 +130,6 @@ def test_a_bad_held_out_sample_ends_the_run_when_asked(
     bad, settings = with_a_bad_one(conversations, tmp_path)
     failed = run("train.py", f"run.dir={tmp_path / 'strict'}", *settings, "data.on_error=fail")
     assert failed.status == 1
-    assert any(line.startswith(f"error: eval.path: sample {bad}: ") for line in failed.error_lines)
+    [line] = [line for line in failed.error_lines if line.startswith(f"error: eval.path: sample {bad}: ")]
+    assert line.endswith("; the newest checkpoint is step 1: start the same command again to go on from it")
+    assert [line["step"] for line in lines(tmp_path / "strict", "ledger.jsonl")] == [1], "the step before is committed"
