@@ -21,7 +21,8 @@ UPLOADING_SHARE = 0.05
 
 class UploadTimer:
     """Tells when files that grow are to be uploaded again: `interval_s` after the last time, and later if that took so
-    long that uploads would take more than UPLOADING_SHARE of the time. (After 100,000 steps a ledger may have 2 GB.)
+    long that uploads would take more than UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a
+    ledger has 2 GB.)
     """
 
     def __init__(self, interval_s: float) -> None:

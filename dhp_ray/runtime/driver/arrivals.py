@@ -38,7 +38,7 @@ class Arrivals:
         self._offered: SimpleQueue[tuple[int, ActorHandle]] = SimpleQueue()
         self._coming: list[_Newcomer] = []
         self.failed: list[tuple[int, str]] = []
-        self._in_a_row: dict[int, int] = {}  # by slot: newcomers that failed since one joined
+        self._waits_s: dict[int, float] = {}  # by slot: how long to wait after the next failure
         self._wanted: list[tuple[float, int]] = []  # when a slot is to be filled again
 
     def offer(self, slot: int, actor: ActorHandle) -> None:
@@ -62,7 +62,7 @@ class Arrivals:
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
         for member in taken:
-            self._in_a_row.pop(member.slot, None)
+            self._waits_s.pop(member.slot, None)
         return taken
 
     def reopened(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
@@ -71,9 +71,8 @@ class Arrivals:
         """
         while self.failed:
             slot, why = self.failed.pop()
-            before = self._in_a_row.get(slot, 0)
-            wait_s = min(2.0**before, LONGEST_S) if before else 0.0
-            self._in_a_row[slot] = min(before + 1, 9)
+            wait_s = self._waits_s.get(slot, 0.0)
+            self._waits_s[slot] = min(max(2.0, 2 * wait_s), LONGEST_S)
             self._wanted.append((monotonic() + wait_s, slot))
             told(slot, why)
             yield Notice(f"a new worker failed, another is asked for{f' in {wait_s:g} s' if wait_s else ''}: {why}")

@@ -18,7 +18,7 @@ FUSED = ("cpu", "cuda")
 """Kinds of devices for which torch has a fused AdamW."""
 
 PART_ELEMENTS = 2**26
-"""Numbers that are copied at once: a part of 256 MB takes well under a second."""
+"""Numbers that are copied at once: 256 MB."""
 
 
 @dataclass(frozen=True)
