@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,17 @@ TakeGradient = Callable[[Tensor], None]
 IGNORED = -100
 CHUNK_ELEMENTS = 1 << 25
 """Logits held at a time: 128 MiB in fp32."""
+CHUNKS_PER_PRODUCT = 8
+"""Chunks whose gradients are collected, in the computing type, for one product with the head and one with its inputs.
+
+Each product with the inputs reads and writes the whole fp32 gradient of the head, `V D` elements, so it must be rare.
+benchmarks/loss_head.py times other numbers.
+"""
 
 
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS,
-    take_gradient: TakeGradient | None = None,
+    take_gradient: TakeGradient | None = None, chunks_per_product: int = CHUNKS_PER_PRODUCT,
 ) -> Tensor:
     """Sum over tokens of the cross entropy between `hidden @ weight.T` and `labels`, as an fp32 scalar.
 
@@ -26,16 +33,17 @@ def cross_entropy_sum(
     count, `valid_tokens(labels)`, found on the host. The others cost nothing. Without a valid token the sum is 0 and
     every gradient is 0, not NaN and not None.
 
-    The gradient of each chunk's logits is turned into gradients of `hidden` and `weight` while the chunk is there
-    (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice.
+    The gradient of each chunk's logits is kept in place of the logits and turned into gradients of `hidden` and
+    `weight` in the forward pass (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice. The
+    backward pass scales them in place: it can run once.
 
     With `take_gradient` the backward pass calls it with the gradient of `weight`, fp32 and of its shape, and autograd
     gets none.
     """
-    num_tokens = max(1, chunk_elements // weight.shape[0])
+    tokens, rows = (max(1, chunk_elements // size) for size in weight.shape)
     result: Tensor = _CrossEntropySum.apply(
-        hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index), num_tokens,
-        torch.is_grad_enabled(), take_gradient)
+        hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index)[:, None],
+        Chunks(tokens, chunks_per_product, rows), torch.is_grad_enabled(), take_gradient)
     return result
 
 
@@ -69,44 +77,75 @@ def valid_tokens(labels: Tensor) -> Tensor:
     return (labels != IGNORED).nonzero()[:, 0]
 
 
+class Chunks(NamedTuple):
+    """How the work is cut: tokens of a chunk, chunks of a product, and rows of the head of a product in a low type."""
+
+    tokens: int
+    per_product: int
+    rows: int
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, with_gradients: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: Chunks, with_gradients: bool,
         take_gradient: TakeGradient | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
-        # Summed over chunks in fp32, whatever the compute type.
+        # Summed over products in fp32, whatever the compute type.
         weight_gradient = torch.zeros_like(weight,
                                            dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
-        for start in range(0, hidden.shape[0], chunk):
-            part, target = hidden[start:start + chunk], labels[start:start + chunk, None]
-            logits = (part @ weight.T).float()  # (chunk, V)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            total += (log_sum - logits.gather(1, target)).sum()
-            if hidden_gradient is None and weight_gradient is None:
-                continue
-            # d loss / d logits = softmax - one-hot, in place of the logits
-            logits.sub_(log_sum).exp_().scatter_add_(1, target, torch.full_like(log_sum, -1.0))
-            slope = logits.to(hidden.dtype)
+        several = chunks.tokens * (chunks.per_product if weight_gradient is not None else 1)
+        slopes = hidden.new_empty(  # d loss / d logits
+            min(several, hidden.shape[0]) if hidden_gradient is not None or weight_gradient is not None else 0,
+            weight.shape[0])
+        for start in range(0, hidden.shape[0], several):
+            inputs, targets = hidden[start:start + several], labels[start:start + several]
+            slope = slopes[:inputs.shape[0]]
+            for part, target, out in zip(inputs.split(chunks.tokens), targets.split(chunks.tokens),
+                                         slope.split(chunks.tokens) if slope.shape[0] else repeat(None)):
+                total += _loss_of_chunk(part, weight, target, out)
             if hidden_gradient is not None:
-                torch.mm(slope, weight, out=hidden_gradient[start:start + chunk])
+                torch.mm(slope, weight, out=hidden_gradient[start:start + several])
             if weight_gradient is not None:
-                weight_gradient += slope.T @ part
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
+                _add_product(weight_gradient, slope, inputs, chunks.rows)
+        ctx.gradients = (hidden_gradient, weight_gradient)
         ctx.weight_dtype, ctx.take_gradient = weight.dtype, take_gradient
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
-        hidden_gradient, weight_gradient = ctx.saved_tensors
+        hidden_gradient, weight_gradient = ctx.gradients
+        del ctx.gradients  # in place: that of the weights is as large as they are
+        if hidden_gradient is not None:
+            hidden_gradient.mul_(scale)
         if weight_gradient is not None:
+            weight_gradient.mul_(scale)
             if ctx.take_gradient:
-                ctx.take_gradient(weight_gradient.mul_(scale))  # in place: it is as large as the head, and used once
+                ctx.take_gradient(weight_gradient)
                 weight_gradient = None
             else:
-                weight_gradient = (weight_gradient * scale).to(ctx.weight_dtype)
-        return (None if hidden_gradient is None else (hidden_gradient * scale).to(hidden_gradient.dtype),
-                weight_gradient, None, None, None, None)
+                weight_gradient = weight_gradient.to(ctx.weight_dtype)
+        return hidden_gradient, weight_gradient, None, None, None, None
+
+
+def _loss_of_chunk(hidden: Tensor, weight: Tensor, target: Tensor, slope: Tensor | None) -> Tensor:
+    """The summed cross entropy, in fp32. Writes d loss / d logits = softmax - one-hot to `slope`."""
+    logits = (hidden @ weight.T).float()  # (tokens, V)
+    logits.sub_(logits.amax(1, keepdim=True))
+    of_target = logits.gather(1, target)
+    norm = logits.exp_().sum(1, keepdim=True)
+    if slope is not None:
+        slope.copy_(logits.div_(norm).scatter_add_(1, target, torch.full_like(norm, -1.0)))
+    return (norm.log() - of_target).sum()
+
+
+def _add_product(total: Tensor, slope: Tensor, hidden: Tensor, rows: int) -> None:
+    """Adds `slope.T @ hidden` (V, D) to `total` in fp32."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.T, hidden)
+        return
+    for part, of_part in zip(total.split(rows), slope.split(rows, dim=1)):
+        part += of_part.T @ hidden

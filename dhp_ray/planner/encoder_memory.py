@@ -24,7 +24,7 @@ import numpy as np
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare
-from dhp_ray.planner.memory import LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
+from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
 from dhp_ray.planner.plan import ClusterSpec, VisionPlan
 from dhp_ray.planner.problem import Problem
@@ -37,10 +37,11 @@ def with_encoder_apart(
     """The cost with the constants, from a model's memory, for images encoded apart from packs of at most `tokens` a
     rank, or more `beyond` that with layers whose activations are moved or recomputed.
 
-    A pack's bytes are a maximum of straight lines over its tokens, except for logits, which grow up to two chunks.
-    Between such places they are below the line through both ends, so a line that is above them at these places is above
-    them everywhere. The bytes of an encoder pass are a maximum of straight lines over its patches, with a step for
-    every SMALLEST_IMAGE patches. They are below the steepest of these lines, raised until it is above the first step.
+    A pack's bytes are a maximum of straight lines over its tokens, except for logits, which grow up to one chunk, and
+    their gradients, up to several. Between such places they are below the line through both ends, so a line that is
+    above them at these places is above them everywhere. The bytes of an encoder pass are a maximum of straight lines
+    over its patches, with a step for every SMALLEST_IMAGE patches. They are below the steepest of these lines, raised
+    until it is above the first step.
     """
     shape, settings = memory.shape, memory.settings
     if not shape.vision:
@@ -48,8 +49,8 @@ def with_encoder_apart(
     chunk, most = max(1, LOGITS_HELD // shape.vocabulary_size), max(tokens, beyond.tokens_per_rank)
     share = replace(beyond, share=float(beyond.share_of(tokens)))
     slope = (language_bytes(memory, tokens, share) - language_bytes(memory, 1, share)) / max(1, tokens - 1)
-    above = [language_bytes(memory, length, share) - slope * length for length in (1, chunk, 2 * chunk, tokens)
-             if length <= tokens]
+    above = [language_bytes(memory, length, share) - slope * length
+             for length in (1, chunk, CHUNKS_HELD * chunk, tokens) if length <= tokens]
     many = SMALLEST_IMAGE << 20  # where the steepest line is above all others
     of_patch = (encoder_bytes(memory, 2 * many) - encoder_bytes(memory, many)) / many
     of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))

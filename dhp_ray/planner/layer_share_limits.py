@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
-from dhp_ray.planner.memory import LOGITS_HELD, MemoryModel
+from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, MemoryModel
 
 PLACES = 16
 """Number of pack sizes that are checked to fit, in addition to those where a pack's bytes bend."""
@@ -61,7 +61,7 @@ def from_tokens(memory: MemoryModel, memory_bytes: float, tokens: int, largest: 
     logits. The least share that fits is computed at the tokens where these bend, and at some between.
     """
     chunk, share = max(1, LOGITS_HELD // memory.shape.vocabulary_size), most.share
-    places = {memory.settings.largest_image, memory.settings.image_limit or largest, chunk, 2 * chunk,
+    places = {memory.settings.largest_image, memory.settings.image_limit or largest, chunk, CHUNKS_HELD * chunk,
               *np.geomspace(tokens, largest, PLACES).astype(int).tolist()}
     latest = float(tokens)
     for place in places:

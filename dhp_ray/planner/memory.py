@@ -11,7 +11,8 @@ A pack's pass is a sequence of moments; the one that needs most decides. During 
 backward pass are held (`activation_memory.py`). In addition to these, at single moments, for layers of width D and an
 MLP of F:
 
-    loss           (8 + c) V D, gradient of the head summed in fp32, scaled, and cast; logits of a chunk
+    loss           4 V D, gradient of the head summed in fp32; logits of a chunk; gradients of several chunks' logits
+    loss, backward (4 + c) V D, gradient of the head, and cast
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace
@@ -36,6 +37,7 @@ from dhp_ray.planner.memory_terms import Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
 LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
+CHUNKS_HELD = 8  # whose logits' gradients are held: CHUNKS_PER_PRODUCT of model/loss.py
 SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
 SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a kernel's workspace as well
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
@@ -117,20 +119,19 @@ class MemoryModel(ActivationMemory):
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
         # a head's gradient that autograd or FSDP keeps until the embedding's gradient is there
         since_loss = embedding if (shape.tied or self._sharded) and not self._shares else 0
-        chunk = max(1, LOGITS_HELD // shape.vocabulary_size)
-        # of one chunk, or also of the next one before the first are freed: in fp32 and, if it differs, in the computing
-        # type
-        logits, both = ((4 + (c if c < 4 else 0)) * min(load.valid_tokens, count * chunk) * shape.vocabulary_size
-                        for count in (1, 2))
+        chunk, vocabulary = max(1, LOGITS_HELD // shape.vocabulary_size), shape.vocabulary_size
+        slopes = c * min(load.valid_tokens, chunk * (CHUNKS_HELD if embedding else 1)) * vocabulary
+        # in fp32 and, if it differs, in the computing type; or a part of the gradient before it is added
+        logits = (4 + (c if c < 4 else 0)) * min(load.valid_tokens, chunk) * vocabulary
+        added = min(embedding, c * LOGITS_HELD) if c < 4 else 0
         rows = held | root | {
             "last norm": self._norm("language", shape.language[0]) * shape.width * load.tokens,
             "rows of the loss": 2 * c * shape.width * load.valid_tokens,
             "gathered: a layer": self._gathered("language", 1, 0) if self._sharded else 0}
         head = {"gathered: head": float(c * shape.embedding_parameters)} if self._shares else {}
-        loss = rows | head
-        found = {"loss, next chunk": loss | {"logits": both, "gradient of the head": 4 * embedding / c},
-                 "loss, end of a chunk": loss | {"logits": logits, "gradient of the head": (4 + c) * embedding / c},
-                 "loss, backward": rows | {"gradient of the head": (4 if self._shares else 8 + c) * embedding / c}}
+        found = {
+            "loss": rows | head | {"logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
+            "loss, backward": rows | {"gradient of the head": (4 if self._shares else 4 + c) * embedding / c}}
         held = held | {"activations, language": in_backward}
         if keeps:
             found["last norm, backward"] = held | root | {

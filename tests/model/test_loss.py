@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dhp_ray.model.loss import CHUNK_ELEMENTS, cross_entropy_sum, valid_tokens
 
@@ -23,11 +26,13 @@ def loss_of(
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 50 * 7, 1 << 20])
-def test_loss_and_gradients_equal_torchs_whatever_the_chunk(chunk_elements: int) -> None:
+@pytest.mark.parametrize("chunks_per_product", [1, 2, 100])
+def test_loss_and_gradients_equal_torchs_whatever_the_chunk(chunk_elements: int, chunks_per_product: int) -> None:
     hidden, weight, labels = make(33)
     expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=-100)
     wanted = torch.autograd.grad(expected * 3, [hidden, weight])
-    loss = loss_of(hidden, weight, labels, chunk_elements)
+    loss = cross_entropy_sum(hidden, weight, labels, valid_tokens(labels), chunk_elements,
+                             chunks_per_product=chunks_per_product)
     found = torch.autograd.grad(loss * 3, [hidden, weight])
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for ours, theirs in zip(found, wanted):
@@ -71,6 +76,51 @@ def test_evaluation_computes_no_gradient() -> None:
         loss = loss_of(hidden, weight, labels)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, labels, reduction="sum"))
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
+    hidden, weight, labels = make(12)
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    loss = loss_of(hidden, weight, labels)
+    expected = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(loss, [hidden, weight]),
+                            torch.autograd.grad(expected, [hidden, weight])):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_head_is_multiplied_with_collected_gradients_once_for_several_chunks(trained: bool) -> None:
+    """24 tokens count: in chunks of 4, collected by 3 if the head is trained, 2 products."""
+    hidden, weight, labels = make(32)
+    with Products() as products:
+        cross_entropy_sum(hidden, weight if trained else weight.detach(), labels, valid_tokens(labels), 50 * 4,
+                          chunks_per_product=3)
+    assert products.shapes.count((50, 24)) == (2 if trained else 0)
+    assert products.shapes.count((12, 24)) == (2 if trained else 0)
+    assert products.shapes.count((4, 24)) == (0 if trained else 6)
+
+
+class Products(TorchDispatchMode):
+    """Records the shapes that matrix products have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        if "mm" in function.name():
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, labels = make(12)
+    loss = loss_of(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError, match="gradients"):
+        loss.backward()
 
 
 def test_bf16_sums_in_fp32() -> None:
