@@ -1,4 +1,7 @@
-"""Files of a run, on a local path or behind a URI (`s3://`, `gs://`, `hdfs://`, ...), through pyarrow.fs.
+"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs.
+
+Other file systems that pyarrow.fs reaches by a URI (`hdfs://`) show a file before it is complete, so a crash may leave
+a run there that cannot be resumed.
 
 A Folder has whole files: read, write atomically, list, delete, copy in and out. Logs that grow are in spooled_log.py.
 """

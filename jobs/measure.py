@@ -37,6 +37,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: stopped before all was measured: Ctrl-C; nothing is written", file=sys.stderr)
+        return 1
 
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -66,6 +69,8 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from dhp_ray.comm.device import choose
+    from dhp_ray.data.errors import DataError
+    from dhp_ray.errors import first_line
     from dhp_ray.measure.cost_file import write
     from dhp_ray.measure.observations import MeasureError
     from dhp_ray.measure.picture import draw
@@ -91,11 +96,13 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
                                     lambda what, share: bar.update(task, description=what, completed=share))
         write(measured, target)
         draw(measured, target.with_suffix(".png"))
+    except DataError as error:
+        raise ConfigError(str(error)) from None
     except (MeasureError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {target}: {error.strerror}", file=sys.stderr)
+        print(f"error: {target}: {error.strerror or first_line(error)}", file=sys.stderr)
         return 1
     print(measured.table())
     print(f"written: {target}, {target.with_suffix('.png')}")

@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import Config, ConfigError, help_text, load
+from dhp_ray.credentials import masked
 
 PURPOSE = (
     "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
@@ -44,6 +45,8 @@ def target(config: Config) -> Path:
         raise ConfigError(f"data.format: got {data.format}; allowed here: synthetic (other data is read as it is)")
     if not data.path.endswith(".parquet"):
         raise ConfigError(f"data.path: got {data.path!r}; allowed here: a file name ending in .parquet")
+    if "://" in data.path:
+        raise ConfigError(f"data.path: got {masked(data.path)}; allowed here: a file of this machine")
     if Path(data.path).is_dir():
         raise ConfigError(f"data.path: {data.path} is a folder; allowed here: a file name ending in .parquet")
     return Path(data.path)

@@ -5,7 +5,8 @@
 
 Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns
 (data/tools.py). A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a
-part may also name its own source.
+part may also name its own source. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is
+not learned.
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ _MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn; `kind` is text, image or video. `source`: where it comes from; None: the row's next one."""
+    """A piece of a turn; `kind` is text, image or video. `source`: where it comes from; None: the row's next one.
+    `marked`: an image or video that a mark in a text stands for.
+    """
 
     kind: str
     text: str = ""
     source: Any = None
+    marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn; `role` is system, user or assistant. The answers of tools are a turn of the user."""
+    """One turn; `role` is system, user or assistant. The answers of tools are a turn of the user. `learned`: an answer
+    has labels.
+    """
 
     role: str
     parts: tuple[ContentPart, ...]
+    learned: bool = True
 
     @property
     def text(self) -> str:
@@ -66,9 +73,9 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
     """The turns of a conversation in either form.
 
     Raises:
-        RowError: the conversation is empty, has an unknown role or no turn of the assistant, or begins with the
-            assistant; a turn of neither the user nor a tool shows an image; a text contains one of the `reserved`
-            tokens.
+        RowError: the conversation is empty, has an unknown role or no turn of the assistant that is learned, or begins
+            with the assistant; a turn of neither the user nor a tool shows an image; a text contains one of the
+            `reserved` tokens.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
@@ -76,6 +83,8 @@ def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] 
     spoken = [turn.role for turn in turns if turn.role != "system"]
     if "assistant" not in spoken:
         raise RowError("no turn of the assistant: nothing to learn from")
+    if not any(turn.learned for turn in turns if turn.role == "assistant"):
+        raise RowError("no turn of the assistant has a weight: nothing to learn from")
     if spoken[0] != "user":
         raise RowError("the assistant speaks first; allowed: a turn of the user before it")
     return turns
@@ -150,13 +159,25 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
             raise RowError(f"turn {number}: {error}") from None
     if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
-    result = Turn(ROLES[role], tuple(parts))
+    result = Turn(ROLES[role], tuple(parts), _learned(number, turn))
     _check_text(f"turn {number}", result.text, reserved)
     if result.media and result.role not in ("user", "tool"):
         raise RowError(
             f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user"
         )
     return result
+
+
+def _learned(number: int, turn: Mapping[str, Any]) -> bool:
+    """Whether neither `weight` nor `loss` of a turn is 0 or false.
+
+    Raises:
+        RowError: one of them is neither 0 nor 1.
+    """
+    for name in ("weight", "loss"):
+        if turn.get(name) not in (None, 0, 1):  # also False and True
+            raise RowError(f"turn {number} has {name} {_brief(turn[name])}; allowed: 0 or false, 1 or true")
+    return all(turn.get(name) in (None, 1) for name in ("weight", "loss"))
 
 
 def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
@@ -195,8 +216,8 @@ def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
 
 def _marked(text: str) -> list[ContentPart]:
     """The text and the marks in their order."""
-    return [ContentPart(MARKS[piece]) if piece in MARKS else ContentPart("text", piece) for piece in _MARK.split(text)
-            if piece]
+    return [ContentPart(MARKS[piece], marked=True) if piece in MARKS else ContentPart("text", piece)
+            for piece in _MARK.split(text) if piece]
 
 
 def _part(number: int, item: Any) -> ContentPart:

@@ -25,6 +25,7 @@ _READS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+_WIDE = ("I", "F")  # of a PNG, Pillow may call 16 bits of grey I
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
@@ -33,13 +34,15 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
     pixels only of a PNG with metadata behind them.
 
     Raises:
-        RowError: the header cannot be read, or gives more than `max_pixels` pixels.
+        RowError: the header cannot be read, or gives more than `max_pixels` pixels, or pixels of 32 bits a colour.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:  # before reading metadata: that of a PNG may lie behind its pixels
                 raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (data.max_decoded_pixels)")
+            if image.mode in _WIDE and image.format != "PNG":
+                raise RowError("32 bits a colour, whose range is unknown; allowed: 8 or 16 bits")
             # PngImageFile.getexif decodes the pixels to reach chunks behind them; it is called only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
@@ -56,7 +59,8 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
 def decode(data: bytes, processor: Processor) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
-    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does.
+    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but of 16
+    bits of grey the upper 8 count, where that would make everything from 255 on white.
 
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
@@ -66,8 +70,10 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
             raise ValueError(
                 f"{image.width}x{image.height} pixels; allowed: at most {processor.limits.max_decoded_pixels}"
             )
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    values = processor.image_processor(images=[upright], return_tensors="np")["pixel_values"]
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    values = processor.image_processor(images=[upright.convert("RGB")], return_tensors="np")["pixel_values"]
     return processor.family.image_patches(values, processor.bounds)
 
 

@@ -115,7 +115,7 @@ class Mixture:
         """The next row of a source; a source that is used up starts again."""
         source = self._sources[number]
         if (entry := source.peek()) is None:
-            source.start(source.epoch + 1, 0)
+            source.start_next_epoch()
             entry = source.peek()
         assert entry is not None, "a source has rows"
         return entry

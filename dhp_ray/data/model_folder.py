@@ -53,6 +53,17 @@ def check_tokenizer_files(folder: Path) -> None:
     chat_template_of(folder)
 
 
+def image_pixels_of(folder: Path) -> int:
+    """The most pixels of an image by a folder's image processor, of all its tiles if it cuts tiles; 0: it does not say.
+    """
+    settings = _image_tree(folder) or {}
+    size: dict[str, Any] = settings["size"] if isinstance(settings.get("size"), dict) else {}
+    tiles, height, width = settings.get("max_patches"), size.get("height"), size.get("width")
+    if tiles and height and width:
+        return (int(tiles) + 1) * int(height) * int(width)  # and the whole image as one
+    return int(settings.get("max_pixels") or size.get("longest_edge") or 0)
+
+
 def image_settings_of(
     folder: Path, processors: tuple[str, ...], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -62,13 +73,8 @@ def image_settings_of(
     Raises:
         DataError: there are no settings, or they are those of another processor.
     """
-    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
-        if (folder / name).is_file():
-            tree = read_json(folder / name)
-            settings = tree if section is None else tree.get(section)
-            if isinstance(settings, dict):
-                break
-    else:
+    settings = _image_tree(folder)
+    if settings is None:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")
     kind = str(settings.get("image_processor_type", ""))
     if not kind.startswith(processors):
@@ -81,6 +87,17 @@ def video_pixels_of(folder: Path) -> int:
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
     return int(size.get("longest_edge") or 0) if isinstance(size, dict) else 0
+
+
+def _image_tree(folder: Path) -> dict[str, Any] | None:
+    """The settings of a folder's image processor, as stored; None if there are none."""
+    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            tree = read_json(folder / name)
+            settings = tree if section is None else tree.get(section)
+            if isinstance(settings, dict):
+                return settings
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

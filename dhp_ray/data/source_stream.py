@@ -7,9 +7,10 @@ object store.
       -> columns of each block (blocks.py)      those of lengths, without ids, labels and images
       -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
 
-Reading runs ahead by at most two parts of an epoch, which hold half of the window's bytes each; on a small machine it
-takes its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for
-one would never start. Instead, the number of its tasks is bounded.
+Reading runs ahead by at most two parts of an epoch. Each holds half of the window's bytes, or as many more as keep all
+tasks busy within a sixteenth of the cluster's object store, and at least one fragment. On a small machine reading takes
+its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for one
+would never start. Instead, the number of its tasks is bounded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import ray
 import ray.data
+from ray.exceptions import RayError
 
 from dhp_ray.data.blocks import columns_of
 from dhp_ray.data.errors import DataError
@@ -34,10 +36,14 @@ from dhp_ray.data.order import EpochOrder, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments
 from dhp_ray.data.sizes import mean_file_bytes
+from dhp_ray.errors import named_line
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32
+STORE_SHARE = 1 / 16  # of the object store, that a part may take
+MOST_BAD_ROWS = 1000
+"""Bad rows in a row with which a source cannot be used: whatever holds its images no longer answers, say."""
 # Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
                "ray.data._internal.progress": logging.ERROR}
@@ -70,6 +76,7 @@ class SourceStream:
     def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0,
                  answer_tokens: int = 0) -> None:
         self.fragments = index_fragments(data)
+        self._path = data.path
         processor = ProcessorSpec.of(model, data)
         processor.load()  # raises here if the model folder has no tokenizer
         self.num_rows = self.fragments.num_rows
@@ -81,6 +88,7 @@ class SourceStream:
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()
+        self._bad_rows = 0  # that were taken last
         # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
         for name, level in _LOG_LEVELS.items():
@@ -88,13 +96,29 @@ class SourceStream:
         self.start(epoch=0, row=0)
 
     def take(self) -> None:
-        """Move past the row that `peek` returns."""
-        self._entries.popleft()
+        """Move past the row that `peek` returns.
+
+        Raises:
+            DataError: it is the last of MOST_BAD_ROWS bad rows in a row.
+        """
+        entry = self._entries.popleft()
         self.row += 1
+        self._bad_rows = self._bad_rows + 1 if entry.error else 0
+        if self._bad_rows == MOST_BAD_ROWS:
+            raise DataError(
+                f"data.path: {self._path}: {MOST_BAD_ROWS} rows in a row cannot be used; the last, {entry.sample.id}: "
+                f"{entry.error}; allowed: at least one usable row among them")
+
+    def start_next_epoch(self) -> None:
+        """Go to the beginning of the next epoch, as part of the same pass: bad rows before it still count."""
+        bad_rows = self._bad_rows
+        self.start(self.epoch + 1, 0)
+        self._bad_rows = bad_rows
 
     def start(self, epoch: int, row: int) -> None:
         """Go to the position after the first `row` rows of an epoch."""
         self.epoch, self.row = epoch, row
+        self._bad_rows = 0
         num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
         self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, self._window)
         self._bytes = num_bytes[self._order.fragments]
@@ -117,19 +141,29 @@ class SourceStream:
     def _plan_parts(self) -> None:
         """Start to read a part of the epoch ahead; the next part is started from the middle of this one on."""
         while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
-            tasks = max(1, int(ray.cluster_resources().get("CPU", 1)) // 4)
-            within = np.searchsorted(np.cumsum(self._bytes[self._planned : self._planned + PART_FRAGMENTS]),
-                                     self._window.num_bytes / 2, side="right")
-            stop = min(self._planned + max(tasks, int(within)), len(self._order))
+            cluster = ray.cluster_resources()
+            tasks = max(1, int(cluster.get("CPU", 1)) // 4)
+            stop = min(self._planned + self._part(tasks, cluster.get("object_store_memory", 0.0) * STORE_SHARE),
+                       len(self._order))
             self._parts.append(self._blocks(range(self._planned, stop), tasks))
             self._planned, self._part_size = stop, stop - self._planned
+
+    def _part(self, tasks: int, most_bytes: float) -> int:
+        """The number of fragments of the next part."""
+        held = np.cumsum(self._bytes[self._planned : self._planned + max(PART_FRAGMENTS, tasks)])
+        of_window = int(np.searchsorted(held, self._window.num_bytes / 2, side="right"))
+        of_store = int(np.searchsorted(held, most_bytes, side="right"))
+        return max(1, min(PART_FRAGMENTS, of_window), min(tasks, of_store))
 
     def _fetch(self) -> None:
         """Take the next block's reference and the lengths of its rows. Rows that no row of a later block can precede
         are then the next ones.
         """
-        while (found := next(self._parts[0], None)) is None:
-            self._parts.popleft()
+        try:
+            while (found := next(self._parts[0], None)) is None:
+                self._parts.popleft()
+        except RayError as error:  # also where Ray ended a task because memory ran out
+            raise DataError(f"data.path: {self._path}: a task that reads it failed: {named_line(error)}") from None
         reference, node = found
         lengths = columns_of(reference, node, LENGTH_COLUMNS).to_pylist()
         if lengths[0]["row"] == UNREADABLE:

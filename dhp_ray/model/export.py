@@ -34,6 +34,8 @@ from dhp_ray.model.weights import StoredKey, StoredWeights
 from dhp_ray.planner.host_memory import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
+GENERATION_FILE = "generation_config.json"
+
 
 class Entry(NamedTuple):
     """A tensor of the export, under `key`: either the parameter `name` in fp32, or `copied` from the model's folder."""
@@ -181,8 +183,8 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
 
 
 def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder: Path) -> None:
-    """Write config.json, generation_config.json and, if there are several files, the index; for adapters only
-    adapter_config.json.
+    """Write config.json, generation_config.json (a folder's own one as it is) and, if there are several files, the
+    index; for adapters only adapter_config.json.
 
     Raises:
         StorageError: a file cannot be written.
@@ -195,7 +197,10 @@ def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder:
     module.config.dtype, module.config.architectures = "float32", [type(module).__name__]
     with storage_errors(str(folder), "cannot be written"):
         module.config.save_pretrained(folder)
-        if module.can_generate() and adapter.module.generation_config is not None:
+        given = Path(adapter.weights.path if adapter.weights else "") / GENERATION_FILE
+        if adapter.weights and given.is_file():  # which not every transformers would write
+            (folder / GENERATION_FILE).write_bytes(given.read_bytes())
+        elif module.can_generate() and adapter.module.generation_config is not None:
             adapter.module.generation_config.save_pretrained(folder)
         if len(files) > 1:
             places = {entry.key: file.name for file in files for entry in file.entries}

@@ -105,12 +105,12 @@ def test_a_cut_picture_has_a_size_and_does_not_decode() -> None:
         decode(cut, PROCESSOR)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "CMYK", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "CMYK", "1"])
 def test_patches_equal_those_of_transformers(mode: str, tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     reference = AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True, backend="pil")
     stream = io.BytesIO()
-    Image.open(io.BytesIO(picture(97, 61))).convert("L" if mode == "I;16" else mode).convert(mode).save(stream, "TIFF")
+    Image.open(io.BytesIO(picture(97, 61))).convert(mode).save(stream, "TIFF")
     (tmp_path / "picture").write_bytes(stream.getvalue())
     expected = reference(images=[load_image(str(tmp_path / "picture"))], return_tensors="np")
     patches = decode(stream.getvalue(), PROCESSOR)
@@ -118,3 +118,21 @@ def test_patches_equal_those_of_transformers(mode: str, tmp_path: Path) -> None:
     assert patches.shape == (np.prod(PROCESSOR.grid_of((97, 61))), PROCESSOR.patch_dim)
     assert np.array_equal(patches, expected["pixel_values"])
     assert tuple(expected["image_grid_thw"][0]) == PROCESSOR.grid_of((97, 61))
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_16_bits_of_grey_are_scaled_to_8(form: str) -> None:
+    grey = np.asarray(Image.open(io.BytesIO(picture(97, 61))).convert("L"))
+    narrow, wide = io.BytesIO(), io.BytesIO()
+    Image.fromarray(grey).save(narrow, form)
+    Image.fromarray(grey.astype(np.uint16) * 257).save(wide, form)
+    assert image_size(wide.getvalue()) == (97, 61)
+    assert np.array_equal(decode(wide.getvalue(), PROCESSOR), decode(narrow.getvalue(), PROCESSOR))
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_32_bits_a_colour_are_refused(mode: str) -> None:
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(picture(97, 61))).convert("L").convert(mode).save(stream, "TIFF")
+    with pytest.raises(RowError, match="32 bits a colour"):
+        image_size(stream.getvalue())

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from dhp_ray.data import source_stream
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Batch, Stream
-from dhp_ray.schema import Data, Model
-from tests.data.samples import talk, write_rows
+from dhp_ray.schema import Data, Model, Source
+from tests.data.samples import picture, talk, write_rows
 
 LIMIT_S = 60.0
 
@@ -37,3 +41,69 @@ def test_rows_are_read_where_every_cpu_is_reserved(no_free_cpu: None, tmp_path: 
     assert batches[0] is not None
     assert len(batches[0].samples) == 40
     stream.close()
+
+
+def pictured(folder: Path, num_rows: int, name: str = "rows") -> Path:
+    """Rows of which each shows an image of its own; of them, `half` of the images are there."""
+    for number in range(num_rows // 2):
+        (folder / f"{name}{number}.png").write_bytes(picture(56, 56))
+    return write_rows(folder / f"{name}.json", [
+        {"id": f"{name}{number}", "image": f"{name}{number}.png", "conversations": talk("<image>What?", "a")}
+        for number in range(num_rows)])
+
+
+def take_all(stream: Stream | Mixture) -> None:
+    """All batches of an epoch."""
+    while stream.next_batch(8) is not None:
+        pass
+
+
+def test_a_folder_of_images_that_goes_away_ends_the_run_in_one_line(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else the rest of the epoch would be skipped, and the run would be done."""
+    monkeypatch.setattr(source_stream, "MOST_BAD_ROWS", 60)
+    images = tmp_path / "images"
+    images.mkdir()
+    path = pictured(images, 400).rename(tmp_path / "rows.json")
+    data = Data(format="llava", path=str(path), image_root=str(images), shuffle_window=1)
+    stream = Stream(data, Model(preset="tiny"), seed=0)
+    first = stream.next_batch(16)  # half of the images are missing, and no 60 of them in a row
+    assert first is not None
+    images.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"rows.json: 60 rows in a row cannot be used; the last, rows\d+: image 1: "
+                                        r"rows\d+.png: no such file below data.image_root"):
+        take_all(stream)
+    (tmp_path / "elsewhere").rename(images)
+    stream.restore(first.cursor)
+    assert stream.next_batch(16) is not None
+    stream.close()
+
+
+def test_a_source_without_a_usable_row_ends_a_mixture(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is smaller than the number of bad rows that end it, and begins anew."""
+    monkeypatch.setattr(source_stream, "MOST_BAD_ROWS", 25)
+    bad = write_rows(tmp_path / "bad.json", [{"id": f"b{number}", "conversations": talk("<image>", "a")}
+                                             for number in range(10)])
+    good = write_rows(tmp_path / "good.json", [{"id": f"g{number}", "conversations": talk("a", "b")}
+                                               for number in range(100)])
+    mixture = open_stream(Data(format="llava", sources=[Source(path=str(good)), Source(path=str(bad))]),
+                          Model(preset="tiny"), seed=0)
+    with pytest.raises(DataError, match=r"bad.json: 25 rows in a row cannot be used"):
+        take_all(mixture)
+    mixture.close()
+
+
+@pytest.mark.parametrize(("megabytes", "expected"), [(1, 16), (100, 4), (2000, 1)])
+def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
+    ray_cluster: None, tmp_path: Path, megabytes: int, expected: int
+) -> None:
+    """40 fragments, a window of 40 MB, 16 tasks, and 400 MB of the store."""
+    path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("a", "b")}
+                                               for number in range(1280)])
+    stream = source_stream.SourceStream(Data(format="llava", path=str(path), shuffle_window_mb=40.0),
+                                        Model(preset="tiny"), seed=0)
+    stream._bytes = np.full(40, megabytes * 1e6)
+    assert stream._part(16, 400e6) == max(expected, min(20, 21 // megabytes))

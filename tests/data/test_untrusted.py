@@ -194,8 +194,7 @@ def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> Non
 AVIF = ["AVIF"] if "AVIF" in FORMATS else []
 FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF", *AVIF], "RGBA": ["PNG", "WEBP", "TIFF", *AVIF],
          "L": ["PNG", "JPEG", "GIF", "PPM"], "LA": ["PNG"],
-         "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"],
-         "F": ["TIFF"]}
+         "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"]}
 SIDES = st.tuples(st.integers(1, 400), st.integers(1, 400)) | st.tuples(st.integers(1, 3), st.integers(195, 620))
 # most pictures: as they are, shrunk, enlarged
 COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from dhp_ray.config import CONF, check_evaluation, load
 from dhp_ray.data.answers import scores_of
+from dhp_ray.runtime.evaluate.evaluation import pixels_warning
 from tests.data.samples import picture, talk, write_rows
 from tests.integration.faults import children, kill
 from tests.integration.jobs import Ended, run, start
@@ -26,6 +28,17 @@ def evaluate(folder: Path, path: Path, output: Path, *arguments: str) -> Ended:
     return run("evaluate.py", f"model.path={folder}", f"eval.path={path}", f"eval.output={output}",
                f"data.max_pixels={MAX_PIXELS}", f"eval.max_new_tokens={NUM_TOKENS}", "cluster.device=cpu",
                "cluster.cpus_per_worker=0.2", *arguments)
+
+
+def test_a_line_says_that_images_are_scaled_otherwise_than_by_the_folder(tiny: Path) -> None:
+    def warning(pixels: int) -> str:
+        return pixels_warning(load([f"model.path={tiny}", "eval.path=x", f"data.max_pixels={pixels}"],
+                                   CONF / "evaluate.yaml", check_evaluation))
+
+    assert warning(MAX_PIXELS) == ""
+    assert warning(2 * MAX_PIXELS) == (
+        f"images have at most {2 * MAX_PIXELS} pixels (data.max_pixels), those of the model's own processor "
+        f"{MAX_PIXELS}: data.max_pixels={MAX_PIXELS} shows them as it does")
 
 
 def predictions(path: Path) -> list[dict[str, Any]]:
@@ -216,6 +229,7 @@ def test_a_worker_that_dies(ranks_per_model: int, ray_cluster: None, tiny: Path,
     (["eval.path={folder}/none.json"], "eval.path: no file or folder {folder}/none.json"),
     (["eval.output={folder}/rows.json"],
      "eval.output: got '{folder}/rows.json', the file of eval.path; allowed: another file"),
+    (["eval.output=s3://bucket/out.jsonl"], "eval.output: got s3://bucket/out.jsonl; allowed: a file of this machine"),
     (["eval.output={folder}/link.json"],
      "eval.output: got '{folder}/link.json', the file of eval.path; allowed: another file"),
     (["eval.path={folder}", "eval.output={folder}/new/../new/out.jsonl"],

@@ -97,7 +97,8 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], weights[name].float()) for name in weights)
     assert adapter.module.config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
     adapter.save(tmp_path / "saved", loaded)
-    assert json.loads((tmp_path / "saved/generation_config.json").read_text()).items() >= generation.items()
+    written = (tmp_path / "saved/generation_config.json").read_bytes()
+    assert written == (tmp_path / "generation_config.json").read_bytes()
     again = stored_values(build_model("", str(tmp_path / "saved"), None, 0))
     assert all(torch.equal(again[name], loaded[name]) for name in loaded)
 

@@ -3,6 +3,7 @@
     id             name of the sample (optional; see data/names.py)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
     messages       OpenAI's messages, likewise; used if there are no conversations
+    system         the text of a system turn before them, unless they begin with one (LLaMA-Factory)
     answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (data/tools.py), a list or JSON text
     image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
@@ -19,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dhp_ray.data.conversation import ROLES
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
@@ -27,7 +29,7 @@ from dhp_ray.errors import first_line
 ROWS_PER_FRAGMENT = 32
 CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
-TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "tools", "answers")
+TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "system", "tools", "answers")
 ROW_COLUMNS = (*TEXT_COLUMNS, *MEDIA_COLUMNS)
 
 
@@ -43,10 +45,10 @@ class Row:
 
 
 def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a row, as stored.
+    """The turns of a row, as stored, after that of its column `system`.
 
     Raises:
-        RowError: there are none.
+        RowError: there are none, or `system` holds no text.
     """
     name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
     turns = fields.get(name) if name else None
@@ -60,7 +62,15 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
             "content"
         )
-    return turns
+    system = fields.get("system")
+    if system is not None and not isinstance(system, str):
+        raise RowError(f"system holds {type(system).__name__}; allowed: a text")
+    return [{"role": "system", "content": system}, *turns] if system and not _begins_with_system(turns) else turns
+
+
+def _begins_with_system(turns: list[Any]) -> bool:
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    return ROLES.get(str(first.get("role") if first.get("from") is None else first.get("from"))) == "system"
 
 
 def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:

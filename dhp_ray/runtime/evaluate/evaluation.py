@@ -21,6 +21,7 @@ from dhp_ray.constraints import upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
+from dhp_ray.data.model_folder import image_pixels_of
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.display import Display, summary_line
@@ -46,6 +47,8 @@ def evaluate(config: Config, ending: Ending) -> int:
     try:
         if warning := upload_warning("eval.output", config.eval.output, Path.cwd()):
             _say(Notice(warning))
+        if warning := pixels_warning(config):
+            _say(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()
         ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
@@ -61,6 +64,22 @@ def evaluate(config: Config, ending: Ending) -> int:
         waits.close()
         ray.shutdown()
     return 0
+
+
+def pixels_warning(config: Config) -> str:
+    """A line if images are scaled otherwise than the model's folder says; else empty.
+
+    Raises:
+        ConfigError: the folder's settings cannot be read.
+    """
+    try:
+        folder, most = image_pixels_of(Path(config.model.path)), config.data.max_pixels
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    if folder in (0, most):
+        return ""
+    return (f"images have at most {most} pixels (data.max_pixels), those of the model's own processor {folder}: "
+            f"data.max_pixels={folder} shows them as it does")
 
 
 def _run(config: Config, waits: Waits) -> None:

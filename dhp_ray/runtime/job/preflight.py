@@ -18,6 +18,7 @@ from pathlib import Path
 from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device
+from dhp_ray.credentials import masked
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import check_processor_files
 from dhp_ray.data.index import check_answers, check_form, held_out, index_fragments, sources_of
@@ -157,8 +158,11 @@ def _check_model(path: str) -> None:
 
 
 def _check_output(output: str, samples: str) -> None:
-    """Refuse an output that is the file of samples, or lies in their folder, where the next evaluation would read it.
+    """Refuse an output that is the file of samples, or lies in their folder, where the next evaluation would read it,
+    or is not a file of this machine.
     """
+    if "://" in output:
+        raise ConfigError(f"eval.output: got {masked(output)}; allowed: a file of this machine")
     written, read = os.path.realpath(output), os.path.realpath(samples)
     if written == read or (os.path.exists(written) and os.path.exists(read) and os.path.samefile(written, read)):
         raise ConfigError(f"eval.output: got {output!r}, the file of eval.path; allowed: another file")

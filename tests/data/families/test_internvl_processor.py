@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dhp_ray.data.families import FAMILIES, check_processor_files
 from dhp_ray.data.families.internvl import tiling
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.model_folder import image_pixels_of
 from dhp_ray.data.processor import load_processor
 from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
@@ -58,6 +60,12 @@ def own(folder: Path) -> InternVLProcessor:
         return InternVLProcessor(images, tokenizer, None, image_seq_length=4, chat_template=PROCESSOR.chat_template)
 
 
+def messages_of(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Of LLaVA's form: the line break after a mark is one that the template writes itself."""
+    plain = [turn | {"value": re.sub("(<image>|<video>)\n", r"\1", turn["value"])} for turn in conversation]
+    return [turn.message() for turn in PROCESSOR.turns(plain)]
+
+
 def patches_of(tiles: Any) -> torch.Tensor:
     """Of tiles (T, 3, 56, 56) what a convolution of stride 14 sees, patch by patch."""
     cut = torch.nn.functional.unfold(torch.as_tensor(np.asarray(tiles)), 14, stride=14)
@@ -71,8 +79,7 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path, own: InternVLProce
         names = row["image"] if isinstance(row["image"], list) else [row["image"]]
         images = [(source / name).read_bytes() for name in names]
         encoded = PROCESSOR.encode(row["conversations"], [image_size(image) for image in images])
-        turns = PROCESSOR.turns(row["conversations"])
-        text = own.apply_chat_template([turn.message() for turn in turns], tokenize=False)
+        text = own.apply_chat_template(messages_of(row["conversations"]), tokenize=False)
         expected = own(text=[text], images=[load_image(str(source / name)) for name in names], return_tensors="np")
         assert PROCESSOR.tokenizer.decode(encoded.input_ids) == own.tokenizer.decode(expected["input_ids"][0])
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
@@ -92,7 +99,7 @@ def test_ids_grids_and_pixels_of_videos(frames: int, own: InternVLProcessor) -> 
     taken = FAMILY.frames(clip, LIMITS, 1)
     replacement = own.replace_video_token({"pixel_values_videos": np.zeros((1, len(taken), 1))}, 0)
     one = own.replace_image_token({"num_patches": [1]}, 0)
-    text = own.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)], tokenize=False)
+    text = own.apply_chat_template(messages_of(conversation), tokenize=False)
     text, _ = own.get_text_with_replacements([text], [one], [replacement, replacement])
     assert PROCESSOR.tokenizer.decode(encoded.input_ids) == text[0]
     assert encoded.grids == ((len(taken), 4, 4), (1, 4, 4), (len(taken), 4, 4))
@@ -116,7 +123,7 @@ def test_ids_and_labels_of_random_conversations_with_tiles(own: InternVLProcesso
                   if not isinstance(shown, bytes)]
         videos = [own.replace_video_token({"pixel_values_videos": np.zeros((1, FAMILY.num_frames(size, LIMITS, 1)))}, 0)
                   for size in sizes if isinstance(size, Clip)]
-        text = own.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)], tokenize=False)
+        text = own.apply_chat_template(messages_of(conversation), tokenize=False)
         text, _ = own.get_text_with_replacements([text], images, videos)
         assert encoded.input_ids.tolist() == own.tokenizer(text[0])["input_ids"]
         answers = [turn["value"] + "<|im_end|>" for turn in conversation[1::2]]
@@ -138,6 +145,10 @@ def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: flo
     expected = torch.arange(shift, num_frames, num_frames / count).int().tolist()
     assert FAMILY.frames(clip, limits, 1) == expected
     assert len(expected) == count
+
+
+def test_the_pixels_of_a_folder_are_those_of_all_its_tiles(folder: Path) -> None:
+    assert image_pixels_of(folder) == MAX_PIXELS
 
 
 def test_max_pixels_bound_the_tiles() -> None:

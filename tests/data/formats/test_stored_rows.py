@@ -25,3 +25,14 @@ def test_messages_stand_in_for_conversations() -> None:
     assert conversation_of({"messages": messages, "conversations": talk("a", "b")}) == talk("a", "b")
     with pytest.raises(RowError, match="messages is not JSON"):
         conversation_of({"messages": "["})
+
+
+def test_a_column_with_the_system_text_comes_first() -> None:
+    french = "Answer in French."
+    assert conversation_of({"conversations": talk("a", "b"), "system": french}) == [
+        {"role": "system", "content": french}, *talk("a", "b")]
+    assert conversation_of({"conversations": talk("a", "b"), "system": ""}) == talk("a", "b")
+    own = [{"from": "developer", "value": "Answer in German."}, *talk("a", "b")]
+    assert conversation_of({"conversations": own, "system": french}) == own
+    with pytest.raises(RowError, match="system holds int; allowed: a text"):
+        conversation_of({"conversations": talk("a", "b"), "system": 3})

@@ -15,9 +15,11 @@ import yaml
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import load
+from dhp_ray.model.build import build_model
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.runtime.job.measuring import _rank_main
+from tests.packs import TOKEN_IDS
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECIFIED = importlib.util.spec_from_file_location("measure_job", ROOT / "jobs" / "measure.py")
@@ -55,6 +57,28 @@ def test_bad_words_are_refused_in_one_line(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"error: {message}")
+
+
+def test_a_folder_without_processor_is_refused_in_one_line(
+    job: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    adapter = build_model("tiny", "", TOKEN_IDS, 0)
+    adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    assert job.main(["cluster.device=cpu", f"model.path={tmp_path}", "train.activation_checkpointing=true"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"error: model.path: {tmp_path} has no chat template")
+
+
+def test_an_interrupt_is_one_line(
+    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "measure", interrupted)
+    assert job.main(["cluster.device=cpu"]) == 1
+    assert capsys.readouterr().err == "error: stopped before all was measured: Ctrl-C; nothing is written\n"
 
 
 def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,78 @@
+"""What chat templates write, and what they leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.processor import Processor, load_processor
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
+from tests.data.test_processor import word_tokenizer
+
+PROCESSOR = processor()
+FIRST_SYSTEM_TURN = """{% for message in messages %}
+{%- if message['role'] != 'system' or loop.first -%}
+<|im_start|>{{ message['role'] + '\n' + message['content'] }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def learned(conversation: list[dict[str, Any]], of: Processor = PROCESSOR) -> str:
+    encoded = of.encode(conversation, [])
+    text = of.tokenizer.decode(encoded.labels[encoded.labels != -100])
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"loss": False}])
+def test_a_turn_without_weight_is_shown_and_not_learned(mark: dict[str, Any]) -> None:
+    first, answer, *rest = talk("a", "false", "b", "true")
+    conversation = [first, answer | mark, *rest]
+    assert learned(conversation) == "true<|im_end|>"
+    assert PROCESSOR.encode(conversation, []).input_ids.tolist() == PROCESSOR.encode(
+        talk("a", "false", "b", "true"), []).input_ids.tolist()
+    assert learned([first, answer | {"weight": 1, "loss": None}, *rest]) == "false<|im_end|>true<|im_end|>"
+
+
+def test_nothing_but_turns_without_weight_is_a_bad_row() -> None:
+    first, answer = talk("a", "b")
+    with pytest.raises(RowError, match="no turn of the assistant has a weight"):
+        PROCESSOR.encode([first, answer | {"weight": 0}], [])
+    with pytest.raises(RowError, match=r"turn 2 has weight 0\.5; allowed: 0 or false, 1 or true"):
+        PROCESSOR.encode([first, answer | {"weight": 0.5}], [])
+
+
+def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(FIRST_SYSTEM_TURN)
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    system = {"from": "system", "value": "one"}
+    assert learned([system, *talk("a", "true")], loaded) == "true<|im_end|>"
+    late = [system, *talk("a", "true"), {"from": "system", "value": "two"}, *talk("b", "true")]
+    with pytest.raises(RowError, match="the chat template leaves out or changes turn 4, of the system"):
+        loaded.encode(late, [])
+
+
+@pytest.mark.parametrize(("preset", "breaks"), [("tiny", 1), ("tiny_qwen3_vl", 1), ("tiny_internvl", 1)])
+def test_one_line_break_follows_an_image_of_llava(preset: str, breaks: int) -> None:
+    """InternVL's template writes one itself, those of Qwen none."""
+    of = load_processor(preset, "", MIN_PIXELS, MAX_PIXELS)
+    for text in ("<image>\nWhat?", "<image>\n<image>\nWhat?"):
+        images = text.count("<image>")
+        written = of.tokenizer.decode(of.encode(talk(text, "b"), [(112, 112)] * images).input_ids)
+        assert written.count("\n\n") == 0
+        before = written.partition("What?")[0]
+        assert before.endswith("\n" * breaks)
+        assert not before.endswith("\n" * (breaks + 1))
+
+
+def test_a_line_break_in_a_part_of_its_own_stays() -> None:
+    of = load_processor("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS)
+    parts = [{"type": "image"}, {"type": "text", "text": "\nWhat?"}]
+    encoded = of.encode([{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}], [(112, 112)])
+    assert of.tokenizer.decode(encoded.input_ids).partition("What?")[0].endswith("\n\n")
