@@ -20,7 +20,7 @@ HELP = """usage: python jobs/export.py run.dir=FOLDER [checkpoint=STEP] [out=FOL
 Writes the model of a checkpoint with its tokenizer and processor as a folder in the Hugging Face form, as a run writes
 its model at its end. Needs no Ray; holds one file of the model in memory. Works while the run is going.
 
-  run.dir=FOLDER     the run's folder, a local one or a URI (s3://, gs://, hdfs://)
+  run.dir=FOLDER     the run's folder, a local one or a URI (s3://, gs://)
   checkpoint=STEP    the step of a checkpoint that is kept; without it, the newest
   out=FOLDER         where to write: a local folder, empty or new; without it, FOLDER/exports/step_000020 of the run
   model.path=FOLDER  where the folder lies now that the run began with; without it, where it lay then

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("error: stopped before all was measured: Ctrl-C; nothing is written", file=sys.stderr)
+        print("error: stopped: Ctrl-C; measure again", file=sys.stderr)
         return 1
 
 

@@ -41,6 +41,10 @@ DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8",
             "planner": "dhp", "cost": "", "out": "", "picture": ""}
 
 
+MOST = 10**9
+"""The largest number that counts as a length, or as ranks or tokens."""
+
+
 class ArgumentError(ValueError):
     """One line for the user: the argument, what is wrong with it, what is allowed."""
 
@@ -62,8 +66,8 @@ def main(argv: list[str]) -> int:
             from dhp_ray.report.plan_picture import draw_plan
 
             draw_plan(plan, arguments["picture"])
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:  # the latter: a picture of an unknown kind
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print_table(plan)
     print(
@@ -127,7 +131,7 @@ def read_lengths(path: str) -> list[Any]:
 
     samples = []
     try:
-        with open(path, newline="") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)
             if "num_tokens" not in (rows.fieldnames or ()):
                 raise ArgumentError(
@@ -153,6 +157,8 @@ def count(text: str | None, name: str, minimum: int = 1) -> int:
         value = minimum - 1
     if value < minimum:
         raise ArgumentError(f"{name}: got {text!r}; allowed: a whole number of at least {minimum}")
+    if value > MOST:
+        raise ArgumentError(f"{name}: got {text}; allowed: at most {MOST}")
     return value
 
 

@@ -13,7 +13,7 @@ HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
 
 Writes FOLDER/report.html: one page without anything to fetch, with loss, throughput, what planning gained over
 static layouts, degrees, data and events.
-Works while the run is going, on a folder or a URI (s3://, gs://, hdfs://).
+Works while the run is going, on a folder or a URI (s3://, gs://).
 
   run.dir=FOLDER  the run's folder; without it, the one of conf/train.yaml or of --config FILE
                   (a run's config.yaml, for example)

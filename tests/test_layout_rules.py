@@ -43,7 +43,6 @@ COVERED_BY = {
     "simulate/simulation.py": "simulate/test_simulate_job.py",
     "simulate/table.py": "simulate/test_simulate_job.py",
     "simulate/workload_settings.py": "simulate/test_workload.py",
-    "data/chat_template.py": "data/test_processor.py",
     "data/clip.py": "data/test_video.py",
     "data/conversation.py": "data/test_processor.py",
     "data/errors.py": "data/test_untrusted.py",

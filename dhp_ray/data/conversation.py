@@ -159,7 +159,7 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
             raise RowError(f"turn {number}: {error}") from None
     if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
-    result = Turn(ROLES[role], tuple(parts), _learned(number, turn))
+    result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
     _check_text(f"turn {number}", result.text, reserved)
     if result.media and result.role not in ("user", "tool"):
         raise RowError(
@@ -169,15 +169,17 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
 
 
 def _learned(number: int, turn: Mapping[str, Any]) -> bool:
-    """Whether neither `weight` nor `loss` of a turn is 0 or false.
+    """Whether neither `weight` nor `loss` of an answer is 0 or false. None and NaN count as absent.
 
     Raises:
         RowError: one of them is neither 0 nor 1.
     """
-    for name in ("weight", "loss"):
-        if turn.get(name) not in (None, 0, 1):  # also False and True
-            raise RowError(f"turn {number} has {name} {_brief(turn[name])}; allowed: 0 or false, 1 or true")
-    return all(turn.get(name) in (None, 1) for name in ("weight", "loss"))
+    found = {name: turn[name] for name in ("weight", "loss") if turn.get(name) is not None}
+    found = {name: value for name, value in found.items() if value == value}
+    for name, value in found.items():
+        if value not in (0, 1):  # also False and True
+            raise RowError(f"turn {number} has {name} {_brief(value)}; allowed: 0 or false, 1 or true")
+    return all(found.values())
 
 
 def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:

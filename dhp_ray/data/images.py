@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, features
 from PIL import __version__ as pillow_version
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
@@ -25,7 +26,8 @@ _READS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-_WIDE = ("I", "F")  # of a PNG, Pillow may call 16 bits of grey I
+_GREY_16 = ("PNG", "PPM")  # of which Pillow may call 16 bits of grey I
+_BITS_PER_SAMPLE = 258  # TIFF's tag
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
@@ -34,15 +36,15 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
     pixels only of a PNG with metadata behind them.
 
     Raises:
-        RowError: the header cannot be read, or gives more than `max_pixels` pixels, or pixels of 32 bits a colour.
+        RowError: the header cannot be read, or gives more than `max_pixels` pixels, or grey of an unknown range.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:  # before reading metadata: that of a PNG may lie behind its pixels
                 raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (data.max_decoded_pixels)")
-            if image.mode in _WIDE and image.format != "PNG":
-                raise RowError("32 bits a colour, whose range is unknown; allowed: 8 or 16 bits")
+            if image.mode == "F" or (image.mode == "I" and image.format not in _GREY_16):
+                raise RowError("levels of grey of an unknown range; allowed: 8 bits a colour, up to 16 bits of grey")
             # PngImageFile.getexif decodes the pixels to reach chunks behind them; it is called only if there are any.
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
@@ -59,8 +61,8 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
 def decode(data: bytes, processor: Processor) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
-    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but of 16
-    bits of grey the upper 8 count, where that would make everything from 255 on white.
+    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but of
+    more than 8 bits of grey the upper 8 count, where that would make everything from 255 on white.
 
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
@@ -72,7 +74,8 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
             )
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):
-            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            bits = int(image.tag_v2[_BITS_PER_SAMPLE][0]) if isinstance(image, TiffImageFile) else 16
+            upright = Image.fromarray((np.asarray(upright) >> (bits - 8)).astype(np.uint8))
     values = processor.image_processor(images=[upright.convert("RGB")], return_tensors="np")["pixel_values"]
     return processor.family.image_patches(values, processor.bounds)
 

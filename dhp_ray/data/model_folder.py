@@ -53,15 +53,19 @@ def check_tokenizer_files(folder: Path) -> None:
     chat_template_of(folder)
 
 
-def image_pixels_of(folder: Path) -> int:
-    """The most pixels of an image by a folder's image processor, of all its tiles if it cuts tiles; 0: it does not say.
+def own_pixels_of(folder: Path, most_pixels: int) -> int:
+    """The `data.max_pixels` that scales images as a folder's own image processor does, if `most_pixels` does not; else
+    0, also if the folder does not say.
     """
     settings = _image_tree(folder) or {}
     size: dict[str, Any] = settings["size"] if isinstance(settings.get("size"), dict) else {}
-    tiles, height, width = settings.get("max_patches"), size.get("height"), size.get("width")
-    if tiles and height and width:
-        return (int(tiles) + 1) * int(height) * int(width)  # and the whole image as one
-    return int(settings.get("max_pixels") or size.get("longest_edge") or 0)
+    tiles, height, width = (_number(tree.get(name)) for tree, name in (
+        (settings, "max_patches"), (size, "height"), (size, "width")))
+    if tiles and height and width:  # so many tiles at most, and the whole image as one
+        area = height * width
+        return 0 if min(tiles, max(1, most_pixels // area - 1)) == tiles else (tiles + 1) * area
+    own = _number(settings.get("max_pixels")) or _number(size.get("longest_edge"))
+    return 0 if own == most_pixels else own
 
 
 def image_settings_of(
@@ -87,6 +91,10 @@ def video_pixels_of(folder: Path) -> int:
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
     return int(size.get("longest_edge") or 0) if isinstance(size, dict) else 0
+
+
+def _number(value: Any) -> int:
+    return int(value) if isinstance(value, (int, float)) else 0
 
 
 def _image_tree(folder: Path) -> dict[str, Any] | None:

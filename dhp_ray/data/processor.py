@@ -148,7 +148,7 @@ class Processor:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in this
         order.
 
-        Labels are the ids of the assistant's turns with their end token, and -100 elsewhere.
+        Labels are the ids of the assistant's turns that are learned, with their end token, and -100 elsewhere.
 
         Raises:
             RowError: roles, marks or texts cannot be encoded.

@@ -21,7 +21,7 @@ from dhp_ray.data.reader import contents_of
 class Question:
     """A conversation to evaluate. The answer is generated from `prompt`; `prompt_text` is its text before images take
     their tokens. `references` are the right answers. `whole` is the conversation as in training, with labels on every
-    turn of the assistant.
+    turn of the assistant that is learned.
 
     `images` are its encoded images and videos, in the order of the text; the prompt shows the first ones.
     """

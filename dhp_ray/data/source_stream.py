@@ -43,7 +43,9 @@ from dhp_ray.schema import Data, Model
 PART_FRAGMENTS = 32
 STORE_SHARE = 1 / 16  # of the object store, that a part may take
 MOST_BAD_ROWS = 1000
-"""Bad rows in a row with which a source cannot be used: whatever holds its images no longer answers, say."""
+"""So many bad rows in a row, or all rows of a smaller source, and the source cannot be used: whatever holds its images
+no longer answers, say.
+"""
 # Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
                "ray.data._internal.progress": logging.ERROR}
@@ -99,15 +101,15 @@ class SourceStream:
         """Move past the row that `peek` returns.
 
         Raises:
-            DataError: it is the last of MOST_BAD_ROWS bad rows in a row.
+            DataError: it is the last of too many bad rows in a row.
         """
         entry = self._entries.popleft()
         self.row += 1
         self._bad_rows = self._bad_rows + 1 if entry.error else 0
-        if self._bad_rows == MOST_BAD_ROWS:
-            raise DataError(
-                f"data.path: {self._path}: {MOST_BAD_ROWS} rows in a row cannot be used; the last, {entry.sample.id}: "
-                f"{entry.error}; allowed: at least one usable row among them")
+        if self._bad_rows == min(MOST_BAD_ROWS, self.num_rows):
+            what = ("has no usable row" if self._bad_rows == self.num_rows
+                    else f"has {self._bad_rows} rows in a row that cannot be used")
+            raise DataError(f"data.path: {self._path} {what}; the last, {entry.sample.id}: {entry.error}")
 
     def start_next_epoch(self) -> None:
         """Go to the beginning of the next epoch, as part of the same pass: bad rows before it still count."""
@@ -162,10 +164,11 @@ class SourceStream:
         try:
             while (found := next(self._parts[0], None)) is None:
                 self._parts.popleft()
+            reference, node = found
+            columns = columns_of(reference, node, LENGTH_COLUMNS)
         except RayError as error:  # also where Ray ended a task because memory ran out
             raise DataError(f"data.path: {self._path}: a task that reads it failed: {named_line(error)}") from None
-        reference, node = found
-        lengths = columns_of(reference, node, LENGTH_COLUMNS).to_pylist()
+        lengths = columns.to_pylist()
         if lengths[0]["row"] == UNREADABLE:
             raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")
         assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"

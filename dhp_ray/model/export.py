@@ -193,13 +193,14 @@ def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder:
         with storage_errors(str(folder), "cannot be written"):
             write_settings(folder, adapter.module, adapter.lora, adapter.weights.path if adapter.weights else "")
         return
+    given = Path(adapter.weights.path) / GENERATION_FILE if adapter.weights else None
+    generation = given.read_bytes() if given and given.is_file() else None  # not every transformers would write it
     module = on_meta(adapter)
     module.config.dtype, module.config.architectures = "float32", [type(module).__name__]
     with storage_errors(str(folder), "cannot be written"):
         module.config.save_pretrained(folder)
-        given = Path(adapter.weights.path if adapter.weights else "") / GENERATION_FILE
-        if adapter.weights and given.is_file():  # which not every transformers would write
-            (folder / GENERATION_FILE).write_bytes(given.read_bytes())
+        if generation is not None:
+            (folder / GENERATION_FILE).write_bytes(generation)
         elif module.can_generate() and adapter.module.generation_config is not None:
             adapter.module.generation_config.save_pretrained(folder)
         if len(files) > 1:

@@ -33,9 +33,9 @@ def cross_entropy_sum(
     count, `valid_tokens(labels)`, found on the host. The others cost nothing. Without a valid token the sum is 0 and
     every gradient is 0, not NaN and not None.
 
-    The gradient of each chunk's logits is kept in place of the logits and turned into gradients of `hidden` and
-    `weight` in the forward pass (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice. The
-    backward pass scales them in place: it can run once.
+    The gradients of a few chunks' logits are kept and turned into gradients of `hidden` and `weight` in the forward
+    pass (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice. The backward pass scales
+    them in place: it can run once.
 
     With `take_gradient` the backward pass calls it with the gradient of `weight`, fp32 and of its shape, and autograd
     gets none.
@@ -78,7 +78,9 @@ def valid_tokens(labels: Tensor) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """How the work is cut: tokens of a chunk, chunks of a product, and rows of the head of a product in a low type."""
+    """How the work is cut: tokens of a chunk, chunks of a product, and rows of the head's gradient that are added at a
+    time if the computing type is not fp32.
+    """
 
     tokens: int
     per_product: int

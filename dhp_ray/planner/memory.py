@@ -12,7 +12,7 @@ backward pass are held (`activation_memory.py`). In addition to these, at single
 MLP of F:
 
     loss           4 V D, gradient of the head summed in fp32; logits of a chunk; gradients of several chunks' logits
-    loss, backward (4 + c) V D, gradient of the head, and cast
+    loss, backward (4 + c) V D, gradient of the head, and cast; in fp32 4 V D
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace
@@ -131,7 +131,7 @@ class MemoryModel(ActivationMemory):
         head = {"gathered: head": float(c * shape.embedding_parameters)} if self._shares else {}
         found = {
             "loss": rows | head | {"logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
-            "loss, backward": rows | {"gradient of the head": (4 if self._shares else 4 + c) * embedding / c}}
+            "loss, backward": rows | {"gradient of the head": (4 if self._shares or c == 4 else 4 + c) * embedding / c}}
         held = held | {"activations, language": in_backward}
         if keeps:
             found["last norm, backward"] = held | root | {

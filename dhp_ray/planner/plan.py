@@ -90,6 +90,11 @@ class Plan:
         """Seconds of every rank, once at the end of a step with sync=micro_batch, in addition to `fixed_s`."""
         return float(self.inputs.get("cost", {}).get("update_s", 0.0)) if self.sync == "micro_batch" else 0.0
 
+    @property
+    def makespan_s(self) -> float:
+        """Predicted seconds until the last rank has run its packs: without the reduction and the update at the end."""
+        return self.predicted_time_s - self.fixed_s - self.update_s
+
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
         """Distinct groups of two or more ranks, in plan order: first those of images in parts that exchange, then those
         of packs.

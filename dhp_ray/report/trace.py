@@ -34,7 +34,7 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     step = results[0].step if results else 0
     return {"traceEvents": events, "displayTimeUnit": "ms",
             "otherData": {"step": step, "planner": plan.planner, "sync": plan.sync, "num_ranks": plan.cluster.num_ranks,
-                          "predicted_makespan_s": plan.predicted_time_s, "measured_makespan_s": last_s}}
+                          "predicted_makespan_s": plan.makespan_s, "measured_makespan_s": last_s}}
 
 
 def trace_of_steps(steps: Sequence[tuple[float, Plan, Sequence[StepResult]]], details: dict[str, Any]

@@ -185,7 +185,7 @@ class SimulatedRun:
 
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
         makespan_s = step.packs_end_s - float(step.made_s.max())
-        self.scale.observe(makespan_s, plan.predicted_time_s - step.fixed_s)
+        self.scale.observe(makespan_s, plan.makespan_s)
         if not self.speeds.even:
             cost = self.place.training.cost
             work, num_ranks = work_of(plan), self.generation.size

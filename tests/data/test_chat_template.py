@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def test_a_turn_without_weight_is_shown_and_not_learned(mark: dict[str, Any]) ->
     assert learned(conversation) == "true<|im_end|>"
     assert PROCESSOR.encode(conversation, []).input_ids.tolist() == PROCESSOR.encode(
         talk("a", "false", "b", "true"), []).input_ids.tolist()
-    assert learned([first, answer | {"weight": 1, "loss": None}, *rest]) == "false<|im_end|>true<|im_end|>"
+    for other in ({"weight": 1, "loss": None}, {"weight": math.nan}):
+        assert learned([first | {"weight": 0.5}, answer | other, *rest]) == "false<|im_end|>true<|im_end|>"
 
 
 def test_nothing_but_turns_without_weight_is_a_bad_row() -> None:

@@ -120,7 +120,7 @@ def test_patches_equal_those_of_transformers(mode: str, tmp_path: Path) -> None:
     assert tuple(expected["image_grid_thw"][0]) == PROCESSOR.grid_of((97, 61))
 
 
-@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
 def test_16_bits_of_grey_are_scaled_to_8(form: str) -> None:
     grey = np.asarray(Image.open(io.BytesIO(picture(97, 61))).convert("L"))
     narrow, wide = io.BytesIO(), io.BytesIO()
@@ -130,9 +130,22 @@ def test_16_bits_of_grey_are_scaled_to_8(form: str) -> None:
     assert np.array_equal(decode(wide.getvalue(), PROCESSOR), decode(narrow.getvalue(), PROCESSOR))
 
 
+def test_12_bits_of_grey_are_scaled_to_8() -> None:
+    """Of 2 x 2 pixels, in rows of whole bytes: 0xABC and 0x123, 0xFFF and 0."""
+    tags = [(256, 3, 2), (257, 3, 2), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 3, 2),
+            (279, 4, 6)]
+    pixels = bytes([0xAB, 0xC1, 0x23, 0xFF, 0xF0, 0x00])
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    data = b"II*\0" + struct.pack("<I", 16) + pixels.ljust(8, b"\0") + struct.pack("<H", len(tags)) + entries + bytes(4)
+    assert image_size(data) == (2, 2)
+    eight = io.BytesIO()
+    Image.fromarray(np.array([[0xAB, 0x12], [0xFF, 0]], np.uint8)).save(eight, "PNG")
+    assert np.array_equal(decode(data, PROCESSOR), decode(eight.getvalue(), PROCESSOR))
+
+
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_32_bits_a_colour_are_refused(mode: str) -> None:
+def test_grey_of_an_unknown_range_is_refused(mode: str) -> None:
     stream = io.BytesIO()
     Image.open(io.BytesIO(picture(97, 61))).convert("L").convert(mode).save(stream, "TIFF")
-    with pytest.raises(RowError, match="32 bits a colour"):
+    with pytest.raises(RowError, match="levels of grey of an unknown range"):
         image_size(stream.getvalue())

@@ -9,6 +9,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from dhp_ray.data import source_stream
@@ -43,12 +44,12 @@ def test_rows_are_read_where_every_cpu_is_reserved(no_free_cpu: None, tmp_path: 
     stream.close()
 
 
-def pictured(folder: Path, num_rows: int, name: str = "rows") -> Path:
-    """Rows of which each shows an image of its own; of them, `half` of the images are there."""
-    for number in range(num_rows // 2):
-        (folder / f"{name}{number}.png").write_bytes(picture(56, 56))
-    return write_rows(folder / f"{name}.json", [
-        {"id": f"{name}{number}", "image": f"{name}{number}.png", "conversations": talk("<image>What?", "a")}
+def pictured(folder: Path, num_rows: int) -> Path:
+    """Rows of which each shows an image of its own; every second image is missing."""
+    for number in range(0, num_rows, 2):
+        (folder / f"{number}.png").write_bytes(picture(56, 56))
+    return write_rows(folder / "rows.json", [
+        {"id": f"r{number}", "image": f"{number}.png", "conversations": talk("<image>What?", "a")}
         for number in range(num_rows)])
 
 
@@ -68,11 +69,13 @@ def test_a_folder_of_images_that_goes_away_ends_the_run_in_one_line(
     path = pictured(images, 400).rename(tmp_path / "rows.json")
     data = Data(format="llava", path=str(path), image_root=str(images), shuffle_window=1)
     stream = Stream(data, Model(preset="tiny"), seed=0)
-    first = stream.next_batch(16)  # half of the images are missing, and no 60 of them in a row
+    take_all(stream)  # 200 bad rows, and no 60 of them in a row
+    stream.start_epoch(1)
+    first = stream.next_batch(16)
     assert first is not None
     images.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"rows.json: 60 rows in a row cannot be used; the last, rows\d+: image 1: "
-                                        r"rows\d+.png: no such file below data.image_root"):
+    with pytest.raises(DataError, match=r"rows.json has 60 rows in a row that cannot be used; the last, r\d+: image 1: "
+                                        r"\d+.png: no such file below data.image_root"):
         take_all(stream)
     (tmp_path / "elsewhere").rename(images)
     stream.restore(first.cursor)
@@ -81,17 +84,15 @@ def test_a_folder_of_images_that_goes_away_ends_the_run_in_one_line(
 
 
 def test_a_source_without_a_usable_row_ends_a_mixture(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tmp_path: Path
 ) -> None:
-    """It is smaller than the number of bad rows that end it, and begins anew."""
-    monkeypatch.setattr(source_stream, "MOST_BAD_ROWS", 25)
     bad = write_rows(tmp_path / "bad.json", [{"id": f"b{number}", "conversations": talk("<image>", "a")}
                                              for number in range(10)])
     good = write_rows(tmp_path / "good.json", [{"id": f"g{number}", "conversations": talk("a", "b")}
                                                for number in range(100)])
     mixture = open_stream(Data(format="llava", sources=[Source(path=str(good)), Source(path=str(bad))]),
                           Model(preset="tiny"), seed=0)
-    with pytest.raises(DataError, match=r"bad.json: 25 rows in a row cannot be used"):
+    with pytest.raises(DataError, match=r"bad.json has no usable row; the last, 1/b\d: 1 <image> marks"):
         take_all(mixture)
     mixture.close()
 
@@ -107,3 +108,20 @@ def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
                                         Model(preset="tiny"), seed=0)
     stream._bytes = np.full(40, megabytes * 1e6)
     assert stream._part(16, 400e6) == max(expected, min(20, 21 // megabytes))
+
+
+def test_a_reading_task_that_ray_ends_is_one_line(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("a", "b")}])
+    stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
+
+    def ended(*_: object) -> Iterator[tuple[ray.ObjectRef, str]]:
+        raise OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on the node ...")
+        yield
+
+    monkeypatch.setattr(source_stream.SourceStream, "_blocks", ended)
+    with pytest.raises(DataError) as caught:
+        stream.next_batch(1)
+    assert str(caught.value) == (f"data.path: {path}: a task that reads it failed: OutOfMemoryError: Task was killed "
+                                 "due to the node running low on memory.")

@@ -215,7 +215,7 @@ def test_no_payload_comes_to_the_driver(ray_cluster: None, tmp_path: Path, monke
 
 def test_a_set_without_a_usable_row_is_refused(ray_cluster: None, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": []}, {"id": "b", "conversations": []}])
-    with pytest.raises(DataError, match=r"has no usable row; the first, [ab]: the conversation is empty"):
+    with pytest.raises(DataError, match=r"has no usable row; the last, [ab]: the conversation is empty"):
         open_stream(path).next_batch(2)
 
 

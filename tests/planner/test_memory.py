@@ -12,7 +12,8 @@ import pytest
 
 from dhp_ray.model.build import adapter_sizes_of
 from dhp_ray.model.lora import LoraSettings
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
+from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
@@ -251,6 +252,10 @@ def test_a_node_of_8_holds_an_eighth_and_two_units_and_the_gradients_of_one(name
         units = sum(value for name, value in terms.items()
                     if name.startswith(("gathered", "gradient of the head", "gradients of weights")))
         assert units <= (2 * head + (4 + 2) * head if moment.startswith("loss") else 2 * 3 * layer), (moment, terms)
+
+
+def test_the_loss_holds_what_the_memory_model_counts() -> None:
+    assert (LOGITS_HELD, CHUNKS_HELD) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT)
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

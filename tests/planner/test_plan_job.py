@@ -111,6 +111,8 @@ def test_help_names_every_planner():
 
 @pytest.mark.parametrize(("words", "message"), [
     (["num_ranks=4"], "lengths: give lengths=FILE.csv or replay=FILE.json"), (["lengths={csv}"], "num_ranks: got ''"),
+    (["lengths={csv}", "num_ranks=4", f"tokens_per_rank={2**62}"], f"tokens_per_rank: got {2**62}; allowed: at most "),
+    (["lengths={csv}", f"num_ranks={10**21}"], f"num_ranks: got {10**21}; allowed: at most 1000000000"),
     (["lengths={csv}", "num_ranks=four"], "num_ranks: got 'four'; allowed: a whole number of at least 1"),
     (["lengths={csv}", "num_ranks=4", "rank=1"], "rank=1: no such argument; allowed: lengths="),
     (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
@@ -135,6 +137,19 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, capsys, row, message):
     path.write_text(f"num_tokens,name\n7,a\n{row},b\n" if row else "num_tokens,name\n7,a\n8,b\n,c\n")
     assert job.main([f"lengths={path}", "num_ranks=1"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, capsys):
+    (tmp_path / "marked.csv").write_text("num_tokens\n7\n", encoding="utf-8-sig")
+    assert job.main([f"lengths={tmp_path / 'marked.csv'}", "num_ranks=1"]) == 0
+
+
+def test_a_picture_of_an_unknown_kind_is_one_line(lengths, tmp_path, capsys):
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"picture={tmp_path / 'plan.foo'}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "foo" in error
+    assert error.count("\n") == 1
 
 
 def test_a_file_without_the_column_is_refused(tmp_path, capsys):

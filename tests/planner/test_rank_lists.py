@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_dhp import ALL_TO_ALL, bimodal
 
-from dhp_ray.planner import ClusterSpec, Sample, plan_batch
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.rank_lists import rank_lists
 
@@ -70,3 +70,21 @@ def test_as_short_as_by_an_exhaustive_search(num_ranks, kind):
               "wide": np.random.default_rng(1).uniform(0.4, 1.2, num_ranks)}[kind]
     plan = plan_batch(bimodal(4 * num_ranks, num_ranks), ClusterSpec(num_ranks, 8, 8192, tuple(speeds)), ALL_TO_ALL)
     assert plan.predicted_time_s <= 1.01 * FORMER_S[num_ranks, kind]
+
+
+SLOW = CostModel(1e-9, 1e-4, 1.5e5, 0.2, {"intra": 4e11, "inter": 5e10}, communication="ring", overlap=0.9,
+                 latency_s=1e-3, pack_s=0.02)
+
+
+@pytest.mark.parametrize("planner", ["dhp", "dhp_quick"])
+@pytest.mark.parametrize(("num_slow", "speed", "needed"), [(1, 0.8, 61), (1, 0.25, 61), (5, 0.5, 58), (3, 1e-6, 61)])
+def test_a_sequence_on_nearly_all_ranks_leaves_out_the_slow_ones(num_slow, speed, needed, planner):
+    """The step takes at most 1.05 of the time that it takes on the other ranks alone."""
+    random, nodes = np.random.default_rng(0), tuple(rank // 8 for rank in range(64))
+    samples = [Sample("long", needed * 4096 - 5)] + [
+        Sample(str(number), int(tokens)) for number, tokens in enumerate(np.exp(random.normal(7.5, 1.0, 256)) + 16)]
+    speeds = tuple(speed if 11 <= rank < 11 + num_slow else 1.0 for rank in range(64))
+    rest = tuple(node for node, of_rank in zip(nodes, speeds) if of_rank == 1.0)
+    found = plan_batch(samples, ClusterSpec(64, 8, 4096, speeds, nodes), SLOW, planner=planner)
+    without = plan_batch(samples, ClusterSpec(len(rest), 8, 4096, (), rest), SLOW)
+    assert found.predicted_time_s <= 1.05 * without.predicted_time_s

@@ -5,7 +5,8 @@ each node and in the whole cluster, and cut into runs:
 
     inside a node    from each speed on, all ranks of it and faster  speeds 0.9 1.0 1.0 1.1: lists of 4, 3 and 1 ranks
     in the cluster   from every 16th rank on, the next 64; groups of more than 16 ranks have runs four times as long,
-                     from every 64th rank on; and so on
+                     from every 64th rank on; and so on. If there are few speeds, also from the first rank of each on,
+                     so that a group of nearly all ranks can leave out exactly the slow ones
 
 The total speed of the d slowest ranks of a list, over d times the slowest speed, is the least factor (`stretch`) by
 which a group of d ranks of this list increases its area; lists with the smallest stretch come first. O(ranks x (log
@@ -23,7 +24,7 @@ from dhp_ray.planner.schedule import by_owner, firsts_of
 
 RUN, RUNS = 64, 16
 """RUN: ranks in a run of the cluster, for groups of up to a quarter of that. RUNS: about how many runs begin in a small
-cluster.
+cluster, and the most speeds that begin one each.
 """
 
 
@@ -70,8 +71,11 @@ def rank_lists(machine: Machine) -> RankLists:
         [machine.ranks_per_node * np.ones_like(starts[0])],
     )
     run, smallest = RUN, 1
+    faster = np.flatnonzero(np.diff(rising[num_ranks:])) + 1
     while smallest <= num_ranks:
         start = np.arange(0, num_ranks, min(run // 4, -(-num_ranks // RUNS)))
+        if len(faster) <= RUNS:
+            start = np.union1d(start, faster)
         starts.append(num_ranks + start)
         ends.append(num_ranks + np.minimum(start + run, num_ranks))
         least.append(np.full_like(start, smallest))

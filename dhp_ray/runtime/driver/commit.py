@@ -63,7 +63,7 @@ class Commits:
         if (error := cost_error(plan, work, finished.results)) is not None:
             metrics["cost_error"] = error
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
-        session.history.scale.observe(metrics["measured_makespan_s"], plan.predicted_time_s)
+        session.history.scale.observe(metrics["measured_makespan_s"], plan.makespan_s)
         session.history.step_times_s.append(finished.step_time_s)
         for sample_id, reason in [*finished.skipped, *finished.placeholders.items()]:
             if records.skip(sample_id, reason, finished.step, finished.epoch):

@@ -87,7 +87,7 @@ def step_metrics(
         "num_samples": len(plan.samples),
         "step_time_s": step_time_s,
         "planning_time_s": plan.planning_time_s,
-        "predicted_makespan_s": plan.predicted_time_s,
+        "predicted_makespan_s": plan.makespan_s,
         "measured_makespan_s": makespan_s(results),
         "idle_fraction": measured_idle_fraction(results),
         "num_ranks": plan.cluster.num_ranks,

@@ -86,7 +86,8 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described", "false")
     most = _most_tokens(config, auto_tokens, num_ranks)
     memories = [memory_of(config, group, mode, num_ranks) for mode in modes]
-    offers = [_offer(config, group, mode, memory, most) for mode, memory in zip(modes, memories)]
+    image = image_tokens_of(config, group) if auto_tokens or config.planner.tokens_per_rank == "auto" else 0
+    offers = [_offer(config, group, mode, memory, most, image) for mode, memory in zip(modes, memories)]
     held = num_ranks * max(1, *(offer.most_tokens for offer in offers))
     limit = min(config.planner.max_sequence_tokens or held, held)
     longest = max((sample.num_tokens for sample in held_samples(group.first_batch, limit)), default=1)
@@ -141,19 +142,26 @@ def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ra
     tokens, limit = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
     if not (auto_tokens or tokens == "auto"):
         return int(tokens)
-    image = config.data.max_pixels // group.members[0].described["shape"].token_pixels  # one rank encodes and holds it
-    image = min(image, limit or image)
-    return max(math.ceil((limit or longest) / num_ranks), image if tokens == "auto" else min(image, int(tokens)))
+    return max(math.ceil((limit or longest) / num_ranks), image_tokens_of(config, group))
+
+
+def image_tokens_of(config: Config, group: WorkerGroup) -> int:
+    """Return the tokens of the largest image, which one rank encodes and holds: at most `planner.max_sequence_tokens`
+    and a resolved `planner.tokens_per_rank`.
+    """
+    tokens, image = config.planner.tokens_per_rank, (
+        config.data.max_pixels // group.members[0].described["shape"].token_pixels)
+    return min(image, config.planner.max_sequence_tokens or image, image if tokens == "auto" else int(tokens))
 
 
 def _offer(
-    config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None
+    config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None, image_tokens: int
 ) -> Offer:
     fitting, (cost, device) = plain_tokens(config, memory, group), _slowest(memory, group)
     tokens, most = fitting if most_tokens is None else min(fitting, most_tokens), most_tokens or 2**62
     offload = offload_of(config, memory, group, max(1, tokens), most)
     return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))), offload,
-                 recomputation_of(config, memory, group, offload, max(1, tokens), most))
+                 recomputation_of(config, memory, group, offload, max(1, tokens), most), image_tokens)
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:

@@ -21,7 +21,7 @@ from dhp_ray.constraints import upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
-from dhp_ray.data.model_folder import image_pixels_of
+from dhp_ray.data.model_folder import own_pixels_of
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.display import Display, summary_line
@@ -73,13 +73,11 @@ def pixels_warning(config: Config) -> str:
         ConfigError: the folder's settings cannot be read.
     """
     try:
-        folder, most = image_pixels_of(Path(config.model.path)), config.data.max_pixels
+        own = own_pixels_of(Path(config.model.path), config.data.max_pixels)
     except DataError as error:
         raise ConfigError(str(error)) from None
-    if folder in (0, most):
-        return ""
-    return (f"images have at most {most} pixels (data.max_pixels), those of the model's own processor {folder}: "
-            f"data.max_pixels={folder} shows them as it does")
+    return (own and (f"images have at most {config.data.max_pixels} pixels (data.max_pixels), those of the model's own "
+                    f"processor {own}: data.max_pixels={own} shows them as it does")) or ""
 
 
 def _run(config: Config, waits: Waits) -> None:

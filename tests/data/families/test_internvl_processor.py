@@ -25,7 +25,7 @@ from dhp_ray.data.families import FAMILIES, check_processor_files
 from dhp_ray.data.families.internvl import tiling
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import image_pixels_of
+from dhp_ray.data.model_folder import own_pixels_of
 from dhp_ray.data.processor import load_processor
 from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
@@ -147,8 +147,10 @@ def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: flo
     assert len(expected) == count
 
 
-def test_the_pixels_of_a_folder_are_those_of_all_its_tiles(folder: Path) -> None:
-    assert image_pixels_of(folder) == MAX_PIXELS
+@pytest.mark.parametrize(("pixels", "own"), [(MAX_PIXELS, 0), (MAX_PIXELS + 3000, 0), (100 * MAX_PIXELS, 0),
+                                             (MAX_PIXELS - 1, MAX_PIXELS), (100, MAX_PIXELS)])
+def test_a_folder_says_how_many_pixels_its_tiles_have(pixels: int, own: int, folder: Path) -> None:
+    assert own_pixels_of(folder, pixels) == own
 
 
 def test_max_pixels_bound_the_tiles() -> None:

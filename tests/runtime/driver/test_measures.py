@@ -46,7 +46,7 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6), Sample("c", 5))
     plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
                 (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5),
-                 GroupPlan((2,), Pack((2,)), 0.5)), 1.0, 0.9, 0.002)
+                 GroupPlan((2,), Pack((2,)), 0.5)), 1.25, 0.9, 0.002, {"cost": {"fixed_s": 0.25}})
     metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 1, late=True)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}

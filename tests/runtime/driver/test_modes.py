@@ -23,6 +23,7 @@ from dhp_ray.runtime.driver.modes import (
     check_cost,
     cost_of,
     fewest_of_a_node,
+    image_tokens_of,
     memory_of,
     mode_of,
 )
@@ -272,3 +273,18 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
     assert list(Session.mode_told(session)) == []
     session.history.mode_told, session.current.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
     assert "planner.sync=auto is step" in next(iter(Session.mode_told(session))).text
+
+
+def test_the_largest_image_must_fit_a_pack_that_recomputes_nothing(tmp_path: Path) -> None:
+    """A rank holds an image only in such a pack, so a mode whose other packs are large would skip most images."""
+    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
+    group = group_of(4, ROOM, config)
+    plain = memory_of(config, group, Mode("step", False)).tokens_that_fit(0.9 * ROOM * GIB)
+    tokens = group.members[0].described["shape"].token_pixels
+    chosen = {}
+    for share in (0.9, 1.1):
+        config.data.max_pixels = int(share * plain) * tokens
+        choice = mode_of(config, group, auto_tokens=True)
+        chosen[share] = choice.mode.recomputes
+        assert image_tokens_of(config, group) == int(share * plain)
+    assert chosen[1.1]

@@ -78,7 +78,7 @@ def test_an_interrupt_is_one_line(
 
     monkeypatch.setattr(job, "measure", interrupted)
     assert job.main(["cluster.device=cpu"]) == 1
-    assert capsys.readouterr().err == "error: stopped before all was measured: Ctrl-C; nothing is written\n"
+    assert capsys.readouterr().err == "error: stopped: Ctrl-C; measure again\n"
 
 
 def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
