@@ -66,8 +66,8 @@ class Timed(NamedTuple):
 
 
 def dhp(problem: Problem, tunes: bool = True) -> Schedule:
-    """The shortest schedule found. `tunes`: there is time to tune the baselines and, with sync=micro_batch, for all ways
-    to plan the batch.
+    """The shortest schedule found. `tunes`: there is time to tune the baselines and, with sync=micro_batch, to plan the
+    batch in all ways.
     """
     hurries = not tunes and problem.sync == "micro_batch"
     size, by_way = len(problem.samples) * problem.cluster.num_ranks, list[tuple[Way, list[Timed]]]()
