@@ -28,13 +28,14 @@ FEW = 6
 
 
 class Batch(NamedTuple):
-    """The sequences, the work of each (seconds of one rank), their images (seconds, those of sequence i from
-    first_image[i] on), and the tokens of a pack that a rank holds."""
+    """The sequences, the work of each (seconds of one rank), their images (seconds and patches, those of sequence i
+    from first_image[i] on), and the tokens of a pack that a rank holds."""
 
     items: Items
     work: np.ndarray
     first_image: np.ndarray
     image_s: np.ndarray
+    patches: np.ndarray
     tokens_per_rank: int
 
 
@@ -69,7 +70,8 @@ def described(problem: Problem, schedule: Schedule) -> tuple[Batch, Groups, np.n
                     np.minimum.reduceat(speeds, schedule.first_rank[:-1]),
                     np.where(crosses, rates[degree].across_s, rates[degree].inside_s))
     work = problem.items.language_s + problem.items.vision_s
-    batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.cluster.most_tokens_per_rank)
+    batch = Batch(problem.items, work, problem.first_image, problem.all_image_s, problem.all_image_patches,
+                  problem.cluster.most_tokens_per_rank)
     pack_of = np.empty(len(problem.items), dtype=np.int64)
     pack_of[schedule.rows] = np.repeat(np.arange(len(degree)), np.diff(schedule.first_row))
     return batch, groups, pack_of
@@ -143,7 +145,8 @@ def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.nd
                 rows[count] = row
                 count += 1
         encode_s = longest_member_s(
-            rows, batch.first_image, batch.image_s, groups.speeds[groups.first[pack] : groups.first[pack + 1]])
+            rows, batch.first_image, batch.image_s, batch.patches,
+            groups.speeds[groups.first[pack] : groups.first[pack + 1]])
         encode_s += rate.encoder_pass_s / groups.slowest[pack]
     seconds = compiled_predicted_s(language_s, attention_s, encode_s, host_s, tokens, degree, groups.slowest[pack],
                                    groups.transfer_s[pack], rate)

@@ -134,5 +134,6 @@ def _encoders(problem: Problem, schedule: Schedule) -> tuple[np.ndarray, np.ndar
         schedule,
         problem.first_image,
         problem.all_image_s if costs else problem.all_image_patches,
+        problem.all_image_patches,
         problem.speeds if costs else np.ones(problem.cluster.num_ranks),
     )

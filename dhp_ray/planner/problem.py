@@ -84,19 +84,20 @@ def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
     image = np.maximum.reduceat(items.image_s[packs.rows], first)
     if deals_images:
         fullest = _fullest_s(packs.rows, packs.first, problem.first_image, problem.all_image_s,
-                             problem.cluster.num_ranks)
+                             problem.all_image_patches, problem.cluster.num_ranks)
     else:
         fullest = np.maximum(vision[:, None] / np.arange(1, DEGREES + 1), image[:, None])
     return items_of(tokens, language, attention, vision, image, host, fullest, problem.cluster.most_tokens_per_rank)
 
 
 def _fullest_s(
-    rows: np.ndarray, first: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, num_ranks: int
+    rows: np.ndarray, first: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, all_patches: np.ndarray,
+    num_ranks: int,
 ) -> np.ndarray:
     """`fullest_s` of the items of packs, for up to as many ranks as there are; 0 beyond."""
     fullest = np.zeros((len(first) - 1, DEGREES))
     most = min(DEGREES, num_ranks)
-    fullest[:, :most] = fullest_member_s(rows, first, first_image, all_image_s, most)
+    fullest[:, :most] = fullest_member_s(rows, first, first_image, all_image_s, all_patches, most)
     return fullest
 
 
@@ -147,7 +148,7 @@ def problem_of(
     of_sample = np.bincount(owner, patches, len(samples))
     host = cost.host_s(tokens.astype(np.float64), of_sample)
     each = np.arange(len(samples) + 1)
-    fullest = _fullest_s(each[:-1], each, firsts_of(counts), seconds, cluster.num_ranks)
+    fullest = _fullest_s(each[:-1], each, firsts_of(counts), seconds, patches, cluster.num_ranks)
     items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host, fullest,
                      cluster.most_tokens_per_rank)
     rows = patches * (np.array([sample.vision_tokens for sample in samples]) / np.maximum(of_sample, 1.0))[owner]

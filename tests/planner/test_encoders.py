@@ -1,6 +1,7 @@
 """Who encodes which image: each goes to the member that would finish it first."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,8 +18,11 @@ from dhp_ray.planner.schedule import Schedule, firsts_of
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=6), st.integers(1, 5), st.booleans(),
-       st.randoms(use_true_random=False))
-def test_each_image_goes_to_the_member_that_finishes_it_first(images, degree, uneven, random):
+       st.booleans(), st.randoms(use_true_random=False))
+def test_each_image_goes_to_the_member_with_room_that_finishes_it_first(
+    images, degree, uneven, has_large_ones, random
+):
+    """Room for as many patches as the mean and the largest image."""
     speeds = np.array([random.choice([0.5, 1.0, 2.0]) if uneven else 1.0 for _ in range(degree + 1)])
     cut = random.randint(1, len(images))
     sizes = [cut, len(images) - cut] if cut < len(images) else [cut]
@@ -26,33 +30,42 @@ def test_each_image_goes_to_the_member_that_finishes_it_first(images, degree, un
     schedule = Schedule(np.arange(len(images)), firsts_of(sizes), ranks, firsts_of([degree, 1][:len(sizes)]),
                         np.zeros(len(sizes), dtype=np.int64))
     flat = np.array([float(seconds) for row in images for seconds in row])
+    patches = np.array([float(random.randint(1, 9)) for _ in flat]) if has_large_ones else flat
     first_member = schedule.first_rank
-    encoders, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, speeds)
+    encoders, first, longest_s = encoders_of(schedule, firsts_of([len(row) for row in images]), flat, patches, speeds)
     for group, rows in enumerate([images[:cut], images[cut:]][:len(sizes)]):
         seconds = [value for row in rows for value in row]
         paces = speeds[schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]]
         owner = [row for row, of_row in enumerate(rows) for _ in of_row]
-        longest_first, by_sequence = (dealt(seconds, order, paces) for order in (
+        held = patches[first[group]:first[group + 1]].tolist()
+        longest_first, by_sequence = (dealt(seconds, held, order, paces) for order in (
             sorted(range(len(seconds)), key=lambda image: -seconds[image]),
             sorted(range(len(seconds)), key=lambda image: (owner[image], -seconds[image]))))
         wanted, fullest = by_sequence if by_sequence[1] < longest_first[1] else longest_first
-        for cost in set(seconds):  # alike: neighbours to one member
-            alike = [image for image, value in enumerate(seconds) if value == cost]
+        longest_first = sorted(range(len(seconds)), key=lambda image: -seconds[image])
+        for _, run in groupby(longest_first, key=lambda image: (seconds[image], held[image])):
+            alike = list(run)  # neighbours to one member
             for image, member in zip(alike, sorted((wanted[image] for image in alike),
                                                    key=lambda member: schedule.ranks[first_member[group] + member])):
                 wanted[image] = member
         members = schedule.ranks[schedule.first_rank[group]:schedule.first_rank[group + 1]]
         assert encoders[first[group]:first[group + 1]].tolist() == [members[member] for member in wanted]
         assert longest_s[group] == fullest
+        found = np.bincount(encoders[first[group]:first[group + 1]], held, minlength=len(speeds))
+        assert found.max() <= sum(held) / len(members) + max(held, default=0)
 
 
-def dealt(seconds: Sequence[float], order: Sequence[int], paces: Sequence[float]) -> tuple[list[int], float]:
+def dealt(
+    seconds: Sequence[float], patches: Sequence[float], order: Sequence[int], paces: Sequence[float]
+) -> tuple[list[int], float]:
     """(the member that finishes each image first, images taken in this order; seconds of the fullest member)"""
-    loads, found = [0.0] * len(paces), [0] * len(seconds)
+    loads, held, found = [0.0] * len(paces), [0.0] * len(paces), [0] * len(seconds)
+    most = sum(patches) / len(paces) + max(patches, default=0.0)
     for image in order:
-        found[image] = min(range(len(paces)),
+        found[image] = min((member for member in range(len(paces)) if held[member] + patches[image] <= most),
                            key=lambda member: (loads[member] + seconds[image] / paces[member], member))
         loads[found[image]] += seconds[image] / paces[found[image]]
+        held[found[image]] += patches[image]
     return found, max(loads)
 
 
@@ -68,7 +81,8 @@ def test_a_member_takes_neighbouring_entries_of_a_video():
     """Ten entries of one length and a last one, shorter, on three members."""
     schedule = Schedule(np.array([0]), np.array([0, 1]), np.array([4, 5, 7]), np.array([0, 3]),
                         np.zeros(1, dtype=np.int64))
-    encoders, _, longest_s = encoders_of(schedule, np.array([0, 11]), np.array([2.0] * 10 + [1.0]), np.ones(8))
+    encoders, _, longest_s = encoders_of(schedule, np.array([0, 11]), np.array([2.0] * 10 + [1.0]),
+                                         np.array([2.0] * 10 + [1.0]), np.ones(8))
     assert encoders.tolist() == [4, 4, 4, 4, 5, 5, 5, 7, 7, 7, 5]
     assert longest_s.tolist() == [8.0]
 
@@ -101,5 +115,15 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
 def test_the_member_with_most_to_encode():
     """The example of `encoders.py`, and a pack without images."""
     found = fullest_member_s(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 5, 5]),
-                             np.array([3.0, 2.0, 3.0, 2.0, 3.0]), 6)
+                             np.array([3.0, 2.0, 3.0, 2.0, 3.0]), np.ones(5), 6)
     assert found.tolist() == [[13.0, 7.0, 5.0, 4.0, 3.0, 3.0], [0.0] * 6]
+
+
+def test_a_fast_member_takes_no_more_images_than_memory_was_counted_for():
+    """Nine equal images on members of speeds 4 and 1: by time alone 8 and 1; room is for 4.5 and one more."""
+    schedule = Schedule(np.array([0]), np.array([0, 1]), np.array([0, 1]), np.array([0, 2]),
+                        np.zeros(1, dtype=np.int64))
+    encoders, _, longest_s = encoders_of(schedule, np.array([0, 9]), np.ones(9), np.full(9, 16.0),
+                                         np.array([4.0, 1.0]))
+    assert np.bincount(encoders).tolist() == [5, 4]
+    assert longest_s.tolist() == [4.0]
