@@ -34,7 +34,7 @@ def dhp_quick(problem: Problem) -> Schedule:
     if problem.sync == "micro_batch" or len(problem.items) * problem.cluster.num_ranks <= TINY:
         return dhp(problem, tunes=False)
     shortest, shortest_s = None, np.inf
-    for way in few_ways(problem):
+    for way in few_ways(problem, as_it_is=True):
         if way.searched.lower_bound_s < shortest_s:
             schedule = quick_step(replace(way.searched, pool=()), way.searched.lower_bound_s - problem.cost.fixed_s)
             if (schedule_s := time_of(problem, schedule)) < shortest_s:

@@ -91,14 +91,16 @@ def ways_of(problem: Problem) -> Iterator[Way]:
         yield Way(replace(problem, joins_most=True), problem)
 
 
-def few_ways(problem: Problem) -> Iterator[Way]:
-    """The ways to plan a batch for which there is little time: as always without recomputation, and of those with
-    fuller packs the one with the lowest bound.
+def few_ways(problem: Problem, as_it_is: bool = False) -> Iterator[Way]:
+    """The ways to plan a batch for which there is little time: as always without recomputation; with it as with nothing
+    recomputed, of those with fuller packs the one with the lowest bound, and first, if asked for, as it is.
     """
     if not problem.cluster.recomputation.share:
         yield from (Way(way, way) for way in at_cheap_tokens(problem))
         return
-    cheap = at_cheap_tokens(problem)[-1]
+    *given, cheap = at_cheap_tokens(problem)
+    if as_it_is:
+        yield from (Way(way, way) for way in given)
     cheap = replace(cheap, lower_bound_s=lower_bound_s(cheap))
     yield Way(cheap, cheap)
     if fuller := list(with_fuller_packs(problem)):
