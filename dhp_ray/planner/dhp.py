@@ -66,12 +66,9 @@ class Timed(NamedTuple):
 
 
 def dhp(problem: Problem, tunes: bool = True) -> Schedule:
-    """The shortest schedule found. `tunes`: there is time to tune the baselines and, with sync=micro_batch, to plan the
-    batch in all ways.
-    """
-    hurries = not tunes and problem.sync == "micro_batch"
+    """The shortest schedule found. `tunes`: there is time to tune the baselines."""
     size, by_way = len(problem.samples) * problem.cluster.num_ranks, list[tuple[Way, list[Timed]]]()
-    for way in few_ways(problem) if size > MANY or hurries else ways_of(problem):
+    for way in few_ways(problem) if size > MANY else ways_of(problem):
         if not by_way or way.searched.lower_bound_s < _shortest(_all(by_way)).seconds:
             by_way.append((way, _found(way, problem)))
     if tunes and _worth_tuning(problem, _shortest(_all(by_way)), [each for each in _all(by_way) if each.is_baseline]):

@@ -2,8 +2,7 @@
 
 With `sync=step` it is the same search on the makespan with its cheapest settings: one trial for each makespan, no local
 search, no preference for the pool, no baselines. It is `dhp` itself, without tuned baselines, if the quick search would
-be far from that (small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`, with few of the ways to
-plan the batch).
+be far from that (small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
 """
 
 from __future__ import annotations
