@@ -8,15 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, checked_problem, plan_batch
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.derived_cost import Device
 from dhp_ray.planner.layer_share import NO_RECOMPUTATION, Recomputation
-from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.step.search import TINY
 from dhp_ray.planner.ways import few_ways, ways_of
-from dhp_ray.simulate.training import Ranks, Wanted, training_of
 
 COST = CostModel(0.0, 1e-3, 2e5, 0.5, {2: 1e9}, communication="ring", latency_s=1e-3, pack_s=0.2)
 EIGHT = Recomputation(1.0, 1000, 8000, 1000)
@@ -107,19 +103,3 @@ def test_the_last_resort_is_not_longer_than_without(median: float) -> None:
     assert len(samples) * 16 > TINY
     found, plain = plans("dhp_quick", "step", samples, 16)
     assert found.predicted_time_s <= plain.predicted_time_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("median", [1100, 1800, 5000])
-def test_the_last_resort_is_close_where_packs_recompute(median: float) -> None:
-    """Modes are compared by its plans. A 7B on 64 H100, which holds 720 tokens a rank, or 20,605."""
-    shape, device = (load(CONF / folder / f"{name}.yaml") for load, folder, name in (
-        (ModelShape.load, "model_shape", "qwen2_5_vl_7b"), (Device.load, "device", "h100")))
-    nodes = tuple(rank // 8 for rank in range(64))
-    training = training_of(shape, Ranks(device=device, kind="cuda", memory_bytes=80 * 2**30, nodes=nodes),
-                           Wanted(sync="step", recomputes="packs", longest_tokens=20_000))
-    cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, recomputation=training.recomputation)
-    lengths = np.minimum(np.exp(np.random.default_rng(1).normal(np.log(median), 1.0, 256)), 18_000)
-    samples = [Sample(str(number), 16 + int(length)) for number, length in enumerate(lengths)]
-    quick, best = (plan_batch(samples, cluster, replace(training.cost, group_s=0.0), planner=planner)
-                   for planner in ("dhp_quick", "dhp"))
-    assert quick.predicted_time_s <= 1.12 * best.predicted_time_s

@@ -76,7 +76,8 @@ def walk(
     if rank != 0:
         return {}
     counted = [payload for payload in payloads.values() if not payload.masked]
-    expected, wanted = plain_gradients(plain_copy(adapter), counted)
+    # in fp64: of a key's bias, whose terms cancel, plain fp32 itself is off by nearly TOLERANCE
+    expected, wanted = plain_gradients(plain_copy(adapter).double(), counted)
     frozen = [name for name in wanted if ("vision" if adapter.is_vision(name) else "language") in freeze]
     assert not any(found[name].any() for name in frozen)
     errors = relative_errors(found, {name: gradient for name, gradient in wanted.items() if name not in frozen})
