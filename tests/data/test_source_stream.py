@@ -97,7 +97,7 @@ def test_a_source_without_a_usable_row_ends_a_mixture(
     mixture.close()
 
 
-@pytest.mark.parametrize(("megabytes", "expected"), [(1, 16), (100, 4), (2000, 1)])
+@pytest.mark.parametrize(("megabytes", "expected"), [(1, 20), (100, 4), (2000, 1)])
 def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     ray_cluster: None, tmp_path: Path, megabytes: int, expected: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     stream = source_stream.SourceStream(Data(format="llava", path=str(path), shuffle_window_mb=40.0),
                                         Model(preset="tiny"), seed=0)
     stream._bytes = np.full(40, megabytes * 1e6)
-    assert stream._part(16, 400e6) == max(expected, min(20, 21 // megabytes))
+    assert stream._part(16, 400e6) == expected
 
 
 def test_a_reading_task_that_ray_ends_is_one_line(

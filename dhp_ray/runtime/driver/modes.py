@@ -149,8 +149,8 @@ def image_tokens_of(config: Config, group: WorkerGroup) -> int:
     """Return the tokens of the largest image, which one rank encodes and holds: at most `planner.max_sequence_tokens`
     and a resolved `planner.tokens_per_rank`.
     """
-    tokens, image = config.planner.tokens_per_rank, (
-        config.data.max_pixels // group.members[0].described["shape"].token_pixels)
+    image: int = config.data.max_pixels // group.members[0].described["shape"].token_pixels
+    tokens = config.planner.tokens_per_rank
     return min(image, config.planner.max_sequence_tokens or image, image if tokens == "auto" else int(tokens))
 
 

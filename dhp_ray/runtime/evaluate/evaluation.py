@@ -76,8 +76,10 @@ def pixels_warning(config: Config) -> str:
         own = own_pixels_of(Path(config.model.path), config.data.max_pixels)
     except DataError as error:
         raise ConfigError(str(error)) from None
-    return (own and (f"images have at most {config.data.max_pixels} pixels (data.max_pixels), those of the model's own "
-                    f"processor {own}: data.max_pixels={own} shows them as it does")) or ""
+    if not own:
+        return ""
+    return (f"images have at most {config.data.max_pixels} pixels (data.max_pixels), those of the model's own "
+            f"processor {own}: data.max_pixels={own} shows them as it does")
 
 
 def _run(config: Config, waits: Waits) -> None:
