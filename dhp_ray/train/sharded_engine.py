@@ -126,12 +126,23 @@ class ShardedEngine(Engine):
         `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode, or images are
         encoded apart from the packs.
         """
+        encoder_follows = encodes and inputs.features is None and self.adapter.trains("vision")
         trains = self.adapter.trains("language") or (encodes and self.adapter.trains("vision"))
+        self._prefetch_before_first_layer(encoder_follows)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             loss: Tensor = self.root(inputs, link, encodes)
         if not loss.requires_grad:
             cast(FSDPModule, self.root).reshard()  # otherwise the end of the backward pass does it
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
+
+    def _prefetch_before_first_layer(self, encoder_follows: bool) -> None:
+        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer.
+
+        FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
+        holds it to the end. (An empty list stands for that; the root is gathered anyway.)
+        """
+        first = cast(FSDPModule, self.adapter.stack("language").layers[0])
+        first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:
         """Call this before units of the encoder are called outside `loss`, so that the model, and none of these units,

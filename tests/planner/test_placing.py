@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dhp import ALL_TO_ALL
+from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.micro_batch.placing import ranks_of
@@ -14,8 +14,8 @@ from dhp_ray.planner.schedule import firsts_of
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 
 
-def placed(degrees, cluster, pool=()):
-    problem = problem_of([Sample("0", 5)], cluster, ALL_TO_ALL, "micro_batch", pool)
+def placed(degrees, cluster, pool=(), cost=ALL_TO_ALL):
+    problem = problem_of([Sample("0", 5)], cluster, cost, "micro_batch", pool)
     first = firsts_of(degrees)
     flat = ranks_of(first, problem.machine, cached_groups_of(problem)).tolist()
     return [tuple(flat[begin:end]) for begin, end in pairwise(first)]
@@ -33,6 +33,15 @@ def test_a_group_of_the_pool_is_taken_the_newest_first():
     pool = ((0, 4), (1, 5), (0, 9), (2, 3, 4), (6, 7))
     assert placed([2, 2, 2, 2], ClusterSpec(8, 4, 100), pool) == [(6, 7), (1, 5), (0, 4), (2, 3)]
     assert placed([3, 2], ClusterSpec(8, 4, 100), pool) == [(2, 3, 4), (6, 7)]
+
+
+def test_a_group_of_the_pool_that_crosses_slower_links_is_taken_only_if_no_node_has_room():
+    pool = ((0, 1), (3, 4))
+    assert placed([2], ClusterSpec(8, 4, 100), pool) == [(3, 4)]  # all links are equal
+    assert placed([2], ClusterSpec(8, 4, 100), pool, RING) == [(0, 1)]
+    assert placed([2], ClusterSpec(8, 4, 100), pool[1:], RING) == [(0, 1)]
+    assert placed([3, 3, 2], ClusterSpec(8, 4, 100), ((2, 6), (3, 7)), RING) == [(0, 1, 2), (4, 5, 6), (3, 7)]
+    assert placed([6], ClusterSpec(8, 4, 100), ((1, 2, 3, 4, 5, 6),), RING) == [(1, 2, 3, 4, 5, 6)]
 
 
 def test_with_unequal_speeds_a_group_has_the_ranks_that_its_time_was_predicted_for():

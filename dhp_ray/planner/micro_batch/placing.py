@@ -16,9 +16,10 @@ def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndar
     ranks.
 
     On a uniform machine, largest group first: a group of the pool whose ranks are all free (the most recently used
-    one); otherwise the node with the fewest free ranks that holds the group; otherwise whole nodes, and the rest from
-    the node that it fills best. On any other machine, group g has the ranks from place `first[g]` on in the order of
-    speed, for which its time was predicted. O(groups x (nodes + pool)).
+    one), but none that crosses nodes if that takes longer and a node has room; otherwise the node with the fewest free
+    ranks that holds the group; otherwise whole nodes, and the rest from the node that it fills best. On any other
+    machine, group g has the ranks from place `first[g]` on in the order of speed, for which its time was predicted.
+    O(groups x (nodes + pool)).
     """
     ranks, num_ranks = np.zeros(first[-1], dtype=np.int64), len(machine.speeds)
     if not machine.uniform:
@@ -32,7 +33,9 @@ def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndar
         num_free[node] += 1
     for group in ascending((first[:-1] - first[1:]).astype(np.float64)):
         chosen = ranks[first[group] : first[group + 1]]
-        if not _from_pool(chosen, free, pool):
+        rate = machine.rates[len(chosen)]
+        stays_inside = rate.across_s > rate.inside_s and len(chosen) <= num_free.max()
+        if not _from_pool(chosen, free, pool, machine.node, stays_inside):
             _fresh(chosen, free, num_free, machine.first)
         for rank in chosen:
             free[rank] = False
@@ -41,7 +44,10 @@ def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndar
 
 
 @inner
-def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: CachedGroups) -> bool:
+def _from_pool(
+    chosen: np.ndarray, free: np.ndarray, pool: CachedGroups, node: np.ndarray, stays_inside: bool
+) -> bool:
+    """Fill `chosen` with a free group of the pool, if there is one; with `stays_inside` one of a single node."""
     for index in range(len(pool.first) - 2, -1, -1):
         group = pool.ranks[pool.first[index] : pool.first[index + 1]]
         all_free = len(group) == len(chosen) > 1
@@ -50,7 +56,7 @@ def _from_pool(chosen: np.ndarray, free: np.ndarray, pool: CachedGroups) -> bool
             if not all_free:
                 break
             chosen[place] = group[place]
-        if all_free:
+        if all_free and not (stays_inside and node[chosen[0]] != node[chosen[-1]]):
             return True
     return False
 
