@@ -30,6 +30,7 @@ CPU's adds do not run during compute; its costs are measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -180,16 +181,25 @@ def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
     compute of a pack or micro-batch: over all ranks in `sync=micro_batch`, inside a node with `train.sharding=node`. 0
     if a rank has all parameters.
     """
-    shape, settings, c = memory.shape, memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    settings = memory.settings
     if settings.sync == "micro_batch":
         ranks, link = settings.world_size, collective_bytes_per_s(device, settings.world_size, num_nodes)
     elif settings.sharding == "node":
         ranks, link = settings.node_ranks, device.intra_bytes_per_s
     else:
         return 0.0
-    layers = shape.units()[:-1]
-    moved = sum(unit.num_parameters * unit.count * (2 * c + 4 * settings.trains_weights(unit.part)) for unit in layers)
-    return (ranks - 1) / ranks * moved / link
+    return (ranks - 1) / ranks * gathered_bytes(memory) / link
+
+
+def gathered_bytes(memory: MemoryModel, parts: Sequence[str] = ("vision", "language")) -> float:
+    """Bytes of the parameters of these parts' layers, once for each pass that they have, and of their gradients (fp32).
+    Only an encoder that is not trained has no backward pass.
+    """
+    settings, c = memory.settings, COMPUTE_BYTES[memory.settings.precision]
+    return float(sum(
+        unit.num_parameters * unit.count * (
+            c * (1 + (unit.part == "language" or settings.trains("vision"))) + 4 * settings.trains_weights(unit.part))
+        for unit in memory.shape.units()[:-1] if unit.part in parts))
 
 
 def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> float:

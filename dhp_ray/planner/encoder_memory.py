@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.derived_cost import gathered_bytes
 from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare
 from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
@@ -58,7 +59,7 @@ def with_encoder_apart(
         with_image_parts(cost, memory),
         vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
-        encoder_gather_s=gathered_bytes(memory) / cost.slowest_bytes_per_s,
+        encoder_gather_s=encoder_gather_s(cost, memory),
         encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
         most_pack_bytes=language_bytes(memory, most, beyond),
@@ -83,16 +84,14 @@ def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:
         image_part_bytes_per_patch=(encoder_bytes(memory, 2 * many, 2) - encoder_bytes(memory, many, 2)) / many)
 
 
-def gathered_bytes(memory: MemoryModel) -> float:
-    """Bytes of the encoder's parameters that a rank receives for a pass, forward and backward, and of the gradients
-    that it sends; 0 if it has all parameters.
+def encoder_gather_s(cost: CostModel, memory: MemoryModel) -> float:
+    """Seconds to gather the encoder's parameters for a pass, forward and backward, and to reduce its gradients: its
+    share of what the cost has for the layers of both parts. 0 if a rank has all parameters.
     """
-    shape, settings = memory.shape, memory.settings
-    if settings.sync != "micro_batch":
+    if memory.settings.sync != "micro_batch":
         return 0.0
-    trained = settings.trains("vision")
-    bytes_ = COMPUTE_BYTES[settings.precision] * (1 + trained) + 4 * settings.trains_weights("vision")
-    return bytes_ * shape.parameters_by_part()["vision"] * (settings.world_size - 1) / settings.world_size
+    layers_s = cost.gather_s_by_sync.get("micro_batch", cost.gather_s)
+    return layers_s * gathered_bytes(memory, ["vision"]) / gathered_bytes(memory)
 
 
 def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> float:

@@ -3,7 +3,8 @@
 With T trained parameters on N ranks a version of a shard is 12 T / N bytes: values and both moments, fp32.
 
     replicas       2 versions of another rank's shard (`elastic.mirror_every_steps`)
-    own shard      1 to send from, pinned (not on the CPU); 2 if not every version is mirrored
+    own shard      1 to send from, pinned (not on the CPU), each rounded up (`pinned_bytes`); 2 if not every version is
+                   mirrored
     checkpoint     1, while it is written
     change         of the previous generation, until the next one has taken its first step: 2 of its own, 2 of the
                    replica, and the 2 that were mirrored last if not every version is mirrored
@@ -30,8 +31,8 @@ CHANGE = "change of members"
 ACTIVATIONS = "activations"
 
 CHUNK_BYTES = 64 * 2**20
-"""The memory for activations grows by this. A power of two: torch's allocator of pinned memory rounds each request up
-to one (CachingHostAllocator.h), so other sizes would take up to twice their bytes.
+"""The memory for activations grows by this. A power of two: other sizes would take up to twice their bytes
+(`pinned_bytes`).
 """
 
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -48,14 +49,21 @@ def host_terms(
     every = settings.mirror_every_steps if settings.world_size > 1 else "0"
     version = 12 * math.ceil(settings.num_trained(shape) / settings.world_size)
     on_device = settings.device != "cpu"
-    own = {"0": 0, "1": int(on_device)}.get(every, 2)
-    change = 0 if settings.world_size == 1 else 2 + 2 * (every != "0") + 2 * (own == 2)
+    own, own_version = {"0": 0, "1": int(on_device)}.get(every, 2), pinned_bytes(version) if on_device else version
+    change = 0 if settings.world_size == 1 else (2 + 2 * (every != "0")) * version + 2 * (own == 2) * own_version
     pixels = tokens_per_rank * shape.merge_area * shape.patch_dim * 4
     activations = math.ceil(moved_bytes / CHUNK_BYTES) * CHUNK_BYTES
     return {"replicas": 2 * version if every != "0" else 0,
-            "pinned, own shard" if on_device else "own shard": own * version,
-            "checkpoint being written": version, CHANGE: change * version, "pixels": 2 * pixels,
+            "pinned, own shard" if on_device else "own shard": own * own_version,
+            "checkpoint being written": version, CHANGE: change, "pixels": 2 * pixels,
             **({ACTIVATIONS: activations} if activations else {})}
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes that a tensor in pinned memory takes: torch's allocator rounds each request up to a power of two
+    (CachingHostAllocator.h).
+    """
+    return int(1 << (num_bytes - 1).bit_length())
 
 
 def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0) -> Terms:

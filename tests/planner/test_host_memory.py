@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms
+from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms, pinned_bytes
 from dhp_ray.planner.memory_terms import MemorySettings, Terms
 from tests.published_configs import published_config
 
 SHAPE = Qwen25VL.shape(published_config("3B"))
 VERSION = 12 * 3_754_622_976 / 2
+PINNED = 2**35
+"""A version of 21 GiB in pinned memory."""
 
 
 def terms(**changed: object) -> Terms:
@@ -25,12 +27,13 @@ def test_a_3b_on_two_ranks() -> None:
     assert terms() == {"replicas": 0, "pinned, own shard": 0, "checkpoint being written": VERSION, CHANGE: 2 * VERSION,
                        "pixels": pixels}
     assert terms(mirror_every_steps="1") == {
-        "replicas": 2 * VERSION, "pinned, own shard": VERSION, "checkpoint being written": VERSION,
+        "replicas": 2 * VERSION, "pinned, own shard": PINNED, "checkpoint being written": VERSION,
         CHANGE: 4 * VERSION, "pixels": pixels}
     for every in ("4", "auto"):
         seldom = terms(mirror_every_steps=every)
-        assert (seldom["pinned, own shard"], seldom[CHANGE]) == (2 * VERSION, 6 * VERSION)
+        assert (seldom["pinned, own shard"], seldom[CHANGE]) == (2 * PINNED, 4 * VERSION + 2 * PINNED)
     assert terms(mirror_every_steps="1", device="cpu")["own shard"] == 0
+    assert terms(mirror_every_steps="4", device="cpu")["own shard"] == 2 * VERSION
     alone = terms(mirror_every_steps="1", world_size=1)
     assert (alone["replicas"], alone[CHANGE], alone["checkpoint being written"]) == (0, 0, 2 * VERSION)
 
@@ -43,3 +46,7 @@ def test_a_3b_on_two_ranks() -> None:
     assert exported(64, 8) == 8 * 4 * SHAPE.vocabulary_size * SHAPE.width  # its largest tensor
     assert exported(64, 64) == 4 * 3_754_622_976
     assert exported(64, 8, adapters={"language": 1000}) == 4000
+
+
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    assert [pinned_bytes(size) for size in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]

@@ -165,3 +165,19 @@ def test_what_a_model_s_memory_says_of_images_apart(frozen, recomputes, forward)
         counted = cost.encoder_bytes + cost.encoder_bytes_per_patch * patches
         assert counted >= encoder_bytes(memory, patches) * (1 - 1e-9)
     assert counted == pytest.approx(encoder_bytes(memory, 16384), rel=0.01)
+
+
+@pytest.mark.parametrize(("frozen", "encoder_bytes_a_value", "language_bytes_a_value"), [
+    ((), 8, 8), (("vision",), 2, 8), (("language",), 8, 4)])
+def test_the_encoder_is_gathered_for_its_share_of_the_layers_seconds(
+    frozen, encoder_bytes_a_value, language_bytes_a_value
+):
+    settings = MemorySettings(sync="micro_batch", world_size=8, precision="bf16", recomputes=False, frozen=frozen)
+    memory = MemoryModel(shape_of("3B"), settings)
+    vision, language = (sum(unit.num_parameters * unit.count for unit in memory.shape.units()[:-1] if unit.part == part)
+                        for part in ("vision", "language"))
+    encoder, rest = encoder_bytes_a_value * vision, language_bytes_a_value * language
+    cost = replace(ALONE, gather_s=0.0, gather_s_by_sync={"step": 0.0, "micro_batch": 2.0})
+    assert with_encoder_apart(cost, memory, 4096).encoder_gather_s == pytest.approx(2.0 * encoder / (encoder + rest))
+    in_step = MemoryModel(shape_of("3B"), replace(settings, sync="step"))
+    assert with_encoder_apart(cost, in_step, 4096).encoder_gather_s == 0.0

@@ -11,7 +11,7 @@ import pytest
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
-from dhp_ray.planner.host_memory import CHANGE, host_terms
+from dhp_ray.planner.host_memory import CHANGE, host_terms, pinned_bytes
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.modes import cost_of, memory_of
@@ -169,7 +169,7 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
     mode = Mode("step", False)
     shape = memory_of(config, group_of(3, 1.0, config), mode).shape
     version, pixels = 12 * math.ceil(shape.num_parameters() / 3), 100 * shape.merge_area * shape.patch_dim * 4
-    with_replicas, without = 2 * (8 * version + 2 * pixels), 2 * (3 * version + 2 * pixels)
+    with_replicas, without = 2 * (7 * version + pinned_bytes(version) + 2 * pixels), 2 * (3 * version + 2 * pixels)
 
     def check(host_bytes: float, device: str = "cuda") -> None:
         group = group_of(3, 1.0, config, device)
