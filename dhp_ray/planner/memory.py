@@ -17,6 +17,8 @@ MLP of F:
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
+    reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
+                   its gradients
     gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next
                    one, and the gradients in transit (4 bytes). train.sharding=node: the head's parameters, only in the
                    loss's forward; for a layer its parameters, those of the next one, and its gradients; the head's
@@ -176,7 +178,10 @@ class MemoryModel(ActivationMemory):
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
                                   "gathered: first unit": 2 * c * first}
             if embedding:
-                found["reduction of the embedding"] = {"gradients reduced": (4 + c) * self._root}
+                found["reduction of the embedding"] = {
+                    "gradients reduced": (4 + c) * self._root,
+                    # FSDP ends it after the root, since patches have no gradient
+                    "rest of the encoder": c * shape.vision_rest * (1 + self._trains_weights["vision"]) * trains_vision}
         if not self._sharded:
             bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
             # of a node's sums what is sent and received, of three buckets; else the rank's slice and three copies of it

@@ -86,7 +86,8 @@ def test_predicted_peaks_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
-    ("step", False, ("language",), 2), ("node", True, (), 1), ("micro_batch", True, ("language",), 5)], ids=str)
+    ("step", False, ("language",), 2), ("node", True, (), 1), ("micro_batch", True, ("language",), 5),
+    ("micro_batch", True, ("vision",), 16)], ids=str)
 def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -101,6 +102,11 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
+
+
+def test_the_rest_of_the_encoder_is_there_while_the_gradient_of_the_head_is_reduced() -> None:
+    with world_of("micro_batch"):
+        check("Qwen3-VL-8B", settings_of("micro_batch", False, ()), seed=1, degree=2, num_layers=3, largest=8)
 
 
 def test_what_ranks_gather_does_not_grow_with_them() -> None:
