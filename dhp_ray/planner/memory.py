@@ -181,7 +181,8 @@ class MemoryModel(ActivationMemory):
                 found["reduction of the embedding"] = {
                     "gradients reduced": (4 + c) * self._root,
                     # FSDP ends it after the root, since patches have no gradient
-                    "rest of the encoder": c * shape.vision_rest * (1 + self._trains_weights["vision"]) * trains_vision}
+                    "rest of the encoder": c * (shape.vision_rest - shape.vision_projector) * trains_vision * (
+                        1 + self._trains_weights["vision"])}
         if not self._sharded:
             bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
             # of a node's sums what is sent and received, of three buckets; else the rank's slice and three copies of it
