@@ -145,7 +145,9 @@ class MemoryModel(ActivationMemory):
             "inputs": inputs, "activations, vision": vision + features,
             "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1)
             if not self._shares else (2 * c + 4) * shape.width * load.tokens * self._trains_weights["language"],
-            "gradients reduced": self._gathered("language", 0, 1)}
+            "gradients reduced": self._gathered("language", 0, 1),
+            "gathered: last unit of the encoder": c * (
+                shape.vision_projector or shape.vision_rest) * trains_vision * self._sharded}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
             degree = 1 if block.window else load.image_degree

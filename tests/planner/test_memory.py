@@ -104,9 +104,11 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
 
 
-def test_the_rest_of_the_encoder_is_there_while_the_gradient_of_the_head_is_reduced() -> None:
+@pytest.mark.parametrize("name", ["Qwen3-VL-2B", "Qwen3-VL-8B"])
+def test_a_unit_of_the_encoder_is_there_while_gradients_of_the_root_are_added_and_reduced(name: str) -> None:
+    """With tied weights and without."""
     with world_of("micro_batch"):
-        check("Qwen3-VL-8B", settings_of("micro_batch", False, ()), seed=1, degree=2, num_layers=3, largest=8)
+        check(name, settings_of("micro_batch", False, ()), seed=1, degree=2, num_layers=3, largest=8)
 
 
 def test_what_ranks_gather_does_not_grow_with_them() -> None:
