@@ -90,8 +90,7 @@ def encoder_gather_s(cost: CostModel, memory: MemoryModel) -> float:
     """
     if memory.settings.sync != "micro_batch":
         return 0.0
-    layers_s = cost.gather_s_by_sync.get("micro_batch", cost.gather_s)
-    return layers_s * gathered_bytes(memory, ["vision"]) / gathered_bytes(memory)
+    return cost.in_mode("micro_batch").gather_s * gathered_bytes(memory, ["vision"]) / gathered_bytes(memory)
 
 
 def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> float:

@@ -49,7 +49,8 @@ def host_terms(
     every = settings.mirror_every_steps if settings.world_size > 1 else "0"
     version = 12 * math.ceil(settings.num_trained(shape) / settings.world_size)
     on_device = settings.device != "cpu"
-    own, own_version = {"0": 0, "1": int(on_device)}.get(every, 2), pinned_bytes(version) if on_device else version
+    own = {"0": 0, "1": int(on_device)}.get(every, 2)
+    own_version = pinned_bytes(version) if on_device else version
     change = 0 if settings.world_size == 1 else (2 + 2 * (every != "0")) * version + 2 * (own == 2) * own_version
     pixels = tokens_per_rank * shape.merge_area * shape.patch_dim * 4
     activations = math.ceil(moved_bytes / CHUNK_BYTES) * CHUNK_BYTES

@@ -16,7 +16,8 @@ MLP of F:
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace
-    embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D
+    embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D;
+                   sync=micro_batch: the encoder's last unit, gathered for what follows
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
                    its gradients
     gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next

@@ -126,9 +126,9 @@ class ShardedEngine(Engine):
         `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode, or images are
         encoded apart from the packs.
         """
-        encoder_follows = encodes and inputs.features is None and self.adapter.trains("vision")
-        trains = self.adapter.trains("language") or (encodes and self.adapter.trains("vision"))
-        self._prefetch_before_first_layer(encoder_follows)
+        trains_encoder = encodes and self.adapter.trains("vision")
+        trains = trains_encoder or self.adapter.trains("language")
+        self._prefetch_before_first_layer(trains_encoder and inputs.features is None)
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             loss: Tensor = self.root(inputs, link, encodes)
         if not loss.requires_grad:
