@@ -5,7 +5,7 @@ grows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -17,16 +17,24 @@ from dhp_ray.errors import first_line
 from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.group import Member
 from dhp_ray.runtime.messages import Message, Notice, Replace
+from dhp_ray.runtime.waits import said_at_s
 
 LONGEST_S = 300.0
 """The most seconds until another worker is asked for in the place of one that failed before it joined."""
 
+LOADS_LONG_S = 60.0
+"""A newcomer that loads the model for this many seconds is reported, and again after 3, 6, 12, 30 times as many."""
+
 
 @dataclass
 class _Newcomer:
+    """`loads_since_s`: when its process had started; None before. `num_reports`: how often its loading was reported."""
+
     member: Member
     described: ray.ObjectRef
     prepared: ray.ObjectRef
+    loads_since_s: float | None = field(default=None, init=False)
+    num_reports: int = field(default=0, init=False)
 
 
 class Arrivals:
@@ -65,10 +73,12 @@ class Arrivals:
             self._waits_s.pop(member.slot, None)
         return taken
 
-    def reopened(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
-        """Ask for others in the slots of those that failed: at once for the first in a row, then after 2, 4, 8 and so
-        on up to LONGEST_S seconds. Call it again and again. `told` is called with the slot and the reason of each.
+    def messages(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
+        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once for the
+        first in a row, then after 2, 4, 8 and so on up to LONGEST_S seconds. Call it again and again. `told` is called
+        with the slot and the reason of each that failed.
         """
+        yield from self._slow()
         while self.failed:
             slot, why = self.failed.pop()
             wait_s = self._waits_s.get(slot, 0.0)
@@ -82,12 +92,22 @@ class Arrivals:
         for slot in due:
             yield Replace(slot)
 
+    def _slow(self) -> Iterator[Notice]:
+        for newcomer in self._coming:
+            if newcomer.loads_since_s is None:
+                continue
+            seconds = monotonic() - newcomer.loads_since_s
+            if seconds >= said_at_s(newcomer.num_reports, LOADS_LONG_S):
+                newcomer.num_reports += 1
+                yield Notice(f"a new worker ({newcomer.member.place}) loads the model: {seconds:.0f} s so far")
+
     def _is_ready(self, newcomer: _Newcomer) -> bool:
         calls = [newcomer.described, newcomer.prepared]
         done, _ = ray.wait(calls, num_returns=2, timeout=0)
         try:
             if newcomer.described in done:
                 newcomer.member.described = ray.get(newcomer.described)
+                newcomer.loads_since_s = newcomer.loads_since_s or monotonic()
             if newcomer.prepared in done:
                 ray.get(newcomer.prepared)
             return len(done) == 2

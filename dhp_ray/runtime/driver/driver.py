@@ -33,7 +33,7 @@ from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.ending import export, failed, finish, save_last
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.recovery import form_anew, reopened
+from dhp_ray.runtime.driver.recovery import arrival_messages, form_anew
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
@@ -260,7 +260,7 @@ class Driver:
         if session.stopping:
             return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
-        yield from reopened(session)
+        yield from arrival_messages(session)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")

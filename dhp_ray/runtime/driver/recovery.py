@@ -215,7 +215,7 @@ def _enough(
     told = False
     while True:
         ready = session.arrivals.ready()
-        yield from reopened(session)
+        yield from arrival_messages(session)
         # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
@@ -238,9 +238,9 @@ def _enough(
         workers = yield from _settled(session, {}, ())
 
 
-def reopened(session: Session) -> Iterator[Message]:
-    """Ask for replacements of newcomers that failed before they joined."""
-    yield from session.arrivals.reopened(
+def arrival_messages(session: Session) -> Iterator[Message]:
+    """Ask for replacements of newcomers that failed before they joined, and report those that load for long."""
+    yield from session.arrivals.messages(
         lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
 
 

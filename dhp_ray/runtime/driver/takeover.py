@@ -60,4 +60,4 @@ def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str
             raise RunError(f"stopped ({reason}) while waiting for workers")
         time.sleep(POLL_S)
         group.members = arrivals.take(1)
-        yield from arrivals.reopened()
+        yield from arrivals.messages()

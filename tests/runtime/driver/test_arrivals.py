@@ -94,10 +94,10 @@ def test_one_that_fails_leaves_its_slot_and_its_reason(arrivals: Any, gate: Path
     assert reasons[0] == "model/config.json: no such file"
     assert 2 in reasons
     assert "\n" not in reasons[2]
-    assert {message.slot for message in found.reopened() if isinstance(message, Replace)} == {0, 2}
+    assert {message.slot for message in found.messages() if isinstance(message, Replace)} == {0, 2}
     assert [member.slot for member in found.take(3)] == [1]
     found.failed += [(0, "again"), (1, "the one that joined has been lost")]
-    assert [message for message in found.reopened() if isinstance(message, Replace)] == [Replace(1)]
+    assert [message for message in found.messages() if isinstance(message, Replace)] == [Replace(1)]
 
 
 def until_it_fails(member: Any) -> None:
@@ -126,12 +126,38 @@ def test_the_places_of_those_that_fail_in_a_row_are_filled_later_and_later(monke
     found, told = Arrivals("cpu"), []
     for wait_s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, LONGEST_S, LONGEST_S):
         found.failed.append((3, "no such file"))
-        [notice, *due] = found.reopened(lambda slot, why: told.append((slot, why)))
+        [notice, *due] = found.messages(lambda slot, why: told.append((slot, why)))
         later = f" in {wait_s:g} s" if wait_s else ""
         assert notice == Notice(f"a new worker failed, another is asked for{later}: no such file")
         assert due == ([] if wait_s else [Replace(3)])
         clock[0] += wait_s - 0.1
-        assert list(found.reopened()) == []
+        assert list(found.messages()) == []
         clock[0] += 0.2
-        assert list(found.reopened()) == ([Replace(3)] if wait_s else [])
+        assert list(found.messages()) == ([Replace(3)] if wait_s else [])
     assert told == [(3, "no such file")] * 11
+
+
+def test_one_that_loads_for_long_is_reported_with_its_place(
+    arrivals: Any, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later_s, notices = 0.0, []
+    monkeypatch.setattr("dhp_ray.runtime.driver.arrivals.monotonic", lambda: time.monotonic() + later_s)
+    found = arrivals("load")
+
+    def looks(until: int) -> bool:
+        """Look once more, ten seconds later."""
+        nonlocal later_s
+        later_s += 10.0
+        found.ready()
+        notices.extend(found.messages())
+        return len(notices) == until
+
+    wait_until(lambda: looks(3))
+    gate.touch()
+    wait_until(found.ready)
+    (member,) = found.take(1)
+    assert looks(3)
+    for notice, seconds in zip(notices, (60, 180, 360)):
+        words, _, said = notice.text.partition(": ")
+        assert words == f"a new worker ({member.place}) loads the model"
+        assert seconds <= float(said.split()[0]) < seconds + 20
