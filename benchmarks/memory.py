@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py
 
-In bf16, with recomputation, nothing frozen, images of up to 4,096 tokens, packs of vision tokens throughout
-(which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them. A device of 64 GiB
-is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take. `node`: where the 8
-ranks of a node share its memory (train.sharding=node), which no NPU runs yet. Modelled: none of these devices
-has been measured.
+In bf16, with recomputation, nothing frozen, images as large as `data.max_pixels` allows by default, packs of vision
+tokens throughout (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them.
+A device of 64 GiB is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take.
+`node`: where the 8 ranks of a node share its memory (train.sharding=node), which no NPU runs yet. Modelled: none of
+these devices has been measured.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.data.families import FAMILIES
+from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import MEMORY_SHARE
+from dhp_ray.schema import Data
 from tests.published_configs import TEXT, shape_of
 
 MODELS = {f"Qwen2.5-VL-{name}": name for name in TEXT} | {
@@ -35,10 +38,12 @@ def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str, shar
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
     groups = min(device.pool_groups("auto", memory_bytes), 2**num_devices - num_devices - 1)
+    shape, pixels = shape_of(name), Data().max_pixels
+    largest = largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
-                              communicators_bytes=groups * device.group_bytes, sharding=sharding,
-                              node_ranks=min(NODE_RANKS, num_devices))
-    memory = MemoryModel(shape_of(name), settings)
+                              largest_image=largest, communicators_bytes=groups * device.group_bytes,
+                              sharding=sharding, node_ranks=min(NODE_RANKS, num_devices))
+    memory = MemoryModel(shape, settings)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 
 

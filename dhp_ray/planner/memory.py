@@ -81,7 +81,7 @@ class MemoryModel(ActivationMemory):
         if not self.shape.vision:
             return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload,
                             recomputed=recomputed)
-        more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
+        more = self.settings.admitted_image * (degree > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
                         degree, offload=offload, recomputed=recomputed)
 

@@ -93,8 +93,7 @@ class Candidate:
 class Offer:
     """What ranks have in a mode: tokens of a pack (more with `offload` or `recomputation`), costs, and the seconds to
     gather and reduce for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all
-    parameters. `image_tokens`: of the largest image that a rank must hold (0: none), in a pack whose layers are neither
-    moved nor recomputed.
+    parameters.
     """
 
     mode: Mode
@@ -103,13 +102,10 @@ class Offer:
     gather_s: float = 0.0
     offload: Offload = NO_OFFLOAD
     recomputation: Recomputation = NO_RECOMPUTATION
-    image_tokens: int = 0
 
     @property
     def most_tokens(self) -> int:
-        """Of a pack; without layers that are moved or recomputed if the largest image does not fit otherwise."""
-        if self.tokens_per_rank < self.image_tokens:
-            return self.tokens_per_rank
+        """Of a pack on a rank."""
         return max(self.tokens_per_rank, self.offload.tokens_per_rank, self.recomputation.tokens_per_rank)
 
     def holds(self, tokens_per_rank: int) -> bool:

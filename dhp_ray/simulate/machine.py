@@ -58,11 +58,13 @@ class Machine:
         self._made = cache(self._place)
         first = self._training(self._nodes(cluster.num_ranks))
         if first.tokens_per_rank < 1:
-            needed = sum(first.memory.resident().values())
+            state = sum(first.memory.resident().values())
+            needed = first.memory.memory(first.memory.worst_load(1)).device_bytes
             raise PlanError(
-                f"model: {settings.model} keeps {needed / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
-                f"{first.mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
-                "with); use more or larger devices, sync=micro_batch or a smaller model")
+                f"model: {settings.model} keeps {state / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
+                f"{first.mode} and needs {needed / 2**30:.1f} for the smallest pack, and a device has "
+                f"{cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned with); use more or larger devices, "
+                "sync=micro_batch or a smaller model")
         if longest_tokens > first.most_tokens * cluster.num_ranks:
             raise PlanError(
                 f"workload: the longest sequence has {longest_tokens:,} tokens, and the cluster holds at most "
@@ -88,11 +90,12 @@ class Machine:
         return tuple(rank // self.settings.cluster.ranks_per_node for rank in range(num_ranks))
 
     def _training(self, nodes: tuple[int, ...], tokens_per_rank: str = "", sync: str = "") -> Training:
-        settings = self.settings
+        settings, given = self.settings, self.settings.train.tokens_per_rank
         wanted = Wanted(
             sync=sync or settings.sync, recomputes=settings.train.activation_checkpointing,
             sharding=settings.train.sharding, precision=settings.train.precision, frozen=tuple(settings.train.freeze),
-            tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank,
+            tokens_per_rank=tokens_per_rank or given,
+            image_limit=self._longest_tokens if given == "auto" else int(given),
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
             longest_tokens=self._longest_tokens, batch=self._batch, max_pixels=settings.workload.max_pixels,

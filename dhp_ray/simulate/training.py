@@ -62,6 +62,8 @@ class Wanted:
     precision: str = "bf16"
     frozen: tuple[str, ...] = ()
     tokens_per_rank: str = "auto"
+    image_limit: int | None = None
+    """The most tokens of an image, if `max_pixels` allows larger ones."""
     activation_offload: str = "off"
     mirror_every_steps: str = "0"
     longest_tokens: int = 1
@@ -132,7 +134,7 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
     return MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
         frozen=wanted.frozen, device=ranks.kind, largest_image=_largest_image(shape, wanted),
-        mirror_every_steps=wanted.mirror_every_steps,
+        image_limit=wanted.image_limit, mirror_every_steps=wanted.mirror_every_steps,
         communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
         node_ranks=min(sizes_of(ranks.nodes))))
 

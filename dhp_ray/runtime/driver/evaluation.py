@@ -75,7 +75,7 @@ class Evaluation:
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
             stream.max_tokens = config.planner.max_sequence_tokens
-            stream.max_image_tokens = int(config.planner.tokens_per_rank)
+            stream.max_image_tokens = config.planner.max_image_tokens
             return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None

@@ -72,9 +72,9 @@ class Choice(NamedTuple):
 def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int = 0) -> Choice:
     """Return the mode in which `num_ranks` ranks like those of `group` train (0: as many as the group has).
 
-    `auto_tokens`: the tokens per rank follow the memory of each generation's ranks. A rank must then hold the largest
-    image and its share of the longest sequence (while that limit is open: of the longest one of the first batch that
-    any mode holds). Otherwise it must hold `planner.tokens_per_rank`.
+    `auto_tokens`: the tokens per rank follow the memory of each generation's ranks. A rank must then hold its share of
+    the longest sequence (while that limit is open: of the longest one of the first batch that any mode holds).
+    Otherwise it must hold `planner.tokens_per_rank`.
     """
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
     modes = _modes(config, kind)
@@ -86,12 +86,11 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
         return Choice(modes[0], keys, f"what {kind} ranks have of memory and speed is not described", "false")
     most = _most_tokens(config, auto_tokens, num_ranks)
     memories = [memory_of(config, group, mode, num_ranks) for mode in modes]
-    image = image_tokens_of(config, group) if auto_tokens or config.planner.tokens_per_rank == "auto" else 0
-    offers = [_offer(config, group, mode, memory, most, image) for mode, memory in zip(modes, memories)]
+    offers = [_offer(config, group, mode, memory, most) for mode, memory in zip(modes, memories)]
     held = num_ranks * max(1, *(offer.most_tokens for offer in offers))
     limit = min(config.planner.max_sequence_tokens or held, held)
     longest = max((sample.num_tokens for sample in held_samples(group.first_batch, limit)), default=1)
-    needed = _needed_tokens(config, group, auto_tokens, num_ranks, longest)
+    needed = _needed_tokens(config, auto_tokens, num_ranks, longest)
     least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
     limit = min(limit, num_ranks * least)  # what every mode that is compared holds
     samples = held_samples(group.first_batch, limit) or _images(config, memories[0], num_ranks, limit)
@@ -135,33 +134,29 @@ def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | Non
     return max(int(tokens), math.ceil(config.planner.max_sequence_tokens / num_ranks)) if auto_tokens else int(tokens)
 
 
-def _needed_tokens(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: int, longest: int) -> int:
-    """Return the tokens that a rank must hold: `planner.tokens_per_rank`, or the largest image and its share of the
-    longest sequence (while that limit is open: of `longest` tokens).
+def _needed_tokens(config: Config, auto_tokens: bool, num_ranks: int, longest: int) -> int:
+    """Return the tokens that a rank must hold: `planner.tokens_per_rank`, or its share of the longest sequence (while
+    that limit is open: of `longest` tokens).
     """
     tokens, limit = config.planner.tokens_per_rank, config.planner.max_sequence_tokens
     if not (auto_tokens or tokens == "auto"):
         return int(tokens)
-    return max(math.ceil((limit or longest) / num_ranks), image_tokens_of(config, group))
+    return math.ceil((limit or longest) / num_ranks)
 
 
-def image_tokens_of(config: Config, group: WorkerGroup) -> int:
-    """Return the tokens of the largest image, which one rank encodes and holds: at most `planner.max_sequence_tokens`
-    and a resolved `planner.tokens_per_rank`.
+def largest_image_of(config: Config, shape: ModelShape) -> int:
+    """Return the tokens of the largest image, or piece of a video, that `data.max_pixels` allows; one rank encodes it.
     """
-    image: int = config.data.max_pixels // group.members[0].described["shape"].token_pixels
-    tokens = config.planner.tokens_per_rank
-    return min(image, config.planner.max_sequence_tokens or image, image if tokens == "auto" else int(tokens))
+    pixels = config.data.max_pixels
+    return largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
 
 
-def _offer(
-    config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None, image_tokens: int
-) -> Offer:
+def _offer(config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None) -> Offer:
     fitting, (cost, device) = plain_tokens(config, memory, group), _slowest(memory, group)
     tokens, most = fitting if most_tokens is None else min(fitting, most_tokens), most_tokens or 2**62
     offload = offload_of(config, memory, group, max(1, tokens), most)
     return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))), offload,
-                 recomputation_of(config, memory, group, offload, max(1, tokens), most), image_tokens)
+                 recomputation_of(config, memory, group, offload, max(1, tokens), most))
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
@@ -180,14 +175,11 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
     world_size = num_ranks or group.size
     num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
-    tokens = config.planner.tokens_per_rank
     return MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
         frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
         mirror_every_steps=config.elastic.mirror_every_steps,
-        largest_image=largest_image_tokens(
-            FAMILIES[shape.family], config.data.max_pixels, config.data.max_pixels, shape.token_pixels),
-        image_limit=None if tokens == "auto" else int(tokens),
+        largest_image=largest_image_of(config, shape), image_limit=config.planner.max_image_tokens or None,
         communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
         node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {}),
         drops=train.lora.dropout > 0))

@@ -24,7 +24,7 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
-from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, image_tokens_of, mode_of
+from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, largest_image_of, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -86,16 +86,11 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         with group.waits.on("the first batch"):
             planned = samples_from_json(records.planned_samples(1))
             group.first_batch = planned or first_samples(stream, config.batch.global_samples)
-    largest_image = image_tokens_of(config, group)
     choice = resolve_limits(config, stored, group, takes_over)
-    if auto_tokens and int(config.planner.tokens_per_rank) < largest_image:
-        yield Notice(f"images of more than {int(config.planner.tokens_per_rank):,} of {largest_image:,} tokens will be "
-                     "skipped: a rank holds no larger one without recomputation; train.activation_checkpointing=true "
-                     "may hold them, or lower data.max_pixels")
     if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
-    stream.max_image_tokens = int(config.planner.tokens_per_rank)
+    stream.max_image_tokens = config.planner.max_image_tokens
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
@@ -204,6 +199,11 @@ def resolve_limits(
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
     if auto_tokens:
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
+    planner.max_image_tokens = planner.max_image_tokens or int(stored.get("planner.max_image_tokens") or 0)
+    if not planner.max_image_tokens:
+        largest = largest_image_of(config, group.members[0].described["shape"])
+        planner.max_image_tokens = min(largest, planner.max_sequence_tokens or largest) if auto_tokens else int(
+            planner.tokens_per_rank)
     recorded = recorded_sync(config, stored)
     planner.sync = recorded or planner.sync
     choice = mode_of(config, group, auto_tokens)

@@ -46,11 +46,11 @@ def test_data_that_cannot_be_read_is_told_in_its_own_words(ray_cluster: None, tm
 
 @pytest.mark.parametrize(("lengths", "mode", "words"), [
     # packs so short that launching kernels takes longer than computing twice: some are joined and recomputed
-    ([1000] * 64, Mode("step", False), "1,280 tokens, and a batch of 64 sequences of 1,000 tokens"),
-    ([50] * 64, Mode("step", False), "1,280 tokens, and a batch of 64 sequences of 50 tokens"),
+    ([1000] * 64, Mode("step", False), "250 tokens, and a batch of 64 sequences of 1,000 tokens"),
+    ([50] * 64, Mode("step", False), "13 tokens, and a batch of 64 sequences of 50 tokens"),
     ([50, 60_000] * 4, Mode("step", False), "15,000 tokens, and a batch of 8 sequences of 50 to 60,000 tokens"),
     # no mode holds the longest, which is left out
-    ([50, 10**9] * 4, Mode("step", False), "1,280 tokens, and a batch of 4 sequences of 50 tokens")])
+    ([50, 10**9] * 4, Mode("step", False), "13 tokens, and a batch of 4 sequences of 50 tokens")])
 def test_the_first_batch_decides(tmp_path: Path, lengths: list[int], mode: Mode, words: str) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, 1.0, config)

@@ -23,7 +23,6 @@ from dhp_ray.runtime.driver.modes import (
     check_cost,
     cost_of,
     fewest_of_a_node,
-    image_tokens_of,
     memory_of,
     mode_of,
 )
@@ -173,16 +172,6 @@ def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> No
     assert mode_of(config, group, auto_tokens=True).mode.sync == "micro_batch"
 
 
-def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16", f"data.max_pixels={4000 * 784}")
-    config.planner.tokens_per_rank = "3000"
-    memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
-    assert memory.worst_load(1000).patches == (1000 + 3000) * memory.shape.merge_area
-    config.planner.tokens_per_rank = "auto"
-    memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
-    assert memory.worst_load(1000).patches == 2000 * memory.shape.merge_area
-
-
 def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
     config = config_of(str(tmp_path))
     models = [memory_of(config, group_of(size, 80.0, config), Mode("step", False)) for size in (1, 2, 3, 16)]
@@ -273,16 +262,3 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
     assert list(Session.mode_told(session)) == []
     session.history.mode_told, session.current.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
     assert "planner.sync=auto is step" in next(iter(Session.mode_told(session))).text
-
-
-def test_the_largest_image_must_fit_a_pack_that_recomputes_nothing(tmp_path: Path) -> None:
-    """A rank holds an image only in such a pack, so a mode whose other packs are large would skip most images."""
-    config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
-    group = group_of(4, ROOM, config)
-    chosen = {}
-    for image in (16_000, 32_000):
-        config.data.max_pixels = image * group.members[0].described["shape"].token_pixels
-        assert image_tokens_of(config, group) == image
-        plain = memory_of(config, group, Mode("step", False)).tokens_that_fit(0.9 * ROOM * GIB)
-        chosen[image <= plain] = mode_of(config, group, auto_tokens=True).mode
-    assert chosen == {True: Mode("step", False), False: Mode("step", True)}
