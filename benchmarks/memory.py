@@ -43,7 +43,7 @@ def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str, shar
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
                               largest_image=largest, communicators_bytes=groups * device.group_bytes,
                               sharding=sharding, node_ranks=min(NODE_RANKS, num_devices))
-    memory = MemoryModel(shape, settings)
+    memory = MemoryModel(shape, settings).with_image_limit(MEMORY_SHARE * memory_bytes, largest)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 
 

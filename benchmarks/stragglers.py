@@ -3,15 +3,16 @@
     python benchmarks/stragglers.py sleeping     4 ranks whose packs sleep for their predicted time, one three times as
                                                  long: the driver's own loop, real actors, real waiting; no core is busy
     python benchmarks/stragglers.py pinned       2 workers of jobs/train.py, a core each; a process that only counts
-                                                 shares the second one's core for a while. Wants two idle cores
+                                                 takes half of the second core for a while. Wants two idle cores, root
 
 `sleeping`: two runs of the same batch, all ranks of speed 1 and one of speed 1/3; medians of the steps after the first
 5, in which the speed is not known yet. A pack starts when all of its ranks are free; a rank sleeps for the pack's
 compute at its own speed, waits for the others, and all of them sleep for the communication that is not hidden.
 
 `pinned`: blocks of steps with and without the counting process take turns; a block's first steps, in which the speed is
-not known yet, count on neither side. What the process leaves of a core is measured before the run, by a loop beside it.
-A throughput far above `allowed` says that the worker was not held to its core, and shows nothing.
+not known yet, count on neither side. The process counts for 5 of each 10 ms, in the real-time class: among ordinary
+processes Linux shares a core by sessions (autogroup), so that what is left for a worker differs from what is left for a
+loop of this script. What it leaves of a core is measured before the run, by a loop beside it.
 
 `allowed`: the mean of the ranks' speeds. Both end with 1 where throughput is below 95 % of it.
 """
@@ -39,7 +40,17 @@ sys.path.insert(0, str(ROOT))
 LEAST = 0.95
 UNKNOWN = 5
 """Steps after which the driver knows a rank's speed: it halves what it remembers at each."""
-COUNTING = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+COUNTING = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+while True:
+    end = time.perf_counter() + 0.005
+    while time.perf_counter() < end:
+        pass
+    time.sleep(0.005)
+"""
+"""A process that counts on a core for half of the time, ahead of all others."""
 
 
 def main(argv: list[str]) -> int:

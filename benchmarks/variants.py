@@ -30,6 +30,7 @@ _ONE_NODE = "if tiny and (machine.rates.inside_s == machine.rates.across_s).all(
 _WHOLE_NODES = "best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)"
 _MOPPED_QUICKLY = "leftover=max(64, len(work) // 16)"
 _BASELINES = "schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]"
+_FAR = "CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15"
 _NEAR = "NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
@@ -120,6 +121,8 @@ VARIANTS = (
     ),
     one("micro_batch: no exchanges between packs", _EXCHANGES, 'if problem.sync == "step" and not _is_near'),
     one("step: no exchanges between packs", _EXCHANGES, 'if problem.sync == "micro_batch" and not _is_near'),
+    one("baselines tuned above 3 %, if one is within 1 %", _FAR, "CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15"),
+    one("baselines never tuned", _FAR, "CLOSE, FAR, HIDDEN = 2e-2, 1e9, 0.15"),
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("exchanges: ten times as many are compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),

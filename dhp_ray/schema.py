@@ -159,8 +159,8 @@ class Planner:
         "longest sequence admitted, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
         minimum=0,
     )
-    max_image_tokens: int = key(0, "largest image admitted, fixed for the run; 0: with tokens_per_rank=auto what "
-                                "data.max_pixels allows, else tokens_per_rank", minimum=0)
+    max_image_tokens: int = key(0, "vision tokens of the largest image admitted, fixed for the run; 0: tokens_per_rank "
+                                "or, if that is auto, what there is room for", minimum=0)
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ def test_batches_come_over_and_over():
     assert [batches(step) for step in (1, 2, 3)] == [list(BATCH), list(longer), list(BATCH)]
 
 
-@pytest.mark.parametrize("back_s", [0.0, 60.0])
+@pytest.mark.parametrize("back_s", [60.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_what_faults_cost_a_simulated_run(tmp_path, back_s):
     """Each takes 2 s to be seen, 3 s to form, and 5 s when the other joins; until then one rank does all the work."""
     losses = [Loss(kind, 2.0, 3.0, 5.0 + back_s, 5.0) for kind in set(KINDS)]

@@ -44,7 +44,7 @@ the bound, up to MANY also with less full packs, of one round more. A plan of mo
 TUNING = ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))
 """The baselines, and approximately how many seconds for each sequence it takes to tune them."""
 
-CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15
+CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15
 """A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with tuned baselines if it is
 more than FAR above the bound and, in step, a baseline at two caps is at most CLOSE longer: with as many of TUNING as
 take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does that.)

@@ -57,11 +57,12 @@ def from_tokens(memory: MemoryModel, memory_bytes: float, tokens: int, largest: 
     """`LayerShare.from_tokens`, such that packs of more than `tokens` up to `largest`, which have `most.share`, all
     fit: `tokens`, or fewer if a pack's bytes are not linear in its tokens.
 
-    A pack's bytes are a maximum of lines, except for logits. The least share that fits is computed at the tokens where
-    these bend, and at some between.
+    A pack's bytes are a maximum of lines, except for images, whose most loaded rank has one more than the others, and
+    logits. The least share that fits is computed at the tokens where these bend, and at some between.
     """
     chunk, share = max(1, LOGITS_HELD // memory.shape.vocabulary_size), most.share
-    places = {chunk, CHUNKS_HELD * chunk, *np.geomspace(tokens, largest, PLACES).astype(int).tolist()}
+    places = {memory.settings.largest_image, memory.settings.image_limit or largest, chunk, CHUNKS_HELD * chunk,
+              *np.geomspace(tokens, largest, PLACES).astype(int).tolist()}
     latest = float(tokens)
     for place in places:
         if tokens < place < largest:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dhp_ray.planner.activation_memory import ActivationMemory
 from dhp_ray.planner.layer_share import LEAST_LAYERS
@@ -81,7 +82,7 @@ class MemoryModel(ActivationMemory):
         if not self.shape.vision:
             return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload,
                             recomputed=recomputed)
-        more = self.settings.admitted_image * (degree > 1)
+        more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
         return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
                         degree, offload=offload, recomputed=recomputed)
 
@@ -101,6 +102,17 @@ class MemoryModel(ActivationMemory):
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(memory_bytes, middle, offload, recomputed) else (low, middle)
         return low
+
+    def with_image_limit(self, memory_bytes: float, largest: int, offload: float = 0.0) -> MemoryModel:
+        """The same model with the limit for one image that devices of `memory_bytes` allow: `largest`, if with room for
+        such an image all ranks together still hold a sequence with it; otherwise as many tokens as a rank holds.
+        """
+        found = MemoryModel(self.shape, replace(self.settings, image_limit=largest))
+        if found.tokens_that_fit(memory_bytes, offload) * self.settings.world_size >= largest:
+            return found
+        own = MemoryModel(self.shape, replace(self.settings, image_limit=None))
+        return MemoryModel(self.shape, replace(
+            self.settings, image_limit=max(1, own.tokens_that_fit(memory_bytes, offload))))
 
     def fits(self, memory_bytes: float, tokens: int, offload: float = 0.0, recomputed: float = 0.0) -> bool:
         """Whether a device of `memory_bytes` holds any pack of this many tokens a rank."""

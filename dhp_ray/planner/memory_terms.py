@@ -19,9 +19,9 @@ class MemorySettings:
 
     precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
     largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
-    run's limit for one image, if that is smaller. sharding: of `sync=step`, whole or node; node_ranks: ranks of the
-    node with the fewest. adapters: parameters of the adapters (LoRA) of each part that has some, which are then trained
-    instead of the weights. drops: their inputs have dropout.
+    run's limit for one image (default: the pack's tokens). sharding: of `sync=step`, whole or node; node_ranks: ranks
+    of the node with the fewest. adapters: parameters of the adapters (LoRA) of each part that has some, which are then
+    trained instead of the weights. drops: their inputs have dropout.
     """
 
     sync: str
@@ -39,11 +39,6 @@ class MemorySettings:
     node_ranks: int = 1
     adapters: Mapping[str, int] = field(default_factory=dict)
     drops: bool = False
-
-    @property
-    def admitted_image(self) -> int:
-        """Vision tokens of the largest image that the run admits."""
-        return min(self.image_limit or self.largest_image, self.largest_image)
 
     def trains(self, part: str) -> bool:
         """Whether anything in a part is trained, weights or adapters."""

@@ -93,7 +93,7 @@ class Candidate:
 class Offer:
     """What ranks have in a mode: tokens of a pack (more with `offload` or `recomputation`), costs, and the seconds to
     gather and reduce for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all
-    parameters.
+    parameters. `has_image_room`: whether ranks have room for the largest image of the run.
     """
 
     mode: Mode
@@ -102,14 +102,17 @@ class Offer:
     gather_s: float = 0.0
     offload: Offload = NO_OFFLOAD
     recomputation: Recomputation = NO_RECOMPUTATION
+    has_image_room: bool = True
 
     @property
     def most_tokens(self) -> int:
-        """Of a pack on a rank."""
+        """Of a pack; without layers that are moved or recomputed if there is no room for the largest image."""
+        if not self.has_image_room:
+            return self.tokens_per_rank
         return max(self.tokens_per_rank, self.offload.tokens_per_rank, self.recomputation.tokens_per_rank)
 
     def holds(self, tokens_per_rank: int) -> bool:
-        return self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
+        return self.has_image_room and self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
 
     def step_s(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
         """Seconds of a batch that ranks on these nodes hold."""
@@ -134,7 +137,7 @@ def candidates_of(
     offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample], nodes: Sequence[int]
 ) -> list[Candidate]:
     """The modes with the seconds of a batch on ranks of these nodes; infinite if a mode does not hold `needed_tokens` a
-    rank, or the batch's longest sequence on all of them.
+    rank or the batch's longest sequence on all of them, or has no room for the largest image.
     """
     longest = max(sample.num_tokens for sample in samples)
     needed = max(1, needed_tokens, math.ceil(longest / len(nodes)))
@@ -167,7 +170,8 @@ def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
     """The fastest candidate that holds this many tokens a rank, the first of several within `TIE`; otherwise the last
     one with the most room. Candidates are ordered by the memory that they need, most first.
     """
-    holding = [candidate for candidate in candidates if candidate.holds(needed_tokens)]
+    holding = [candidate for candidate in candidates
+               if candidate.holds(needed_tokens) and candidate.step_s < math.inf]
     if holding:
         least_s = min(candidate.step_s for candidate in holding)
         return next(candidate for candidate in holding if candidate.step_s <= (1 + TIE) * least_s)
@@ -180,6 +184,8 @@ def reason(candidates: Sequence[Candidate], needed_tokens: int, samples: Sequenc
     for candidate in candidates:
         if not candidate.holds(needed_tokens):
             parts.append(f"{candidate.mode} holds {candidate.tokens_per_rank:,}")
+        elif candidate.step_s == math.inf:
+            parts.append(f"{candidate.mode} has no room for the largest image")
         else:
             parts.append(f"{candidate.mode} takes {candidate.step_s:.3g} s")
     lengths = sorted({sample.num_tokens for sample in samples})

@@ -44,8 +44,8 @@ class Machine:
         """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared.
 
         Raises:
-            PlanError: a file is damaged, the state does not fit on a device, or the longest sequence does not fit on
-                all.
+            PlanError: a file is damaged, the state or an image does not fit on a device, or the longest sequence does
+                not fit on all.
         """
         cluster = settings.cluster
         self.settings = settings
@@ -58,13 +58,18 @@ class Machine:
         self._made = cache(self._place)
         first = self._training(self._nodes(cluster.num_ranks))
         if first.tokens_per_rank < 1:
-            state = sum(first.memory.resident().values())
-            needed = first.memory.memory(first.memory.worst_load(1)).device_bytes
+            needed = sum(first.memory.resident().values())
             raise PlanError(
-                f"model: {settings.model} keeps {state / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
-                f"{first.mode} and needs {needed / 2**30:.1f} for the smallest pack, and a device has "
-                f"{cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned with); use more or larger devices, "
-                "sync=micro_batch or a smaller model")
+                f"model: {settings.model} keeps {needed / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
+                f"{first.mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
+                "with); use more or larger devices, sync=micro_batch or a smaller model")
+        image = min(settings.workload.max_pixels // self.shape.token_pixels, longest_tokens)
+        limit = first.memory.settings.image_limit or image
+        if settings.train.tokens_per_rank == "auto" and limit < image:
+            raise PlanError(
+                f"workload.max_pixels: an image may have {image:,} tokens, and a rank has room for {limit:,} in "
+                f"{first.mode}; use train.activation_checkpointing=auto (or true), a lower workload.max_pixels, or "
+                "more or larger devices")
         if longest_tokens > first.most_tokens * cluster.num_ranks:
             raise PlanError(
                 f"workload: the longest sequence has {longest_tokens:,} tokens, and the cluster holds at most "
@@ -89,13 +94,14 @@ class Machine:
     def _nodes(self, num_ranks: int) -> tuple[int, ...]:
         return tuple(rank // self.settings.cluster.ranks_per_node for rank in range(num_ranks))
 
-    def _training(self, nodes: tuple[int, ...], tokens_per_rank: str = "", sync: str = "") -> Training:
-        settings, given = self.settings, self.settings.train.tokens_per_rank
+    def _training(
+        self, nodes: tuple[int, ...], tokens_per_rank: str = "", sync: str = "", image_limit: int = 0
+    ) -> Training:
+        settings = self.settings
         wanted = Wanted(
             sync=sync or settings.sync, recomputes=settings.train.activation_checkpointing,
             sharding=settings.train.sharding, precision=settings.train.precision, frozen=tuple(settings.train.freeze),
-            tokens_per_rank=tokens_per_rank or given,
-            image_limit=self._longest_tokens if given == "auto" else int(given),
+            tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank, image_limit=image_limit,
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,
             longest_tokens=self._longest_tokens, batch=self._batch, max_pixels=settings.workload.max_pixels,
@@ -111,7 +117,8 @@ class Machine:
             training = self.first
         else:  # at most as many as at the start, or as the longest sequence needs on fewer ranks
             most = max(self.first.most_tokens, math.ceil(self._longest_tokens / len(nodes)))
-            training = self._training(nodes, str(most), self.sync)
+            limit = self.first.memory.settings.image_limit or 0
+            training = self._training(nodes, str(most), self.sync, limit)
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
         cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload,
                                        recomputation=training.recomputation)

@@ -62,8 +62,8 @@ class Wanted:
     precision: str = "bf16"
     frozen: tuple[str, ...] = ()
     tokens_per_rank: str = "auto"
-    image_limit: int | None = None
-    """The most tokens of an image, if `max_pixels` allows larger ones."""
+    image_limit: int = 0
+    """The most tokens of an image; 0: what follows from `tokens_per_rank`."""
     activation_offload: str = "off"
     mirror_every_steps: str = "0"
     longest_tokens: int = 1
@@ -114,13 +114,15 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     best = found[0]
     if len(found) > 1:
         num_ranks = len(ranks.nodes)
+        image = min(wanted.max_pixels // shape.token_pixels, wanted.longest_tokens) if shape.vision else 0
+        image = min(image, wanted.image_limit or image)
         needed = math.ceil(wanted.longest_tokens / num_ranks)
         held = num_ranks * max(1, *(one.most_tokens for one in found))
         limit = min(wanted.longest_tokens, held)
         samples = held_samples(wanted.batch, limit) or equal_samples(
             wanted.samples_per_rank * num_ranks, min(_largest_image(shape, wanted), limit), shape.merge_area)
-        offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload, one.recomputation)
-                  for one in found]
+        offers = [Offer(one.mode, one.tokens_per_rank, one.cost, one.gather_s, one.offload, one.recomputation,
+                        (one.memory.settings.image_limit or 0) >= image) for one in found]
         candidates = candidates_of(offers, needed, samples, ranks.nodes)
         chosen = choose(candidates, needed)
         best = replace(found[candidates.index(chosen)], step_s=chosen.step_s)
@@ -131,12 +133,17 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
     """The memory that each of these ranks needs in a mode."""
     accelerator, world_size = ACCELERATORS[ranks.kind], len(ranks.nodes)
     groups = min(accelerator.pool_groups("auto", int(ranks.memory_bytes)), 2**min(world_size, 60) - world_size - 1)
-    return MemoryModel(shape, MemorySettings(
+    limit = wanted.image_limit or (None if wanted.tokens_per_rank == "auto" else int(wanted.tokens_per_rank))
+    memory = MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
         frozen=wanted.frozen, device=ranks.kind, largest_image=_largest_image(shape, wanted),
-        image_limit=wanted.image_limit, mirror_every_steps=wanted.mirror_every_steps,
+        image_limit=limit, mirror_every_steps=wanted.mirror_every_steps,
         communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
         node_ranks=min(sizes_of(ranks.nodes))))
+    if limit or not shape.vision:
+        return memory
+    largest = min(memory.settings.largest_image, wanted.longest_tokens)
+    return memory.with_image_limit(MEMORY_SHARE * ranks.memory_bytes, largest, _share_of_every_pack(wanted))
 
 
 def _largest_image(shape: ModelShape, wanted: Wanted) -> int:

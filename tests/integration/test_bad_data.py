@@ -254,6 +254,7 @@ def test_a_bad_sample_ends_the_run_when_asked(
     assert ledger(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_the_steps_before_a_bad_sample_are_saved(
     ray_cluster: None, sources: list[tuple[Path, str, int]], tmp_path: Path
 ) -> None:

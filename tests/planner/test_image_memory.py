@@ -21,6 +21,6 @@ def test_an_image_may_be_larger_than_what_a_rank_holds_of_its_pack(mode: str, re
     with fake_world(8) if mode == "micro_batch" else nullcontext():
         found = traced(published_config("3B", 2), [(40, [(1, 40, 40)])], settings, 4, None, 0.0, recomputed)
     assert (found.load.tokens, found.load.patches) == (111, 1600)
-    memory = MemoryModel(shape_of("3B", 2), replace(settings, world_size=4, largest_image=400))
+    memory = MemoryModel(shape_of("3B", 2), replace(settings, world_size=4, largest_image=400, image_limit=400))
     counted = sum(memory.memory(memory.worst_load(111, recomputed=recomputed)).pack.values())
     assert found.pack_bytes <= counted <= 1.1 * found.pack_bytes

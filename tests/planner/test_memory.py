@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -67,8 +68,8 @@ def check(
     assert found.moved_bytes(found_bytes.load) == pytest.approx(found_bytes.host_bytes, rel=0.05)
 
 
-QUICK = [("step", False, (), 1, 1), ("step", True, ("language",), 2, 2), ("micro_batch", True, (), 1, 3),
-         ("micro_batch", False, ("vision",), 0, 1), ("node", False, (), 1, 2), ("node", True, ("vision",), 0, 1)]
+def slow(*cases: tuple[object, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @contextmanager
@@ -77,7 +78,9 @@ def world_of(mode: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), QUICK, ids=str)
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
+    ("step", True, ("language",), 2, 2), ("micro_batch", False, ("vision",), 0, 1), ("node", False, (), 1, 2),
+    *slow(("step", False, (), 1, 1), ("micro_batch", True, (), 1, 3), ("node", True, ("vision",), 0, 1))], ids=str)
 def test_predicted_peaks_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
@@ -86,8 +89,8 @@ def test_predicted_peaks_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
-    ("step", False, ("language",), 2), ("node", True, (), 1), ("micro_batch", True, ("language",), 5),
-    ("micro_batch", True, ("vision",), 16)], ids=str)
+    ("step", False, ("language",), 2), *slow(("node", True, (), 1), ("micro_batch", True, ("language",), 5),
+                                             ("micro_batch", True, ("vision",), 16))], ids=str)
 def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -96,7 +99,7 @@ def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
-    ("step", True, ("language",), 5), ("node", False, (), 1), ("micro_batch", True, ("vision",), 4)], ids=str)
+    ("micro_batch", True, ("vision",), 4), *slow(("step", True, ("language",), 5), ("node", False, (), 1))], ids=str)
 def test_predicted_peaks_of_internvl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -104,13 +107,14 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-VL-2B", "Qwen3-VL-8B"])
+@pytest.mark.parametrize("name", ["Qwen3-VL-2B", *slow(("Qwen3-VL-8B",))])
 def test_a_unit_of_the_encoder_is_there_while_gradients_of_the_root_are_added_and_reduced(name: str) -> None:
     """With tied weights and without."""
     with world_of("micro_batch"):
         check(name, settings_of("micro_batch", False, ()), seed=1, degree=2, num_layers=3, largest=8)
 
 
+@pytest.mark.slow
 def test_what_ranks_gather_does_not_grow_with_them() -> None:
     """InternVL's positions are a table of one row, which FSDP would pad to a row a rank."""
     settings, peaks = settings_of("micro_batch", True, ("language",)), []
@@ -123,11 +127,11 @@ def test_what_ranks_gather_does_not_grow_with_them() -> None:
 
 
 @pytest.mark.parametrize(("name", "mode", "recomputes", "frozen", "seed", "degree", "share"), [
-    ("3B", "step", False, (), 9, 1, 1.0), ("InternVL3-38B", "step", True, ("language",), 11, 2, 0.25),
-    ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("Qwen3-VL-2B", "micro_batch", False, (), 1, 1, 1.0), ("InternVL3-1B", "node", False, ("vision",), 4, 2, 0.75),
-        ("Qwen3-VL-2B", "step", True, ("language",), 5, 1, 1.0), ("3B", "step", False, (), 2, 1, 0.5)))], ids=str)
+    ("3B", "step", False, (), 9, 1, 1.0),
+    *slow(("InternVL3-38B", "step", True, ("language",), 11, 2, 0.25),
+          ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5), ("Qwen3-VL-2B", "micro_batch", False, (), 1, 1, 1.0),
+          ("InternVL3-1B", "node", False, ("vision",), 4, 2, 0.75),
+          ("Qwen3-VL-2B", "step", True, ("language",), 5, 1, 1.0), ("3B", "step", False, (), 2, 1, 0.5))], ids=str)
 def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
     name: str, mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int, share: float
 ) -> None:
@@ -138,12 +142,11 @@ def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
 
 @pytest.mark.parametrize(("name", "mode", "frozen", "seed", "degree", "recomputed"), [
     ("3B", "step", (), 3, 1, 0.5), ("InternVL3-1B", "micro_batch", (), 2, 2, 0.75),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("3B", "step", ("vision",), 1, 2, 0.75), ("3B", "micro_batch", (), 3, 1, 0.25), ("3B", "node", (), 1, 1, 0.5),
-        ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5), ("Qwen3-VL-2B", "node", ("vision",), 4, 2, 0.75),
-        ("Qwen3-VL-2B", "micro_batch", (), 1, 1, 1.0), ("InternVL3-1B", "step", (), 11, 1, 0.5),
-        ("InternVL3-1B", "node", ("language",), 2, 1, 0.75), ("InternVL3-1B", "micro_batch", ("vision",), 4, 3, 0.5)))],
-    ids=str)
+    *slow(("3B", "step", ("vision",), 1, 2, 0.75), ("3B", "micro_batch", (), 3, 1, 0.25), ("3B", "node", (), 1, 1, 0.5),
+          ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5), ("Qwen3-VL-2B", "node", ("vision",), 4, 2, 0.75),
+          ("Qwen3-VL-2B", "micro_batch", (), 1, 1, 1.0), ("InternVL3-1B", "step", (), 11, 1, 0.5),
+          ("InternVL3-1B", "node", ("language",), 2, 1, 0.75),
+          ("InternVL3-1B", "micro_batch", ("vision",), 4, 3, 0.5))], ids=str)
 def test_predicted_peaks_with_layers_that_run_again_are_the_traced_ones(
     name: str, mode: str, frozen: tuple[str, ...], seed: int, degree: int, recomputed: float
 ) -> None:
@@ -166,9 +169,9 @@ LORA = LoraSettings(32, 64.0, ("all-linear",))
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
-    ("step", False, (), 1, 1), ("step", True, ("vision",), 2, 2), ("node", False, ("vision",), 1, 1),
-    ("node", True, (), 1, 2), ("micro_batch", True, ("vision",), 1, 2), ("micro_batch", False, (), 1, 1),
-    ("micro_batch", True, ("language",), 1, 1)], ids=str)
+    ("step", False, (), 1, 1), ("node", True, (), 1, 2), ("micro_batch", True, ("vision",), 1, 2),
+    *slow(("step", True, ("vision",), 2, 2), ("node", False, ("vision",), 1, 1), ("micro_batch", False, (), 1, 1),
+          ("micro_batch", True, ("language",), 1, 1))], ids=str)
 def test_predicted_peaks_with_adapters_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
@@ -177,8 +180,7 @@ def test_predicted_peaks_with_adapters_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), [
-    ("step", True, 2, 2), ("micro_batch", True, 1, 2), pytest.param("step", False, 1, 1, marks=pytest.mark.slow),
-    pytest.param("node", True, 1, 1, marks=pytest.mark.slow)], ids=str)
+    ("step", True, 2, 2), *slow(("micro_batch", True, 1, 2), ("step", False, 1, 1), ("node", True, 1, 1))], ids=str)
 def test_predicted_peaks_with_dropout_are_the_traced_ones(mode: str, recomputes: bool, seed: int, degree: int) -> None:
     with world_of(mode):
         check("3B", settings_of(mode, recomputes, ("vision",)), seed, degree, num_layers=2, largest=8,

@@ -57,6 +57,8 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     (["model=gpt"], "error: model: got 'gpt'; allowed: internvl3_1b, "),
     (["workload.max_tokens=10"], "error: workload.max_tokens: got 10; allowed: more, or 0"),
     (["model=qwen2_5_vl_72b"], "error: model: qwen2_5_vl_72b keeps 653.5 GiB on each of 8 ranks in step"),
+    (["model=qwen2_5_vl_7b", "cluster.num_ranks=64", "cluster.memory_gib=72", "train.activation_checkpointing=packs"],
+     "error: workload.max_pixels: an image may have 1,280 tokens, and a rank has room for "),
     (["workload=long_documents", "train.tokens_per_rank=100"], "error: workload: the longest sequence has "),
     (["train.activation_offload=2"], "error: train.activation_offload: got '2'; allowed: off, auto, or a share above"),
     (["cluster.cost=none.yaml"], "error: none.yaml: cannot be read: FileNotFoundError"),

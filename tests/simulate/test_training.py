@@ -51,7 +51,7 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: 
     assert (moved.share > 0) == (offload != "off")
     assert limited.cost.in_mode(mode.sync).to_json() == cost.in_mode(mode.sync).to_json()
     there = run_memory_of(config, group, mode).settings
-    assert replace(there, mirror_every_steps="0", image_limit=None) == memory_of(
+    assert replace(there, mirror_every_steps="0") == memory_of(
         training.memory.shape, ranks, wanted, mode).settings
 
 

@@ -28,7 +28,8 @@ LOADS_LONG_S = 60.0
 
 @dataclass
 class _Newcomer:
-    """`loads_since_s`: when its process had started; None before. `num_reports`: how often its loading was reported."""
+    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often its
+    loading was reported."""
 
     member: Member
     described: ray.ObjectRef
@@ -110,6 +111,7 @@ class Arrivals:
                 newcomer.loads_since_s = newcomer.loads_since_s or monotonic()
             if newcomer.prepared in done:
                 ray.get(newcomer.prepared)
+                newcomer.loads_since_s = None
             return len(done) == 2
         except RayError as error:
             cause = getattr(error, "cause", None) or error

@@ -19,6 +19,7 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.image_limits import image_limit_of
 from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
 
@@ -75,7 +76,7 @@ class Evaluation:
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
             stream.max_tokens = config.planner.max_sequence_tokens
-            stream.max_image_tokens = config.planner.max_image_tokens
+            stream.max_image_tokens = image_limit_of(config, group)
             return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, Config, ConfigError
-from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.cost_origin import CostFile, Origin, difference
 from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import (
+    MEMORY_SHARE,
     SHARDING,
     Mode,
     Offer,
@@ -35,7 +34,14 @@ from dhp_ray.planner.mode import (
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.host_room import Limits, offload_of, plain_tokens, recomputation_of
+from dhp_ray.runtime.driver.host_room import (
+    Limits,
+    offload_of,
+    plain_tokens,
+    recomputation_of,
+    share_of_every_pack,
+)
+from dhp_ray.runtime.driver.image_limits import image_tokens_of, largest_image_of
 from dhp_ray.runtime.origins import origin_of
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
@@ -144,19 +150,13 @@ def _needed_tokens(config: Config, auto_tokens: bool, num_ranks: int, longest: i
     return math.ceil((limit or longest) / num_ranks)
 
 
-def largest_image_of(config: Config, shape: ModelShape) -> int:
-    """Return the tokens of the largest image, or piece of a video, that `data.max_pixels` allows; one rank encodes it.
-    """
-    pixels = config.data.max_pixels
-    return largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
-
-
 def _offer(config: Config, group: WorkerGroup, mode: Mode, memory: MemoryModel, most_tokens: int | None) -> Offer:
     fitting, (cost, device) = plain_tokens(config, memory, group), _slowest(memory, group)
     tokens, most = fitting if most_tokens is None else min(fitting, most_tokens), most_tokens or 2**62
     offload = offload_of(config, memory, group, max(1, tokens), most)
     return Offer(mode, tokens, cost, gather_s(memory, device, len(set(group.nodes))), offload,
-                 recomputation_of(config, memory, group, offload, max(1, tokens), most))
+                 recomputation_of(config, memory, group, offload, max(1, tokens), most),
+                 (memory.settings.image_limit or 0) >= image_tokens_of(config, group))
 
 
 def _images(config: Config, memory: MemoryModel, num_ranks: int, longest: int) -> list[Sample]:
@@ -175,14 +175,20 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
     world_size = num_ranks or group.size
     num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
-    return MemoryModel(shape, MemorySettings(
+    planner = config.planner
+    limit = planner.max_image_tokens or (None if planner.tokens_per_rank == "auto" else int(planner.tokens_per_rank))
+    memory = MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
         frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
         mirror_every_steps=config.elastic.mirror_every_steps,
-        largest_image=largest_image_of(config, shape), image_limit=config.planner.max_image_tokens or None,
+        largest_image=largest_image_of(config, shape), image_limit=limit,
         communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
         node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {}),
         drops=train.lora.dropout > 0))
+    if limit:
+        return memory
+    largest = min(memory.settings.largest_image, planner.max_sequence_tokens or memory.settings.largest_image)
+    return memory.with_image_limit(MEMORY_SHARE * group.memory_bytes, largest, share_of_every_pack(config))
 
 
 def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:

@@ -30,7 +30,7 @@ from dhp_ray.runtime.driver.host_room import (
     recomputation_of,
     share_of_every_pack,
 )
-from dhp_ray.runtime.driver.modes import RECOMPUTATION, cost_of, memory_of, mode_of, most_tokens_of
+from dhp_ray.runtime.driver.modes import cost_of, memory_of, mode_of, most_tokens_of
 from dhp_ray.runtime.messages import RunError
 
 
@@ -45,14 +45,10 @@ def tokens_that_fit(config: Config, group: WorkerGroup) -> int:
     tokens = _fitting(config, memory, group)
     if plain_tokens(config, memory, group) < 1:
         needed = memory.memory(memory.worst_load(1))
-        again = "" if memory.settings.recomputes else f"{RECOMPUTATION}=true, "
-        smaller = f"a lower data.max_pixels (an image may take {memory.settings.admitted_image:,} tokens), " if (
-            memory.shape.vision) else ""
         raise RunError(
             f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
             f"{_gib(needed.device_bytes)}, {_gib(sum(needed.resident.values()))} of them for the state, and has "
-            f"{_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, "
-            f"{again}{smaller}or a smaller model"
+            f"{_gib(limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller model"
         )
     return tokens
 

@@ -23,8 +23,9 @@ from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of
 from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
-from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, largest_image_of, mode_of
+from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, memory_of, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -86,11 +87,16 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         with group.waits.on("the first batch"):
             planned = samples_from_json(records.planned_samples(1))
             group.first_batch = planned or first_samples(stream, config.batch.global_samples)
+    largest = image_tokens_of(config, group)
     choice = resolve_limits(config, stored, group, takes_over)
+    limit = image_limit_of(config, group)
+    if auto_tokens and 0 < limit < largest:
+        yield Notice(f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for "
+                     "larger ones; train.activation_checkpointing=true may make room, or lower data.max_pixels")
     if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
-    stream.max_image_tokens = config.planner.max_image_tokens
+    stream.max_image_tokens = limit
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
@@ -199,11 +205,7 @@ def resolve_limits(
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
     if auto_tokens:
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
-    planner.max_image_tokens = planner.max_image_tokens or int(stored.get("planner.max_image_tokens") or 0)
-    if not planner.max_image_tokens:
-        largest = largest_image_of(config, group.members[0].described["shape"])
-        planner.max_image_tokens = min(largest, planner.max_sequence_tokens or largest) if auto_tokens else int(
-            planner.tokens_per_rank)
+        planner.max_image_tokens = planner.max_image_tokens or int(stored.get("planner.max_image_tokens") or 0)
     recorded = recorded_sync(config, stored)
     planner.sync = recorded or planner.sync
     choice = mode_of(config, group, auto_tokens)
@@ -211,6 +213,7 @@ def resolve_limits(
         choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
             ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
     planner.sync = choice.mode.sync
+    planner.max_image_tokens = memory_of(config, group, choice.mode).settings.image_limit or 0
     if not takes_over:
         check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":

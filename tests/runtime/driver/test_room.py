@@ -126,7 +126,7 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib, mode = 0.2, Mode("step", False)
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
-    config.planner.tokens_per_rank = str(first)
+    config.planner.tokens_per_rank, config.planner.max_image_tokens = str(first), 1280
     assert within_memory(config, group_of(8, memory_gib, config), mode, auto=True)[0].tokens == first
     assert within_memory(config, group_of(16, memory_gib, config), mode, auto=True)[0].tokens == first
     few = group_of(2, memory_gib, config)
@@ -144,7 +144,7 @@ def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_eac
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib = 0.2
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
-    config.planner.tokens_per_rank = str(first)
+    config.planner.tokens_per_rank, config.planner.max_image_tokens = str(first), 1280
     left = group_of(2, memory_gib, config)  # survivors
     held = limits_of_generation(config, left, 2).tokens
     assert held < first

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
+import numpy as np
 
 from dhp_ray.planner.mode import Mode
+from dhp_ray.planner.plan import Sample
+from dhp_ray.runtime.driver.image_limits import image_limit_of
 from dhp_ray.runtime.driver.modes import memory_of, mode_of
 from dhp_ray.runtime.driver.room import limits_of_generation
 from dhp_ray.runtime.driver.start import resolve_limits
-from dhp_ray.runtime.messages import RunError
 from tests.runtime.driver.groups import GIB, config_of, group_of
 
 AUTO = ("planner.sync=step", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
         "train.precision=bf16")
 ROOM = 3.0
 """GiB of a device."""
+IMAGE = 30_000
 
 
 def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
@@ -33,32 +36,39 @@ def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_to
     """A mode whose packs recompute as they must is not given up for it: a pack's ranks share the tokens of an image."""
     config = config_of(str(tmp_path), *AUTO, "batch.global_samples=64", "comm.transport=parent")
     group = group_of(4, ROOM, config)
-    config.data.max_pixels = 30_000 * group.members[0].described["shape"].token_pixels
+    group.first_batch = [Sample(str(number), 20_000) for number in range(64)]
+    config.data.max_pixels = IMAGE * group.members[0].described["shape"].token_pixels
     resolve_limits(config, {}, group)
-    assert config.planner.max_image_tokens == 30_000
+    assert config.planner.max_image_tokens == IMAGE
     mode = mode_of(config, group, auto_tokens=True).mode
-    limits, memory = limits_of_generation(config, group, 4), memory_of(config, group, mode)
-    assert (mode, limits.recomputation.share) == (Mode("step", False), 1.0)
-    assert 1 < limits.recomputation.free_tokens < 30_000
-    load = memory.worst_load(limits.recomputation.free_tokens)
-    assert load.patches > 30_000 * memory.shape.merge_area
-    assert memory.memory(load).device_bytes <= 0.9 * ROOM * GIB
+    recomputation, memory = limits_of_generation(config, group, 4).recomputation, memory_of(config, group, mode)
+    assert (mode, recomputation.share) == (Mode("step", False), 1.0)
+    assert 1 < recomputation.free_tokens < IMAGE
+    for tokens in np.geomspace(recomputation.free_tokens, recomputation.tokens_per_rank, 20).astype(int).tolist():
+        load = memory.worst_load(tokens, recomputed=float(recomputation.share_of(tokens)))
+        assert load.patches == (tokens + IMAGE) * memory.shape.merge_area
+        assert memory.memory(load).device_bytes <= 0.9 * ROOM * GIB
 
 
-def test_a_run_whose_ranks_have_no_room_for_an_image_is_refused(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16", f"data.max_pixels={10**9}",
-                       "planner.tokens_per_rank=auto")
-    with pytest.raises(RunError, match=r"room for no token: it needs .* use more or larger devices, "
-                       r"train\.activation_checkpointing=true, a lower data\.max_pixels \(an image may take 1,275,510 "
-                       r"tokens\), or a smaller model$"):
-        resolve_limits(config, {}, group_of(2, 4.0, config))
+def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_path: Path) -> None:
+    """Unless another mode has room."""
+    config = config_of(str(tmp_path), *AUTO, "train.activation_checkpointing=false")
+    group = group_of(4, ROOM, config)
+    config.data.max_pixels = 60_000 * group.members[0].described["shape"].token_pixels
+    again = replace(config, train=replace(config.train, activation_checkpointing="auto"),
+                    planner=replace(config.planner))
+    resolve_limits(config, {}, group)
+    assert config.planner.max_image_tokens == int(config.planner.tokens_per_rank) == image_limit_of(config, group)
+    choice = resolve_limits(again, {}, group)
+    assert (choice.mode, again.planner.max_image_tokens) == (Mode("step", True), 60_000)
+    assert image_limit_of(again, group) == 0
 
 
 def test_the_limit_of_an_image_is_fixed_at_the_runs_first_start(tmp_path: Path) -> None:
     for words, stored, limit in (([], {}, 1280), (["planner.max_image_tokens=900"], {}, 900),
                                  ([], {"planner.max_image_tokens": 700}, 700),
                                  (["planner.max_sequence_tokens=1100"], {}, 1100),
-                                 (["planner.tokens_per_rank=300"], {}, 300)):
+                                 (["planner.tokens_per_rank=300"], {"planner.max_image_tokens": 200}, 300)):
         config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto", *words)
         resolve_limits(config, stored, group_of(2, 40.0, config))
         assert config.planner.max_image_tokens == limit

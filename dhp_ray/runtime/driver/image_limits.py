@@ -1,0 +1,32 @@
+"""The largest images of a run, in vision tokens: what `data.max_pixels` allows, and what ranks have room for
+(`planner.max_image_tokens`, fixed at the run's first start).
+"""
+
+from __future__ import annotations
+
+from dhp_ray.config import Config
+from dhp_ray.data.families import FAMILIES
+from dhp_ray.data.grids import largest_image_tokens
+from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.runtime.driver.group import WorkerGroup
+
+
+def image_tokens_of(config: Config, group: WorkerGroup) -> int:
+    """Return the tokens of the largest image of the run, which one rank encodes: `data.max_pixels` and, as far as they
+    are set, `planner.max_sequence_tokens`, `planner.max_image_tokens` and `planner.tokens_per_rank` limit it.
+    """
+    planner, image = config.planner, config.data.max_pixels // group.members[0].described["shape"].token_pixels
+    tokens = image if planner.tokens_per_rank == "auto" else int(planner.tokens_per_rank)
+    return min(image, planner.max_sequence_tokens or image, planner.max_image_tokens or tokens)
+
+
+def image_limit_of(config: Config, group: WorkerGroup) -> int:
+    """Return the most tokens of an image that the run admits; 0: `data.max_pixels` allows no larger one."""
+    limit = config.planner.max_image_tokens
+    return limit if limit < largest_image_of(config, group.members[0].described["shape"]) else 0
+
+
+def largest_image_of(config: Config, shape: ModelShape) -> int:
+    """Return the tokens of the largest image, or piece of a video, that one rank encodes."""
+    pixels = config.data.max_pixels
+    return largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
