@@ -114,7 +114,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     best = found[0]
     if len(found) > 1:
         num_ranks = len(ranks.nodes)
-        image = min(wanted.max_pixels // shape.token_pixels, wanted.longest_tokens) if shape.vision else 0
+        image = wanted.max_pixels // shape.token_pixels if shape.vision else 0
         image = min(image, wanted.image_limit or image)
         needed = math.ceil(wanted.longest_tokens / num_ranks)
         held = num_ranks * max(1, *(one.most_tokens for one in found))
@@ -142,8 +142,8 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
         node_ranks=min(sizes_of(ranks.nodes))))
     if limit or not shape.vision:
         return memory
-    largest = min(memory.settings.largest_image, wanted.longest_tokens)
-    return memory.with_image_limit(MEMORY_SHARE * ranks.memory_bytes, largest, _share_of_every_pack(wanted))
+    return memory.with_image_limit(
+        MEMORY_SHARE * ranks.memory_bytes, memory.settings.largest_image, _share_of_every_pack(wanted))
 
 
 def _largest_image(shape: ModelShape, wanted: Wanted) -> int:
