@@ -93,7 +93,7 @@ def test_a_cost_file_takes_the_place_of_the_derived_cost() -> None:
 
 @pytest.mark.parametrize("median", [1100, 1800, 5000])
 def test_the_last_resort_is_close_where_packs_recompute(median: float) -> None:
-    """Modes are compared by its plans. A 7B on 64 H100, which holds 720 tokens a rank, or 20,605."""
+    """Modes are compared by its plans. A 7B on 64 H100, which holds 405 tokens a rank, or 20,605."""
     nodes = tuple(rank // 8 for rank in range(64))
     training = training_of(ModelShape.load(CONF / "model_shape" / "qwen2_5_vl_7b.yaml"),
                            Ranks(device=H100, kind="cuda", memory_bytes=80 * GIB, nodes=nodes),
