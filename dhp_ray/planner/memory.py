@@ -104,15 +104,15 @@ class MemoryModel(ActivationMemory):
         return low
 
     def with_image_limit(self, memory_bytes: float, largest: int, offload: float = 0.0) -> MemoryModel:
-        """The same model with the limit for one image that devices of `memory_bytes` allow: `largest`, if with room for
-        such an image all ranks together still hold a sequence with it; otherwise as many tokens as a rank holds.
+        """A model that has no limit for an image yet, with the one that devices of `memory_bytes` allow: `largest`, if
+        with room for such an image all ranks together still hold a sequence with it; otherwise as many tokens as a rank
+        holds.
         """
         found = MemoryModel(self.shape, replace(self.settings, image_limit=largest))
         if found.tokens_that_fit(memory_bytes, offload) * self.settings.world_size >= largest:
             return found
-        own = MemoryModel(self.shape, replace(self.settings, image_limit=None))
-        return MemoryModel(self.shape, replace(
-            self.settings, image_limit=max(1, own.tokens_that_fit(memory_bytes, offload))))
+        tokens = max(1, self.tokens_that_fit(memory_bytes, offload))
+        return MemoryModel(self.shape, replace(self.settings, image_limit=tokens))
 
     def fits(self, memory_bytes: float, tokens: int, offload: float = 0.0, recomputed: float = 0.0) -> bool:
         """Whether a device of `memory_bytes` holds any pack of this many tokens a rank."""

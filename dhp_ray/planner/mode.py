@@ -1,11 +1,12 @@
 """Chooses how a run trains if settings are auto: how its ranks synchronise, whether activations are recomputed, and
 where parameters and gradient sums lie.
 
-Among the modes in which the ranks hold the longest sequence, the one with the shortest step is taken; if no mode holds
-it, the one with the most room. Steps are compared on the run's first batch, planned for each mode's room and costs by
-the planner of last resort, which takes milliseconds. If no batch has been read, a batch of equal sequences as large as
-the largest image is used. So the lengths of the batch decide: recomputation costs a third of the forward and backward
-passes, and saves the exchanges of long sequences on many ranks, and short packs' launches and gathers.
+Among the modes in which the ranks hold the longest sequence and have room for the largest image, the one with the
+shortest step is taken; if there is no such mode, the one with the most room. Steps are compared on the run's first
+batch, planned for each mode's room and costs by the planner of last resort, which takes milliseconds. If no batch has
+been read, a batch of equal sequences as large as the largest image is used. So the lengths of the batch decide:
+recomputation costs a third of the forward and backward passes, and saves the exchanges of long sequences on many ranks,
+and short packs' launches and gathers.
 
     a 3B on 64 H100, video-heavy: step 8.6 s with 2,170 tokens a rank, 7.0 s with recomputation and 62,816;
                                   micro_batch 6.8 s with 3,191, and is taken

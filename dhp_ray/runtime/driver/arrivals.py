@@ -29,7 +29,8 @@ LOADS_LONG_S = 60.0
 @dataclass
 class _Newcomer:
     """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often its
-    loading was reported."""
+    loading was reported.
+    """
 
     member: Member
     described: ray.ObjectRef

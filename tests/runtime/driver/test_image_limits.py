@@ -61,6 +61,7 @@ def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_p
     assert config.planner.max_image_tokens == int(config.planner.tokens_per_rank) == image_limit_of(config, group)
     choice = resolve_limits(again, {}, group)
     assert (choice.mode, again.planner.max_image_tokens) == (Mode("step", True), 60_000)
+    assert "step has no room for the largest image; step with recomputation takes " in choice.why
     assert image_limit_of(again, group) == 0
 
 
