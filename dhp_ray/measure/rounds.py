@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dhp_ray.measure.loads import (
-    MIXED_QUICK,
     TEXT_BESIDE_IMAGES,
     Load,
     Sizes,
     distinct,
     image_loads,
-    mixed_loads,
     samples_of,
     text_loads,
 )
@@ -114,7 +112,7 @@ def _ring_loads(spec: Spec, degree: int) -> list[Load]:
     the exchange of encoded features.
     """
     text = text_loads(spec.sizes, True, degree)
-    images = mixed_loads(spec.sizes, MIXED_QUICK, True, degree) if spec.sizes.grids else []
+    images = image_loads(spec.sizes, True, degree)
     return distinct([*(text if degree == 2 or not spec.quick else text[::2]), *images])
 
 

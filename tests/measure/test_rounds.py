@@ -35,6 +35,17 @@ def test_rings_are_of_neighbours_inside_a_node_and_of_pairs_across_two() -> None
                for group in round_.plan.groups)
 
 
+def test_rings_have_small_packs_with_and_without_images() -> None:
+    """What every pack of several ranks takes shows in small ones."""
+    plans = [round_.plan for round_ in rounds_of("rings", spec(quick=False))]
+    packs = [[plan.samples[row] for row in group.pack.sequences] for plan in plans for group in plan.groups]
+    for images in (False, True):
+        tokens = [sum(sample.num_tokens for sample in pack) for pack in packs
+                  if any(sample.vision_grids for sample in pack) is images]
+        assert len(tokens) > 7
+        assert sum(size < SIZES.max_tokens / 2 for size in tokens) > 3
+
+
 @pytest.mark.parametrize(("changed", "left_out"), [
     ({}, {"rings across"}), ({"num_ranks": 1}, {"rings", "rings across", "exchanges", "groups", "one-sided"}),
     ({"sync": "micro_batch"}, {"rings across", "apart"}),
