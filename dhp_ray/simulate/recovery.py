@@ -19,6 +19,8 @@ from dhp_ray.simulate.settings import FaultKind, FaultSettings
 
 Formed = tuple[Generation, float, str]
 """A generation, when it is formed, and why."""
+NextFault = Callable[[float], Fault | None]
+"""Returns the next fault if it strikes before a time."""
 
 
 @dataclass
@@ -39,33 +41,42 @@ class Recovery:
     _failures: Failures = field(default_factory=Failures)
 
     def changed(
-        self, generation: Generation, now_s: float, slow: Collection[int], mirrors: bool
+        self, generation: Generation, now_s: float, slow: Collection[int], mirrors: bool, another: NextFault
     ) -> Formed | None:
         """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
-        to be replaced, each slot once at most. None: nothing changes.
+        to be replaced, each slot once at most (none where all restart together). If too few are left for the sequences
+        that wait, or fewer than `faults.min_workers`, the run waits for those that come back. None: nothing changes.
+
+        Raises:
+            PlanError: the run cannot go on.
         """
-        leaving = set(slow) - self._evicted
-        joining = self._ready(now_s)
-        if not leaving and not joining:
+        leaving = set(slow) - self._evicted if self.faults.policy == "elastic" else set[int]()
+        if not leaving and not self._ready(now_s) and self._needed(generation.size) <= generation.size:
             return None
         self._evicted |= leaving
         stay = [slot for slot in generation.slots if slot not in leaving]
         for slot in leaving:
             self._coming[slot] = now_s + self.faults.worker.return_s
+        if leaving and mirrors:  # their state is copied before they leave
+            generation.mirrored.append((generation.newest, now_s))
+        stands_s, fault = self._stands_s(now_s, stay, len(leaving), another)
+        if fault:
+            return self.recovered(generation, fault, stands_s, mirrors, another)
+        joining = self._ready(stands_s)
         why = [f"{len(joining)} join"] * bool(joining) + [f"{len(leaving)} leave, which are slow"] * bool(leaving)
-        formed = self._formed(generation, stay, now_s, generation.newest, mirrors)
-        return formed, now_s + self.faults.join_s, " and ".join(why)
+        formed = self._formed(generation, stay, stands_s, generation.newest, mirrors)
+        return formed, stands_s + self.faults.join_s, " and ".join(why)
 
     def recovered(
-        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool,
-        another: Callable[[float], Fault | None],
+        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault
     ) -> Formed:
-        """The generation that follows a fault. `another` returns the next fault if it strikes before a time.
+        """The generation that follows a fault. Slots that have left it already are not among its survivors.
 
         Raises:
             PlanError: the run cannot go on.
         """
-        broken_s, survivors, seen, running = now_s, set(generation.slots), [fault.kind], generation.newest + 1
+        broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
+        running = generation.newest + 1
         self._failures = self._failures.with_one(running, raised=False)
         if self._failures.hopeless(running):
             raise PlanError(f"step {running} has failed {self._failures.steps.count(running)} times")
@@ -101,7 +112,7 @@ class Recovery:
         return state.version if state else -1
 
     def _stands_s(
-        self, time_s: float, survivors: Collection[int], num_lost: int, another: Callable[[float], Fault | None]
+        self, time_s: float, survivors: Collection[int], num_lost: int, another: NextFault
     ) -> tuple[float, Fault | None]:
         """Return (when there are enough ranks to continue, None), or (when a fault strikes before, this fault)."""
         while True:
@@ -109,9 +120,7 @@ class Recovery:
             if fault:
                 return fault.time_s, fault
             size = len(survivors) + len(self._ready(time_s))
-            needed = self.num_ranks if self.faults.policy == "restart" else self.faults.min_workers
-            if size < self.num_ranks and not self.holds(max(1, size)):
-                needed = max(needed, size + 1)
+            needed = self._needed(size)
             conditions = [Condition.WELL] * len(survivors) + [Condition.DEAD] * num_lost
             match decide(conditions, len(self._ready(time_s)), needed, self.num_ranks, True):
                 case Form() | GoOn():
@@ -123,6 +132,13 @@ class Recovery:
                     if not later:
                         raise PlanError(f"{size} ranks are left, the run needs {needed}, and none comes back")
                     time_s = min(later)
+
+    def _needed(self, size: int) -> int:
+        """How many ranks the run needs: more than `size` if so many do not hold the sequences that wait."""
+        needed = self.num_ranks if self.faults.policy == "restart" else self.faults.min_workers
+        if size < self.num_ranks and not self.holds(max(1, size)):
+            needed = max(needed, size + 1)
+        return needed
 
     def _ready(self, now_s: float) -> list[int]:
         return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]

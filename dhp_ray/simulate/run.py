@@ -195,22 +195,21 @@ class SimulatedRun:
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps; if so, the next generation has been entered."""
         slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
-        formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors)
+        formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors, self._another)
         return formed is not None and self._formed(*formed)
 
     def _broken(self, fault: Fault) -> None:
         """Continue after a fault with the ranks that are left, once there are enough of them."""
         self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
         begun_s = max(self.now_s, fault.time_s)
+        self._formed(*self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, self._another))
 
-        def another(time_s: float) -> Fault | None:
-            found = self._fault_before(time_s)
-            if found:
-                self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
-            return found
-
-        generation, now_s, why = self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, another)
-        self._formed(generation, now_s, why)
+    def _another(self, time_s: float) -> Fault | None:
+        """`_fault_before`, recorded."""
+        found = self._fault_before(time_s)
+        if found:
+            self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
+        return found
 
     def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
         """Enter a generation that is formed at `now_s`. Always true."""
