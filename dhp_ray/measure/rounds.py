@@ -113,7 +113,7 @@ def _ring_loads(spec: Spec, degree: int) -> list[Load]:
     """
     text = text_loads(spec.sizes, True, degree)
     images = image_loads(spec.sizes, True, degree)
-    return distinct([*(text if degree == 2 or not spec.quick else text[::2]), *images])
+    return distinct([load for loads in (text, images) for load in (loads[::2] if degree > 2 and spec.quick else loads)])
 
 
 def _rounds(

@@ -57,39 +57,50 @@ class Recovery:
         stay = [slot for slot in generation.slots if slot not in leaving]
         for slot in leaving:
             self._coming[slot] = now_s + self.faults.worker.return_s
-        if leaving and mirrors:  # their state is copied before they leave
+        why = [f"{len(leaving)} leave, which are slow"] if leaving else []
+        if leaving and mirrors:  # their state is copied, or saved, before they leave
             generation.mirrored.append((generation.newest, now_s))
+        elif leaving:
+            self.saves.append((generation.newest, now_s))
         stands_s, fault = self._stands_s(now_s, stay, len(leaving), another)
         if fault:
-            return self.recovered(generation, fault, stands_s, mirrors, another)
+            return self._after_fault(generation, fault, max(now_s, stands_s), mirrors, another, why)
         joining = self._ready(stands_s)
-        why = [f"{len(joining)} join"] * bool(joining) + [f"{len(leaving)} leave, which are slow"] * bool(leaving)
+        why = [f"{len(joining)} join"] * bool(joining) + why
         formed = self._formed(generation, stay, stands_s, generation.newest, mirrors)
         return formed, stands_s + self.faults.join_s, " and ".join(why)
 
     def recovered(
         self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault
     ) -> Formed:
-        """The generation that follows a fault. Slots that have left it already are not among its survivors.
+        """The generation that follows a fault in a step.
 
         Raises:
             PlanError: the run cannot go on.
         """
-        broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
         running = generation.newest + 1
         self._failures = self._failures.with_one(running, raised=False)
         if self._failures.hopeless(running):
             raise PlanError(f"step {running} has failed {self._failures.steps.count(running)} times")
+        return self._after_fault(generation, fault, now_s, mirrors, another, [])
+
+    def _after_fault(
+        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault, why: list[str]
+    ) -> Formed:
+        """The generation that follows a fault. Slots that have left the group already are not among its survivors."""
+        broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
         following: Fault | None = fault
         while following:
             kind: FaultKind = getattr(self.faults, following.kind)
-            struck = generation.struck(following) & survivors
+            struck = generation.struck(following)
+            if following.kind == "worker":
+                struck &= survivors
             if self.faults.policy == "restart" and following.kind != "driver":
                 struck = set(generation.slots)
             survivors -= struck
             begun_s = max(now_s, following.time_s)
-            for slot in struck:
-                self._coming[slot] = begun_s + kind.seen_s + kind.return_s
+            for slot in struck:  # with its node a slot is lost that was about to return
+                self._coming[slot] = max(self._coming.get(slot, 0.0), begun_s + kind.seen_s + kind.return_s)
             now_s, following = self._stands_s(begun_s + kind.seen_s + kind.form_s, survivors, len(struck), another)
             if following:
                 seen.append(following.kind)
@@ -99,7 +110,7 @@ class Recovery:
         if step < saved:
             step, now_s = saved, now_s + self.faults.load_s
         formed = self._formed(generation, sorted(survivors), now_s, step, mirrors)
-        return formed, now_s, f"{', '.join(seen)} lost"
+        return formed, now_s, " and ".join([*why, f"{', '.join(seen)} lost"])
 
     def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
         """The newest step whose state survives in memory; -1: none."""
@@ -134,7 +145,7 @@ class Recovery:
                     time_s = min(later)
 
     def _needed(self, size: int) -> int:
-        """How many ranks the run needs: more than `size` if so many do not hold the sequences that wait."""
+        """The number of ranks that the run needs: `size` + 1 if `size` ranks do not hold the next batches."""
         needed = self.num_ranks if self.faults.policy == "restart" else self.faults.min_workers
         if size < self.num_ranks and not self.holds(max(1, size)):
             needed = max(needed, size + 1)

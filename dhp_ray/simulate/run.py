@@ -98,6 +98,8 @@ class SimulatedRun:
 
     def _steps(self) -> None:
         """Run steps until the membership changes or the run is done."""
+        if self._changed():  # the steps that are run again may need more ranks
+            return None
         prepared, free_s = self._begin(self.generation.newest + 1, self.now_s), self.now_s
         while True:
             sent = self.dispatcher.take(prepared, free_s, self.scale.known())
@@ -205,14 +207,15 @@ class SimulatedRun:
         self._formed(*self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, self._another))
 
     def _another(self, time_s: float) -> Fault | None:
-        """`_fault_before`, recorded."""
-        found = self._fault_before(time_s)
+        """Take the next fault if it strikes before `time_s`, and before the run's end; record it."""
+        found = self._fault_before(min(time_s, self.settings.duration_s or time_s))
         if found:
             self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
         return found
 
     def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
-        """Enter a generation that is formed at `now_s`. Always true."""
+        """Enter a generation that is formed at `now_s`, or the run's end if that is before. Always true."""
+        now_s = min(now_s, self.settings.duration_s or now_s)
         undone = self.record.undo(generation.first)
         self.record.events.append(RunEvent(
             self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
@@ -221,7 +224,10 @@ class SimulatedRun:
         return True
 
     def _holds(self, num_ranks: int) -> bool:
-        """Whether this many ranks hold the sequences of the next two batches."""
+        """Whether this many ranks hold the sequences of the next two batches: one of them is planned while the other
+        runs.
+        """
         step = self.generation.newest + 1
-        longest = max(sample.num_tokens for number in (step, step + 1) for sample in self.batches(number))
+        last = step + 1 if self.settings.duration_s else min(step + 1, self.settings.num_batches)
+        longest = max(sample.num_tokens for number in (step, last) for sample in self.batches(number))
         return self.machine.holds(num_ranks, longest)

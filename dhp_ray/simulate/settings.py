@@ -113,9 +113,11 @@ class FaultSettings:
     all: FaultKind = field(default_factory=FaultKind)
     events: list[Event] = key([], "faults at given times: [{time_s: 60, kind: node, rank: 3}, ...]")
     policy: str = key("elastic", "what a fault makes of the run: elastic: those that are left go on, from memory; "
-                      "restart: all begin again from the last checkpoint, once all ranks are there",
+                      "restart: all begin again from the last checkpoint, once all ranks are there; "
+                      "slow ranks stay",
                       choices=("elastic", "restart"))
-    min_workers: int = key(1, "ranks below which the run waits for others", minimum=1)
+    min_workers: int = key(1, "ranks below which the run waits for others, as it does where the "
+                           "next batches need more", minimum=1)
     join_s: float = key(0.0, "seconds that a change takes by which nothing was lost: ranks that join, or leave for "
                         "being slow", minimum=0, maximum=MONTH_S)
     load_s: float = key(0.0, "seconds to load a checkpoint, beside forming", minimum=0, maximum=MONTH_S)

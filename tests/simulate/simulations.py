@@ -25,3 +25,13 @@ def small(*overrides: str) -> Simulated:
 def run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
     simulation = small(*overrides)
     return SimulatedRun(planner, simulation.machine, simulation.batches).simulate()
+
+
+def within(record: RunRecord, step: int) -> float:
+    """A moment in the middle of a step."""
+    found = next(one for one in record.steps if one.step == step)
+    return 0.5 * (found.begin_s + found.end_s)
+
+
+def events_of(record: RunRecord, kind: str = "generation") -> list[str]:
+    return [event.text for event in record.events if event.kind == kind]

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.simulations import QUICK, run_of, small
-
-
-def within(record: object, step: int) -> float:
-    """A moment in the middle of a step."""
-    found = next(one for one in record.steps if one.step == step)  # type: ignore[attr-defined]
-    return 0.5 * (found.begin_s + found.end_s)
-
-
-def events_of(record: object, kind: str = "generation") -> list[str]:
-    return [event.text for event in record.events if event.kind == kind]  # type: ignore[attr-defined]
+from tests.simulate.simulations import QUICK, events_of, run_of, small, within
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -134,28 +124,6 @@ def test_what_was_lost_joins_between_two_steps() -> None:
     assert {step.num_ranks for step in record.steps} == {7, 8}
 
 
-def test_too_few_wait_for_others() -> None:
-    words = ["faults.mirror_every_steps='1'", *QUICK, "faults.min_workers=5"]
-    moment = within(run_of(*words), 4)
-    record = run_of(*words, f"faults.events=[{{time_s: {moment}, kind: node, rank: 2}}]")
-    assert events_of(record)[0].startswith("2: node lost; 8 ranks go on")
-    waited = next(event for event in record.events if event.kind == "generation")
-    assert waited.time_s + waited.seconds == pytest.approx(moment + 2 + 70)
-
-
-def test_steps_that_the_ranks_left_do_not_hold_wait_for_others() -> None:
-    """Four ranks hold the batches that are next when a node is lost, but not the last one."""
-    words = ["faults.mirror_every_steps='1'", *QUICK, "cluster.memory_gib=57", "num_batches=12", "global_samples=12",
-             "train.activation_checkpointing=false"]
-    machine, batches = small(*words).machine, small(*words).batches
-    assert [step for step in range(7, 13) if not machine.holds(4, max(sample.num_tokens for sample in batches(step)))
-            ] == [12]
-    record = run_of(*words, f"faults.events=[{{time_s: {within(run_of(*words), 7)}, kind: node, rank: 2}}]")
-    assert events_of(record)[:2] == ["2: node lost; 4 ranks go on with step 7", "3: 4 join; 8 ranks go on with step 11"]
-    assert [step.num_ranks for step in record.steps[6:]] == [4, 4, 4, 4, 8, 8]
-    assert not record.error
-
-
 def test_a_restart_needs_all_ranks_and_goes_back() -> None:
     words = ["faults.policy=restart", "faults.checkpoint_every_s=2", "faults.write_s=1", *QUICK]
     calm = run_of(*words)
@@ -216,30 +184,6 @@ def test_a_rank_that_is_far_too_slow_is_replaced_once() -> None:
     record = run_of("num_batches=40", "faults.mirror_every_steps='1'", "faults.slow=[{ranks: '2', speed: 0.1}]", *QUICK)
     assert any("1 leave, which are slow" in text for text in events_of(record))
     assert sum("leave" in text for text in events_of(record)) == 1
-
-
-SLOW = ("num_batches=22", "faults.slow=[{ranks: '2', speed: 0.1}]", *QUICK)
-
-
-def test_slow_ranks_leave_too_few_behind() -> None:
-    """The run waits until they are replaced; another fault meanwhile finds those that stay."""
-    words = [*SLOW, "faults.mirror_every_steps='1'", "faults.min_workers=8"]
-    record = run_of(*words)
-    [left] = [event for event in record.events if "leave" in event.text]
-    assert left.text.startswith("2: 1 join and 1 leave, which are slow; 8 ranks go on with step")
-    assert left.seconds == pytest.approx(50 + 0.5)
-    assert not record.lost
-    struck = run_of(*words, f"faults.events=[{{time_s: {left.time_s + 20}, kind: worker, rank: 5}}]")
-    [again] = [event for event in struck.events if event.kind == "generation"]
-    assert again.text.startswith("2: worker lost; 8 ranks go on with step")
-    assert again.time_s + again.seconds == pytest.approx(left.time_s + 20 + 1 + 50)
-    assert not struck.lost
-
-
-def test_who_restarts_as_a_whole_keeps_slow_ranks() -> None:
-    record = run_of(*SLOW, "faults.policy=restart", "faults.checkpoint_every_s=1000")
-    assert not record.events
-    assert {step.num_ranks for step in record.steps} == {8}
 
 
 def test_a_run_for_a_time() -> None:
