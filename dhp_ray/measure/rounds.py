@@ -112,8 +112,8 @@ def _ring_loads(spec: Spec, degree: int) -> list[Load]:
     the exchange of encoded features.
     """
     text = text_loads(spec.sizes, True, degree)
-    images = image_loads(spec.sizes, True, degree)
-    return distinct([load for loads in (text, images) for load in (loads[::2] if degree > 2 and spec.quick else loads)])
+    images, every = image_loads(spec.sizes, True, degree), 2 if degree > 2 and spec.quick else 1
+    return distinct([*text[::every], *images[::every]])
 
 
 def _rounds(
