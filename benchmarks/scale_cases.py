@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dhp_ray.config import CONF
+from dhp_ray.data.grids import SLICE_TOKENS
 from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data_set
 from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.cost import CostModel
@@ -125,8 +126,8 @@ def plan_of(problem: Problem, schedule: Schedule) -> Plan:
                 makespan_of(problem, schedule, times), 0.0, 0.0, {"cost": problem.cost.to_json()}, VisionPlan())
 
 
-def batches_of(case: Case) -> list[list[Sample]]:
+def batches_of(case: Case, slice_tokens: int = SLICE_TOKENS) -> list[list[Sample]]:
     settings = case.settings
     family = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml").family
-    workload = Workload(settings.workload, family)
+    workload = Workload(settings.workload, family, slice_tokens)
     return [workload.batch(1, settings.global_samples, seed) for seed in case.seeds]

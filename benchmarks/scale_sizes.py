@@ -9,14 +9,10 @@ slices     three batches on 64 ranks, whose videos are cut into entries of so ma
 
 from __future__ import annotations
 
-from functools import partial
-from unittest import mock
-
 import numpy as np
 
 from benchmarks.planner import PEERS, bimodal, published_cost
 from benchmarks.scale_cases import SAMPLES_PER_RANK, Case, Opened, batches_of
-from dhp_ray.data.grids import pieces_of
 from dhp_ray.planner import ClusterSpec, Sample, checked_problem, plan_batch
 from dhp_ray.planner.baselines.megatron import groups_as_packs, rounds_of
 from dhp_ray.planner.pricing import time_of
@@ -88,8 +84,8 @@ def slices(quick: bool) -> None:
           "bound | planning [CPU s] |\n|" + "---|" * 6)
     for model, sync in (*SETTINGS, ("qwen2_5_vl_7b", "step")):
         for tokens in SLICES:
-            with mock.patch("dhp_ray.simulate.workload.pieces_of", partial(pieces_of, slice_tokens=tokens)):
-                found = Opened(Case(model, "H100", "video_heavy", sync, seeds=(0,) if quick else (0, 1, 2)))
+            case = Case(model, "H100", "video_heavy", sync, seeds=(0,) if quick else (0, 1, 2))
+            found = Opened(case, batches_of(case, tokens))
             ours = found.planned("dhp", encoder="auto")
             entries = sum(len(sample.vision_grids) for batch in found.batches for sample in batch)
             over = ours.time_s / sum(plan.lower_bound_s for plan in ours.plans)

@@ -22,7 +22,7 @@ from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.families.base import Bounds, Family
-from dhp_ray.data.grids import VIDEO_PIXELS, Size, grid_of, pieces_of
+from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid, Sample
@@ -66,8 +66,9 @@ class Rows(NamedTuple):
 class Workload:
     """Samples of a workload for the models of a family."""
 
-    def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: that of a ModelShape; with an unknown family there are no images.
+    def __init__(self, settings: WorkloadSettings, family: str, slice_tokens: int = SLICE_TOKENS) -> None:
+        """`family`: that of a ModelShape; with an unknown family there are no images. `slice_tokens`: the most tokens
+        of a piece of a video.
 
         Raises:
             ConfigError: one line with the key, its value and what is allowed.
@@ -75,6 +76,7 @@ class Workload:
         shares, self._sources = zip(*sources_of(settings))
         self._shares = np.array(shares)
         self._settings = settings
+        self._slice_tokens = slice_tokens
         self._family = FAMILIES.get(family)
         self._files: dict[str, Any] = {}
         for source in self._sources:
@@ -157,7 +159,7 @@ class Workload:
             raise ConfigError(f"workload: {error}") from None
         area = bounds.merge_size**2
         runs = family.video_runs(grid, area) if is_video else (math.prod(grid) // area,)
-        return sum(runs), tuple(pieces_of(size, grid, area))
+        return sum(runs), tuple(pieces_of(size, grid, area, self._slice_tokens))
 
     @property
     def _limits(self) -> MediaLimits:

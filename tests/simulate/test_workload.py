@@ -109,6 +109,13 @@ def test_long_samples_are_left_out() -> None:
         Workload(settings, "qwen2_5_vl").batch(0, 5)
 
 
+def test_videos_are_cut_into_pieces_of_the_tokens_asked_for() -> None:
+    whole, cut = (Workload(load_workload("llava_video"), "qwen3_vl", tokens).batch(0, 20) for tokens in (10**9, 512))
+    assert [sample.num_tokens for sample in cut] == [sample.num_tokens for sample in whole]
+    assert sum(len(sample.vision_grids) for sample in cut) > 2 * sum(len(sample.vision_grids) for sample in whole)
+    assert max(math.prod(grid) // 4 for sample in cut for grid in sample.vision_grids) <= 512
+
+
 def test_a_family_that_is_not_known_takes_text_alone() -> None:
     assert Workload(load_workload("docqa_rl"), "llama").batch(0, 3)[0].vision_grids == ()
     with pytest.raises(ConfigError, match="workload: source chartqa has images, and the model takes text alone"):
