@@ -55,7 +55,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if own[name] not in ("true", "false"):
             raise ConfigError(f"{name}: got {own[name]!r}; allowed: true, false")
     for name, least in (("ranks", 1), ("max_tokens", 64)):
-        if own[name] and (not own[name].isdigit() or int(own[name]) < least):
+        if own[name] and not (own[name].isascii() and own[name].isdigit() and int(own[name]) >= least):
             raise ConfigError(f"{name}: got {own[name]!r}; allowed: a whole number of at least {least}")
     if own["out"] and Path(own["out"]).suffix not in (".yaml", ".yml"):
         raise ConfigError(f"out: got {own['out']!r}; allowed: a file name that ends in .yaml")

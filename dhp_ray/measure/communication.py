@@ -104,7 +104,7 @@ def ring_seconds(
     bandwidth = np.array([(links.inter if pack.across else links.intra)[pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
     # attention in one rank's share of the pack
-    attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0] for pack in packs])
+    attention = known.constants["quadratic_s"] * np.array([pack.amounts_at(known.block)[0, 0] for pack in packs])
     return RingSeconds(degree, whole, np.array([known.seconds(pack) for pack in packs]), transfer,
                        (degree - 1) / degree * attention)
 

@@ -44,8 +44,8 @@ class Fit(NamedTuple):
     block: float = 0.0
 
     def seconds(self, pack: PackSeconds) -> float:
-        """The seconds of a pack's compute by this fit."""
-        return float(pack.amounts_at(self.block) @ np.array(list(self.constants.values())))
+        """The seconds of the busiest member's compute by this fit."""
+        return float((pack.amounts_at(self.block) @ np.array(list(self.constants.values()))).max())
 
     @property
     def relative_errors(self) -> np.ndarray:
@@ -69,7 +69,7 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
 
 def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
     """Fit the constants for kernels that take `block` keys at a time."""
-    amounts = np.array([pack.amounts_at(block) for pack in packs]).reshape(-1, len(TERMS))
+    amounts = np.array([pack.amounts_at(block)[0] for pack in packs]).reshape(-1, len(TERMS))
     seconds = np.array([pack.busy_s for pack in packs])
     used = np.any(amounts > 0, axis=0)
     distinct = len(np.unique(amounts, axis=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.comm.transport import Transport
-from dhp_ray.measure.clock import Gauge, lost_of, lost_s, lost_since, undisturbed
+from dhp_ray.measure.clock import Gauge, gauge_of_process, lost_of, lost_s, lost_since, undisturbed
 from dhp_ray.measure.payloads import payload_of
 from dhp_ray.measure.rounds import Round, Spec
 from dhp_ray.measure.timings import AT_BEST, PackTiming, StepTiming
@@ -34,14 +34,14 @@ from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 
 LONG_S, QUICK_S = 6.0, 1.5
-"""Seconds for which a round is repeated, if that allows at least LEAST repeats."""
+"""Seconds for which a round is repeated in all passes together, if that allows at least LEAST repeats."""
 LEAST, MOST = 3, 9
-"""The least and the most repeats of a round."""
+"""The least and the most repeats of a round in all passes together."""
 AGAIN = 3
 """A round runs up to this many times its number of repeats, until enough repeats had cores at their best."""
 QUIET_LOOKS, QUIET_LOOK_S = 8, 0.1
 SLOW_S = 15.0
-"""A round that takes longer than this needs only one repeat."""
+"""A round that takes longer than this needs one repeat, and is left out of later passes."""
 
 
 class Watched:
@@ -102,7 +102,7 @@ class Member:
     stepper: WatchedStep | WatchedMicroBatchStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gauge = Gauge() if self.device.type == "cpu" and not self.shared_cores else None
+        self.gauge = gauge_of_process() if self.device.type == "cpu" and not self.shared_cores else None
         kind = WatchedMicroBatchStep if self.spec.sync == "micro_batch" else WatchedStep
         self.stepper = kind(self.adapter, self.engine, self.transport, self.world, self.device)
 
@@ -118,21 +118,27 @@ class Member:
         """
         return 0.0 if self.shared_cores or self.device.type != "cpu" else lost_since(before_s)
 
-    def timed(self, round_: Round) -> list[StepTiming]:
-        """Run a round as often as time allows, equally often on every rank."""
+    def timed(self, round_: Round, earlier: Sequence[StepTiming] = ()) -> list[StepTiming]:
+        """Run a round as often as a pass has time for, equally often on every rank. Returns the timings of `earlier`
+        passes and the new ones.
+        """
+        if earlier and max(self.of_all(earlier[0].step_s)) > SLOW_S:
+            return list(earlier)
         plan = round_.plan.rank_plan(1, self.rank)
         inputs = collated(plan, self._payloads(plan), self.adapter, self.precision, self.device.type != "cpu")
         if not self.warm:  # the first steps of a process take longer
-            self.warm = bool(self._run(inputs))
+            self._run(inputs)
+            self.warm = True
         timings = [self._run(inputs)]
         slowest_s = max(self.of_all(timings[0].step_s))
-        budget_s = QUICK_S if self.spec.quick else LONG_S
-        times = min(MOST, max(1 if slowest_s > SLOW_S else LEAST, int(budget_s / max(slowest_s, 1e-6))))
+        budget_s, passes = QUICK_S if self.spec.quick else LONG_S, self.spec.num_passes
+        least = 1 if slowest_s > SLOW_S else LEAST // passes
+        times = min(MOST // passes, max(least, int(budget_s / passes / max(slowest_s, 1e-6))))
         for _ in range((1 if self.spec.quick else AGAIN) * times):
             if sum(timing.slowness <= AT_BEST for timing in timings) >= times:
                 break
             timings.append(self._run(inputs))
-        return timings
+        return [*earlier, *timings]
 
     def of_all(self, number: float) -> list[float]:
         """Gather a number from every rank, in order of ranks. Every rank waits here for all others."""

@@ -15,8 +15,9 @@ from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, work_of
 
 OUTLIER = 1.3
 """A repeat that takes more than this many times the median of its pack is an outlier."""
-QUIETEST = 1 / 3
-"""Where ranks wait for each other, this share of the repeats counts: those that lost least to other processes."""
+QUIETEST, LITTLE = 1 / 3, 0.01
+"""Where ranks wait for each other, the repeats count that lost at most this share of their time to other processes, and
+at least this share of all repeats: those that lost least."""
 
 
 class MeasureError(ValueError):
@@ -25,9 +26,9 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True)
 class PackSeconds:
-    """A pack: its `amounts` (`planner/work.py`), each that of the member with most; and median seconds: `busy_s`, the
-    compute of the busiest member; `exposed_s`, the waiting of the member that arrives last, if there are several;
-    `whole_s`, from begin to end.
+    """A pack: the `amounts` of each member, (members, terms) (`planner/work.py`); and median seconds: `busy_s`, the
+    compute of the busiest member; `exposed_s`, what the pack takes in addition, if it has several members; `whole_s`,
+    from begin to end.
     """
 
     part: str
@@ -45,11 +46,13 @@ class PackSeconds:
 
     @property
     def has_images(self) -> bool:
-        return bool(self.amounts[IMAGES].any())
+        return bool(self.amounts[:, IMAGES].any())
 
     def amounts_at(self, block: float) -> np.ndarray:
-        """The amounts, for kernels that take `block` keys at a time."""
-        return np.concatenate([[pairs_of(self.lengths, block).sum() / self.degree], self.amounts[1:]])
+        """The amounts, for kernels that take `block` keys at a time; (members, terms)."""
+        found = self.amounts.copy()
+        found[:, 0] = pairs_of(self.lengths, block).sum() / self.degree
+        return found
 
 
 @dataclass
@@ -102,35 +105,42 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
     for number, group in enumerate(plan.groups):
         alike.setdefault(group.pack.sequences, []).append(number)
     for numbers in alike.values():
-        seconds = [_pack_s([by_rank[rank] for rank in plan.groups[number].ranks], number, found) for number in numbers]
+        times = [[[repeat[number] for repeat in by_rank[rank]] for rank in plan.groups[number].ranks]
+                 for number in numbers]
+        lost_s = [np.array([[time.lost_s for time in member] for member in members]).sum(axis=0) for members in times]
+        if spec.sync == "micro_batch":  # packs of a micro-batch wait for each other
+            lost_s = [np.sum(lost_s, axis=0)] * len(numbers)
+        seconds = [_pack_s(members, lost, found) for members, lost in zip(times, lost_s)]
         busy_s, exposed_s, whole_s = np.median(seconds, axis=0).tolist()
         group = plan.groups[numbers[0]]
         lengths = np.array([plan.samples[row].num_tokens for row in group.pack.sequences], dtype=np.float64)
         found.packs.append(PackSeconds(
             part, group.degree, plan.cluster.crosses(group.ranks), lengths,
-            work.amounts[work.group == numbers[0]].max(axis=0), busy_s, exposed_s, whole_s))
+            work.amounts[work.group == numbers[0]], busy_s, exposed_s, whole_s))
 
 
 def _pack_s(
-    members: Sequence[Sequence[dict[int, PackTiming]]], group: int, found: Observations
+    members: Sequence[Sequence[PackTiming]], lost_s: np.ndarray, found: Observations
 ) -> tuple[float, float, float]:
-    """Return (compute seconds of the busiest member, waiting of the member that arrives last, seconds from begin to end
-    of the member that takes longest).
+    """Return (compute seconds of the busiest member, seconds that the pack takes in addition, seconds from begin to end
+    of the member that takes longest), given the repeats of each member and the seconds lost in each repeat.
 
-    The time that a member waits for disturbed peers counts as waiting.
+    In a repeat, all members together take the compute of the busiest one and the least time that any of them waits:
+    members that wait for each other in every layer take longer than the busiest of them alone.
     """
-    times = [[repeat[group] for repeat in member] for member in members]
-    busy_s = [_median(np.array([time.busy_s - time.lost_s for time in of_member]), found) for of_member in times]
-    lost_s = np.array([[time.lost_s for time in of_member] for of_member in times])
-    quiet = quietest(lost_s.sum(axis=0))
-    blocked_s = np.array([[time.blocked_s for time in of_member] for of_member in times])[:, quiet]
-    whole_s = np.array([[time.end_s - time.start_s for time in of_member] for of_member in times]) - lost_s
-    return max(busy_s), float(np.median(blocked_s.min(axis=0))), float(np.median(whole_s[:, quiet].max(axis=0)))
+    busy_s = np.array([[time.busy_s - time.lost_s for time in member] for member in members])
+    blocked_s = np.array([[time.blocked_s for time in member] for member in members])
+    whole_s = np.array([[time.end_s - time.start_s - time.lost_s for time in member] for member in members])
+    busiest_s = max(_median(of_member, found) for of_member in busy_s)
+    quiet = quietest(lost_s, whole_s.max(axis=0))
+    together_s = float(np.median((busy_s.max(axis=0) + blocked_s.min(axis=0))[quiet]))
+    return busiest_s, max(0.0, together_s - busiest_s), float(np.median(whole_s.max(axis=0)[quiet]))
 
 
-def quietest(lost_s: np.ndarray) -> np.ndarray:
-    """The repeats that count, given the seconds that each lost; of equal ones, the first."""
-    found: np.ndarray = np.argsort(lost_s, kind="stable")[: max(1, round(QUIETEST * len(lost_s)))]
+def quietest(lost_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Which repeats count, given the seconds that each lost and took."""
+    least = np.sort(lost_s)[max(1, round(QUIETEST * len(lost_s))) - 1]
+    found: np.ndarray = lost_s <= max(least, LITTLE * float(np.median(seconds)))
     return found
 
 
@@ -153,7 +163,9 @@ def _rest_s(by_rank: Sequence[Sequence[StepTiming]]) -> float:
     repeats = list(zip(*by_rank))
     lost_s = np.array([sum(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
                        for steps in repeats])
-    return float(np.median([_outside_s(repeats[number]) for number in quietest(lost_s).tolist()]))
+    seconds = np.array([max(step.step_s for step in steps) for steps in repeats])
+    return float(np.median([_outside_s(repeats[number])
+                            for number in np.flatnonzero(quietest(lost_s, seconds)).tolist()]))
 
 
 def _outside_s(steps: Sequence[StepTiming]) -> float:

@@ -16,10 +16,10 @@ from dhp_ray.measure.timings import PartResult
 
 def measure_part(
     part: str, member: Member, host_group: dist.ProcessGroup | None, timeout: timedelta,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda share: None, earlier: PartResult | None = None,
 ) -> PartResult:
     """Measure a part of PARTS; every rank makes the same call. `host_group`: all ranks, over gloo; `progress` is called
-    with the share that is done.
+    with the share that is done; `earlier`: what earlier passes over its rounds gave, which the result then includes.
     """
     match part:
         case "exchanges":
@@ -32,6 +32,6 @@ def measure_part(
             return PartResult(peaks=peaks(member))
     rounds, found = rounds_of(part, member.spec), []
     for number, round_ in enumerate(rounds):
-        found.append(member.timed(round_))
+        found.append(member.timed(round_, earlier.rounds[number] if earlier else []))
         progress((number + 1) / len(rounds))
     return PartResult(rounds=found)

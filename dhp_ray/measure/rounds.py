@@ -29,8 +29,12 @@ from dhp_ray.planner.plan import GroupPlan, Pack, Plan, Sample, VisionPlan
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups", "one-sided", "memory")
-"""What is measured, in this order. `rounds_of` has no rounds for the last four (`links.py`, `memory.py`)."""
+PARTS_OF_ROUNDS = ("packs", "images", "apart", "rings", "rings across")
+PARTS = (*PARTS_OF_ROUNDS, "exchanges", "groups", "one-sided", "memory")
+"""What is measured; the last four have no rounds (`links.py`, `memory.py`)."""
+PASSES = 3
+"""Within a mode, all rounds are run in this many passes, so that a slow minute of the machine falls on all of them
+alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,11 @@ class Spec:
     @property
     def num_ranks(self) -> int:
         return len(self.nodes)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes over all rounds: one if `quick`."""
+        return 1 if self.quick else PASSES
 
     def degrees(self) -> list[int]:
         """The degrees of rings inside a node: 2, 4, 8, ... and the largest node's number of ranks; none if that is 1.
@@ -86,6 +95,15 @@ def parts_of(spec: Spec, shares_memory: bool) -> list[str]:
                 "rings": not spec.degrees(), "rings across": not across, "exchanges": not several,
                 "groups": not several, "one-sided": not (several and shares_memory) or across}
     return [part for part in PARTS if not left_out.get(part)]
+
+
+def passes_of(parts: Sequence[str], num_passes: int) -> list[str]:
+    """The parts in the order in which they are measured: those that have rounds once a pass, the others at the end.
+
+    Example: packs, rings and groups in two passes are measured as packs, rings, packs, rings, groups.
+    """
+    of_rounds = [part for part in parts if part in PARTS_OF_ROUNDS]
+    return of_rounds * num_passes + [part for part in parts if part not in PARTS_OF_ROUNDS]
 
 
 def rounds_of(part: str, spec: Spec) -> list[Round]:

@@ -215,7 +215,7 @@ def _check_faults(settings: Simulation) -> None:
                               f"({num_ranks})")
     for index, slow in enumerate(faults.slow):
         for word in filter(None, slow.ranks.split(",")):
-            if not (word.strip().isdigit() and int(word) < num_ranks):
+            if not (word.isascii() and word.strip().isdigit() and int(word) < num_ranks):
                 raise ConfigError(f"faults.slow[{index}].ranks: got {word!r}; allowed: numbers below "
                                   f"cluster.num_ranks ({num_ranks}), comma-separated")
 

@@ -64,6 +64,26 @@ def test_two_ranks_measure_every_part() -> None:
     assert repeats[0] == repeats[1]
 
 
+def two_passes(rank: int, port: int, of: Spec) -> list[list[int]]:
+    """The repeats of each round after one pass, after two, and after one more where the first steps were slow."""
+    config = load(["model.preset=tiny", "run.dir=unused"])
+    member = Rank(config, Membership(rank, of.num_ranks, 1, "127.0.0.1", port), CPU)
+    measuring = member_with(member, of, num_cores=64)
+    first = measured_part(member, measuring, "packs")
+    second = measured_part(member, measuring, "packs", earlier=first)
+    assert [new[: len(old)] for new, old in zip(second.rounds, first.rounds)] == first.rounds
+    slow = PartResult(rounds=[[step._replace(step_s=rank * 1000.0) for step in steps] for steps in first.rounds])
+    third = measured_part(member, measuring, "packs", earlier=slow)
+    member.close()
+    return [[len(steps) for steps in result.rounds] for result in (first, second, third)]
+
+
+def test_a_later_pass_adds_repeats_unless_the_steps_of_a_rank_are_slow() -> None:
+    first, second, third = run_processes(two_passes, 2, spec(sizes=SMALL), timeout_s=240)[0]
+    assert all(both > one > 0 for one, both in zip(first, second))
+    assert third == first
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "overrides"), [
     ("micro_batch", []), ("step", ["train.sharding=node"]), ("step", ["train.activation_checkpointing=true"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp_ray.measure.rounds import PARTS, ROUND_TOKENS, parts_of, rounds_of
+from dhp_ray.measure.rounds import PARTS, PASSES, ROUND_TOKENS, parts_of, passes_of, rounds_of
 from tests.measure.specs import SIZES, spec
 
 
@@ -53,6 +53,15 @@ def test_rings_have_small_packs_with_and_without_images() -> None:
     ({"nodes": (0, 1)}, {"rings", "one-sided"})])
 def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, left_out: set[str]) -> None:
     assert set(PARTS) - set(parts_of(spec(**changed), shares_memory=True)) == left_out
+
+
+def test_passes_go_over_all_parts_with_rounds_before_the_next_begins() -> None:
+    parts = parts_of(spec(quick=False), shares_memory=True)
+    order = passes_of(parts, spec(quick=False).num_passes)
+    rounds = ["packs", "images", "apart", "rings"]
+    assert order == [*rounds * PASSES, "exchanges", "groups", "one-sided", "memory"]
+    assert [part for part in order if rounds_of(part, spec(quick=False))] == rounds * PASSES
+    assert passes_of(parts, spec(quick=True).num_passes) == parts
 
 
 def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:

@@ -74,6 +74,7 @@ def test_help_names_every_key() -> None:
     ("faults.events=[{kind: fire}]", "faults.events[0].kind: got 'fire'; allowed: worker, stopped, node, driver, all"),
     ("faults.events=[{when: 3}]", "faults.events: got [{'when': 3}] (the command line); allowed: a list of {time_s: "),
     ("faults.slow=[{ranks: '3,x'}]", "faults.slow[0].ranks: got 'x'; allowed: numbers below cluster.num_ranks (64)"),
+    ("faults.slow=[{ranks: '²'}]", "faults.slow[0].ranks: got '²'; allowed: numbers below cluster.num_ranks (64)"),
     ("faults.slow=[{speed: 0}]", "faults.slow[0].speed: got 0.0; allowed: more than 0"),
     ("sync=async", "sync: got 'async'; allowed: step, micro_batch, auto"),
     ("steps", "steps: not understood; allowed:")])

@@ -1,8 +1,8 @@
 """Measures the costs of a configuration on this machine, without Ray: ranks are processes, one per device (on the CPU,
 one per core), and this process collects their results.
 
-    this process   store | start ranks | ---- progress, results, part by part ---- | fit, cost file
-    each rank      join as a worker would | part after part, with the other ranks | leave
+    this process   store | start ranks | ---- progress, results of parts ---- | fit, cost file
+    each rank      join as a worker would | parts, in passes, with the other ranks | leave
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from dhp_ray.constraints import check_device
 from dhp_ray.data.families import PRESETS
 from dhp_ray.measure.clock import may_preempt
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
-from dhp_ray.measure.rounds import Spec, parts_of
+from dhp_ray.measure.member import Member
+from dhp_ray.measure.rounds import Spec, parts_of, passes_of
 from dhp_ray.measure.timings import PartResult
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described
@@ -189,6 +190,7 @@ def _received(
     todo = [(number, part) for number, spec in enumerate(specs)
             for part in parts_of_session(spec, number, accelerator)]
     found: dict[tuple[int, int, str], PartResult] = {}
+    shares: dict[tuple[int, str], float] = {}
     heard_s, limit_s = time.monotonic(), JOIN_S
     while len(found) < len(todo) * len(pipes):
         ready = wait(list(pipes), timeout=1.0)
@@ -207,13 +209,26 @@ def _received(
             if kind == "part":
                 found[rank, number, part] = result
             if rank == 0:
-                done = todo.index((number, part)) + (1.0 if kind == "part" else result)
-                progress(f"{part}, sync={specs[number].sync}", done / len(todo))
+                shares[number, part] = 1.0 if kind == "part" else result
+                progress(f"{part}, sync={specs[number].sync}", sum(shares.values()) / len(todo))
     return found
 
 
-def _tell_share(pipe: Connection, number: int, part: str, share: float) -> None:
-    pipe.send(("share", (number, part, share)))
+def _measure(rank: Rank, measuring: Member, parts: Sequence[str], pipe: Connection, session: int) -> None:
+    """Measure the parts in passes; send the share of a part that is done, and its result after the last pass."""
+    turns = passes_of(parts, measuring.spec.num_passes)
+    results: dict[str, PartResult] = {}
+    for turn, part in enumerate(turns):
+        earlier, of = turns[:turn].count(part), turns.count(part)
+        tell = partial(_tell_share, pipe, session, part, earlier, of)
+        results[part] = measured_part(rank, measuring, part, tell, results.get(part))
+        if earlier == of - 1:
+            pipe.send(("part", (session, part, results[part])))
+
+
+def _tell_share(pipe: Connection, session: int, part: str, earlier: int, of: int, share: float) -> None:
+    """Send the share of a part that is done, `share` of a pass after `earlier` of `of` passes."""
+    pipe.send(("share", (session, part, (earlier + share) / of)))
 
 
 def _rank_main(
@@ -237,9 +252,7 @@ def _rank_main(
             place = Membership(rank, spec.num_ranks, number + 1, "127.0.0.1", port, nodes=nodes)
             member = Rank(one, place, accelerator)
             measuring = member_with(member, spec, len(cores), preempts)
-            for part in parts_of_session(spec, number, accelerator):
-                result = measured_part(member, measuring, part, partial(_tell_share, pipe, number, part))
-                pipe.send(("part", (number, part, result)))
+            _measure(member, measuring, parts_of_session(spec, number, accelerator), pipe, number)
             member.close()
     except BaseException as error:
         traceback.print_exc()

@@ -84,7 +84,11 @@ def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) 
 
 
 def measured_part(
-    rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None
+    rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None,
+    earlier: PartResult | None = None,
 ) -> PartResult:
-    """Return this rank's result of a part that has something to measure; every rank calls this alike."""
-    return measure_part(part, member, rank.state_group, timedelta(seconds=rank.config.comm.timeout_s), progress)
+    """Return this rank's result of a part that has something to measure; every rank calls this alike. `earlier`: its
+    result of earlier passes, which is in the one returned.
+    """
+    timeout = timedelta(seconds=rank.config.comm.timeout_s)
+    return measure_part(part, member, rank.state_group, timeout, progress, earlier)

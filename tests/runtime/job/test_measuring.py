@@ -39,6 +39,7 @@ def job() -> Any:
     (["preempt=1"], "preempt: got '1'; allowed: true, false"),
     (["ranks=0"], "ranks: got '0'; allowed: a whole number of at least 1"),
     (["ranks=4096"], "ranks: got 4096; this machine has "),
+    (["ranks=²"], "ranks: got '²'; allowed: a whole number of at least 1"),
     (["max_tokens=10"], "max_tokens: got '10'; allowed: a whole number of at least 64"),
     (["max_tokens=99999999999"], "max_tokens: got 99999999999; allowed: at most "),
     (["out=cost.txt"], "out: got 'cost.txt'; allowed: a file name that ends in .yaml"),
