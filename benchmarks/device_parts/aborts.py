@@ -2,7 +2,8 @@
 
     busy     the device computes for seconds; the training thread is in `.item()`, the control thread answers
     peer     rank 1 never joins an operation, or is killed: the control thread ends rank 0's wait by `abort_groups`
-    joining  rank 1 never comes when a NCCL communicator is made: torch's own limit ends that wait, since no abort can
+    joining  rank 1 never comes when a NCCL communicator is made: no abort ends that wait. If communicators are made
+             without blocking, torch's own limit does
 """
 
 from __future__ import annotations
@@ -193,8 +194,8 @@ def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wa
 
 
 def never_made(record: Record, nonblocking: bool) -> list[str]:
-    """A NCCL communicator of two ranks, one of which never comes. A run makes its communicators without blocking; what
-    becomes of one that blocks the host is only written down.
+    """A NCCL communicator of two ranks, one of which never comes. What becomes of one that blocks the host, which is
+    torch's default, is only written down: a run gives up the rank that waits for it.
     """
     name = f"nccl: peer never comes, {'non-blocking' if nonblocking else 'blocking'} communicator"
     try:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.progress import Moment, Progress
+from dhp_ray.comm.progress import Moment, Progress, Wait, seconds_of
 from dhp_ray.comm.ranks import torch_peer
 
 
@@ -53,7 +53,7 @@ class Link:
         self._group = group
         self._first_tag = pack_index * TAGS_PER_PACK
         self.progress = progress or Progress()
-        self._waits: list[tuple[Moment, Moment]] = []
+        self._waits: list[Wait] = []
         self._blocked_s = 0.0
         if self.size > 1 and group is None:
             raise ValueError(f"link: ranks {self.ranks} need a process group to exchange through")
@@ -64,12 +64,12 @@ class Link:
 
         On a device this waits until the stream has got this far; read it once, at the end of a pack or of a step.
         """
-        self._blocked_s += sum(end.since_s(start) for start, end in self._waits)
+        self._blocked_s += seconds_of(self._waits)
         self._waits.clear()
         return self._blocked_s
 
-    def taken_waits(self) -> list[tuple[Moment, Moment]]:
-        """Return begin and end of every wait since the last call; `blocked_s` no longer counts them. Does not query the
+    def taken_waits(self) -> list[Wait]:
+        """Return every wait since the last call; `blocked_s` no longer counts them. Does not query the
         device.
         """
         waits, self._waits = self._waits, []

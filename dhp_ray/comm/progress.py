@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, NamedTuple
@@ -58,6 +58,15 @@ class Moment:
         return float(earlier._event.elapsed_time(self._event)) / 1000.0
 
 
+Wait = tuple[Moment, Moment]
+"""Begin and end of a wait for peers."""
+
+
+def seconds_of(waits: Iterable[Wait]) -> float:
+    """Seconds of all waits; waits until the device has got there."""
+    return sum(end.since_s(begin) for begin, end in waits)
+
+
 class Progress:
     """The progress of one rank in one generation. The training thread calls `mark`, `waiting`, `check`, `read` and
     `synchronize`; any other thread calls `passed` and `abort`.
@@ -68,16 +77,23 @@ class Progress:
         self.stage = ""
         """Where the training thread is in the plan; marks that follow belong to it."""
         self.aborted = False
+        self.parts_copied = 0
+        """Parts of the state that have been copied to host memory after an abort, which ends the marks."""
         self._passed = self._recorded = Mark(0, "", "", waits_for_peers=False)
         self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
         self._lock = Lock()
+        self._waits: list[Wait] | None = None  # None: not wanted
+        self._waits_since: Moment | None = None
         self._module: Any = None
         if self.device.type != "cpu":
             self._module = torch.get_device_module(self.device)
             self._stream = self._module.current_stream(self.device)
 
-    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
-        """Record that something begins. Raises AbortedError after an abort."""
+    def mark(self, doing: str, waits_for_peers: bool = False, timed: bool = False) -> None:
+        """Record that something begins; `timed`: a wait that `timed_waits` collects, up to the next mark.
+
+        Raises AbortedError after an abort.
+        """
         self.check()
         recorded = Mark(self._recorded.number + 1, self.stage, doing, waits_for_peers)
         self._recorded = recorded
@@ -89,6 +105,28 @@ class Progress:
             with self._lock:
                 self._forget_passed()
                 self._ahead.append((recorded, event))
+        else:
+            return
+        if self._waits is not None:
+            self._time(self._waits, timed)
+
+    def _time(self, waits: list[Wait], begins: bool) -> None:
+        if begins:
+            self._waits_since = self._waits_since or Moment(self.device)
+        elif self._waits_since:
+            waits.append((self._waits_since, Moment(self.device)))
+            self._waits_since = None
+
+    @contextmanager
+    def timed_waits(self) -> Iterator[list[Wait]]:
+        """Collect the timed waits (`mark`) inside, in the training thread's stream. The list is complete at the end."""
+        waits: list[Wait] = []
+        self._waits = waits
+        try:
+            yield waits
+            self._time(waits, begins=False)
+        finally:
+            self._waits = self._waits_since = None
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -113,6 +151,9 @@ class Progress:
         if self._module is not None:
             self._module.current_stream(self.device).synchronize()
         self.check()
+
+    def count_part(self) -> None:
+        self.parts_copied += 1
 
     def passed(self) -> Mark:
         """Return the mark that was passed last: by the device, or on the CPU by the training thread. After an abort it

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -110,13 +110,17 @@ def init_world(
     # this count is part of the group's keys in the store; a failed attempt has increased it on this rank alone
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
-    # If a peer dies while NCCL makes a communicator, no abort ends the wait for it, and torch's own limit is half an
-    # hour. `comm.timeout_s` takes its place; torch reads it once a process. It holds because with `device_id`
-    # communicators are made without blocking.
+    # If a peer dies while NCCL makes a communicator, no abort ends the wait for it. torch does, if communicators are
+    # made without blocking (TORCH_NCCL_USE_COMM_NONBLOCKING=1; since 2.7.1 that is no longer the default), after half
+    # an hour; `comm.timeout_s` takes its place. torch reads it once a process.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),
         timeout=_connecting(accelerator.backend, timeout), rank=rank, world_size=world_size, device_id=device)
+    if device is not None:
+        # otherwise torch makes each group by splitting the world's communicator, for which every rank must come: those
+        # that are not in the group wait, with the interpreter's lock held
+        cast(Any, dist.group.WORLD).bound_device_id = None
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.progress import Moment
+from dhp_ray.comm.progress import Wait
 from dhp_ray.comm.rows import return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
 from dhp_ray.model.attention import PackContext
@@ -81,8 +81,8 @@ class EncoderPhases:
             self._engine.end_pack()
         self._encoded = []
 
-    def taken_waits(self) -> list[tuple[Moment, Moment]]:
-        """Return begin and end of every wait for the ranks of images in parts, since the last call."""
+    def taken_waits(self) -> list[Wait]:
+        """Return every wait for the ranks of images in parts since the last call."""
         return [wait for link in self._links for wait in link.taken_waits()]
 
     def _received_gradient(self) -> Tensor:

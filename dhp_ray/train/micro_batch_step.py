@@ -15,17 +15,28 @@ rank runs equally many passes of the encoder before the micro-batches and after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
+from dhp_ray.comm.progress import Wait
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs
+
+
+@dataclass
+class Waited:
+    """What a rank has waited: `waits` on a device, `seconds` on the CPU."""
+
+    waits: list[Wait]
+    seconds: float = 0.0
 
 
 class MicroBatchStep(RankStep):
@@ -40,13 +51,26 @@ class MicroBatchStep(RankStep):
         self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
     ) -> tuple[Any, PhaseRun]:
         self.engine.before_encoding()
-        before = self.engine.blocked_s
-        found, run = super()._phase(inputs, name, phases, call)
-        return found, run._replace(gathering_s=self.engine.blocked_s - before)
+        with self._waiting() as waited:
+            found, run = super()._phase(inputs, name, phases, call)
+        return found, run._replace(waits=(*run.waits, *waited.waits), gathering_s=waited.seconds)
 
     def _run_pack(
         self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
     ) -> PackRun:
-        before = self.engine.blocked_s
-        run = super()._run_pack(plan, pack, feed, features)
-        return run._replace(gathering_s=self.engine.blocked_s - before)
+        with self._waiting() as waited:
+            run = super()._run_pack(plan, pack, feed, features)
+        return run._replace(waits=tuple(waited.waits), gathering_s=waited.seconds)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[Waited]:
+        """Collect what this rank waits inside for units to be gathered and reduced. On the CPU the collectives count
+        it; on a device, where they return at once, the marks between layers do.
+        """
+        waited, before_s = Waited([]), self.engine.blocked_s
+        if self.device.type == "cpu":
+            yield waited
+            waited.seconds = self.engine.blocked_s - before_s
+        else:
+            with self.engine.progress.timed_waits() as waited.waits:
+                yield waited

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.progress import Moment
+from dhp_ray.comm.progress import Moment, Wait, seconds_of
 from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
@@ -36,15 +36,17 @@ class PackRun(NamedTuple):
     begin: Moment
     end: Moment
     link: Link
+    waits: tuple[Wait, ...] = ()
+    """Those for what the pack computes with, which is gathered and reduced: on devices."""
     gathering_s: float = 0.0
-    """Seconds blocked in gathering and reducing what the pack computes with."""
+    """Seconds of these waits: on the CPU."""
     moved_bytes: int = 0
     """Bytes of activations moved to host memory."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
-                        self.link.blocked_s + self.gathering_s)
+                        self.link.blocked_s + seconds_of(self.waits) + self.gathering_s)
 
 
 PHASE_INDEX = 2**20
@@ -52,18 +54,18 @@ PHASE_INDEX = 2**20
 
 
 class PhaseRun(NamedTuple):
-    """A phase of the encoder that the device has been given. `waits`: begin and end of each wait."""
+    """A phase of the encoder that the device has been given. `waits`: also those within its exchanges."""
 
     begin: Moment
     end: Moment
-    waits: tuple[tuple[Moment, Moment], ...]
+    waits: tuple[Wait, ...]
     gathering_s: float = 0.0
     """As for a pack."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(-1, self.begin.since_s(start), self.end.since_s(start),
-                        sum(end.since_s(begin) for begin, end in self.waits) + self.gathering_s)
+                        seconds_of(self.waits) + self.gathering_s)
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from dhp_ray.comm.progress import AbortedError, Moment, Progress
+from dhp_ray.comm.progress import AbortedError, Moment, Progress, seconds_of
 
 CPU = torch.device("cpu")
 
@@ -109,6 +110,27 @@ def test_an_error_in_a_wait_is_not_hidden() -> None:
     progress = Progress()
     with pytest.raises(RuntimeError, match="Connection closed by peer"), progress.waiting("exchange of a pack"):
         raise RuntimeError("Connection closed by peer")
+
+
+def test_timed_waits_end_at_the_next_mark_or_with_the_block() -> None:
+    progress = Progress()
+    progress.mark("gathering of layer 0", waits_for_peers=True, timed=True)  # nobody collects it
+    with progress.timed_waits() as waits:
+        progress.mark("layer 0")
+        assert waits == []
+        progress.mark("reducing of layer 1", waits_for_peers=True, timed=True)
+        time.sleep(0.02)
+        progress.mark("gathering of layer 0", waits_for_peers=True, timed=True)  # the same wait goes on
+        time.sleep(0.02)
+        progress.mark("layer 0, backward")
+        time.sleep(0.1)
+        progress.mark("reducing of layer 0", waits_for_peers=True, timed=True)
+        time.sleep(0.01)
+    assert len(waits) == 2
+    assert 0.04 <= seconds_of(waits[:1]) < 0.1
+    assert 0.01 <= seconds_of(waits[1:]) < 0.1
+    progress.mark("layer 0")
+    assert len(waits) == 2
 
 
 def test_moments_on_the_cpu_are_seconds_apart() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from threading import Timer
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dhp_ray.comm import world
-from dhp_ray.comm.device import CPU
+from dhp_ray.comm.device import CPU, Accelerator
 from dhp_ray.comm.pool import GroupPool
 from dhp_ray.comm.world import (
     RendezvousError,
@@ -42,6 +43,34 @@ def after_failed_attempts(rank: int, port: int) -> float:
 
 def test_an_attempt_that_failed_keeps_nobody_from_the_next_world() -> None:
     assert run_processes(after_failed_attempts, 2) == [2.0, 2.0]
+
+
+def without_the_third(rank: int, port: int) -> float:
+    """A world whose device is bound to its group, as torch does for NCCL; ranks 0 and 1 make a group, rank 2 is not
+    asked to come.
+    """
+    made = dist.init_process_group
+
+    def bound(*arguments: Any, device_id: torch.device | None = None, **options: Any) -> None:
+        made(*arguments, **options)
+        cast(Any, dist.group.WORLD).bound_device_id = device_id
+
+    dist.init_process_group = bound
+    store = open_store("127.0.0.1", port, TIMEOUT)
+    init_world(store, 1, rank, 3, Accelerator("cuda", "gloo", None), TIMEOUT)
+    if rank == 2:
+        store.wait(["done"])
+        make_group([0, 1], "gloo", TIMEOUT)
+        return 0.0
+    total = torch.ones(1)
+    dist.all_reduce(total, group=make_group([0, 1], "gloo", TIMEOUT))
+    store.set("done", "1")
+    return total.item()
+
+
+@pytest.mark.gloo("the world is made as for NCCL")
+def test_a_group_is_made_by_its_members_alone() -> None:
+    assert run_processes(without_the_third, 3) == [2.0, 2.0, 0.0]
 
 
 def late_for_a_group(rank: int, port: int, late_s: float, connect_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dhp_ray.comm.progress import AbortedError, Mark, Progress
+from dhp_ray.comm.progress import AbortedError, Mark, Progress, seconds_of
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.layer_marks import LayerMarks
@@ -27,8 +28,8 @@ class Recorded(Progress):
         super().__init__()
         self.marks: list[Mark] = []
 
-    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
-        super().mark(doing, waits_for_peers)
+    def mark(self, doing: str, waits_for_peers: bool = False, timed: bool = False) -> None:
+        super().mark(doing, waits_for_peers, timed)
         self.marks.append(self.passed())
 
 
@@ -98,6 +99,33 @@ def sharded(rank: int) -> list[list[tuple[str, bool]]]:
     LayerMarks(named(layers), progress, gathered=True)
     run(layers, lambda layer, hidden: layer(hidden))
     return [collectives, [(mark.doing, mark.waits_for_peers) for mark in progress.marks]]
+
+
+def beside_slow_layers(rank: int) -> tuple[float, float]:
+    """Seconds of a step over two layers that take 0.1 s longer on rank 1, and those that the rank waits in it."""
+    layers, progress = layers_of(), Progress()
+    world = dist.group.WORLD
+    assert world is not None
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: time.sleep(0.1 * rank))
+        unit = fully_shard(layer, mesh=DeviceMesh.from_group(world, "cpu"), reshard_after_forward=True)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+    LayerMarks(named(layers), progress, gathered=True)
+    run(layers, lambda layer, hidden: layer(hidden))
+    dist.barrier()
+    begin = time.perf_counter()
+    with progress.timed_waits() as waits:
+        run(layers, lambda layer, hidden: layer(hidden))
+    return time.perf_counter() - begin, seconds_of(waits)
+
+
+def test_a_rank_that_waits_for_slower_ones_does_not_compute_meanwhile() -> None:
+    """As on a device, where the collectives themselves return at once."""
+    (step_s, waited_s), (slow_step_s, slow_waited_s) = run_ranks(beside_slow_layers, 2)
+    assert min(step_s, slow_step_s) > 0.2
+    assert waited_s > 0.18
+    assert slow_waited_s < slow_step_s - 0.18
 
 
 @pytest.mark.gloo("the order of hooks is the same over any backend")

@@ -147,7 +147,7 @@ class Evaluation:
             del dispatcher.batches[dispatched.step]  # its payload is freed once the ranks have it
             dispatched = self._dispatch(dispatcher)  # planned and sent while the workers run
             with self.group.waits.on(what):
-                results = self.group.collect(running)
+                results = self.group.collect(running, stuck_s=self.config.comm.timeout_s)
             found.append((["" if name in failures else name for name in names], results[0]))
         if self.stopping():
             return None

@@ -162,13 +162,15 @@ def _settled(
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
     standstill = Standstill(group.size, stuck_s, time.monotonic())
     ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
+    aborts: dict[int, ray.ObjectRef] = {}
     while True:
         _end_where_saved(session, session.records.last_step)
         seen = group.survey([place for place in silent if place not in ended])
-        for member, (_, status) in zip(group.members, seen):
-            if status.call:
+        for place, (_, status) in enumerate(seen):
+            # one call at a time: those that wait for it would leave no thread that can answer the next survey
+            if status.call and (place not in aborts or ray.wait([aborts[place]], timeout=0)[0]):
                 # the ranks that it waits for, to meet or to make a group, may never come
-                member.actor.abort_generation.remote(status.generation)
+                aborts[place] = group.members[place].actor.abort_generation.remote(status.generation)
         workers = []
         for place, (report, status) in enumerate(seen):
             # there is no rank left for it to wait for

@@ -44,7 +44,7 @@ from dhp_ray.train.results import StepResult
 from dhp_ray.train.state.reshard import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
 
-CONCURRENCY_GROUPS = {"prefetch": 1, "control": 2}
+CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
 """Threads in addition to the one that trains."""
 
 RESULTS_KEPT = 3  # the steps that a lost driver may be behind, and one more
@@ -254,8 +254,8 @@ class Worker:
         call = self.call
         passed = self.progress.passed()
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
-                      f"{call} {passed.number}", self.error, () if call else self._held(), dict(self.ran),
-                      dict(self.steps))
+                      f"{call} {passed.number} {self.progress.parts_copied}", self.error,
+                      () if call else self._held(), dict(self.ran), dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
         here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
@@ -279,7 +279,7 @@ class Worker:
             destroy_world(lambda: None, self.accelerator, broken=True)  # a join that failed half-way
             return
         # in host memory: the device needs the room for the next engine
-        self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host())
+        self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host(self.progress.count_part))
                       for shard in rank.local_shards()]
         if isinstance(rank.engine, FlatShards):
             self.originals = rank.engine.originals

@@ -12,7 +12,7 @@ Layouts are lists of pieces, intervals of flattened parameters: any number of ra
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -40,12 +40,14 @@ class LocalShard:
     pieces: tuple[Piece, ...]
     state: ShardState
 
-    def on_host(self) -> LocalShard:
-        """Return the same shard in host memory; itself if it is there already."""
+    def on_host(self, before_part: Callable[[], None] = lambda: None) -> LocalShard:
+        """Return the same shard in host memory; itself if it is there already. `before_part` as for
+        `ShardState.copy_`.
+        """
         if self.state.value.device == CPU:
             return self
         state = ShardState.zeros(self.state.value.numel(), CPU)
-        state.copy_(self.state)
+        state.copy_(self.state, before_part)
         return LocalShard(self.owner, self.version, self.pieces, state)
 
 

@@ -178,7 +178,9 @@ def test_a_shard_of_a_device_goes_to_host_memory() -> None:
     with FakeTensorMode():
         state = ShardState.zeros(8, torch.device("cuda"))
         state.version = 5
-        kept = LocalShard(1, 5, (), state).on_host()
+        parts: list[int] = []
+        kept = LocalShard(1, 5, (), state).on_host(lambda: parts.append(1))
+        assert len(parts) == 3, "one for each tensor at least: a worker that copies is seen to make progress"
         assert {tensor.device.type for tensor in kept.state.tensors().values()} == {"cpu"}
         assert (kept.owner, kept.version, kept.state.version) == (1, 5, 5)
 
