@@ -101,8 +101,9 @@ class SimulatedRun:
         if self._changed():  # the steps that are run again may need more ranks
             return None
         prepared, free_s = self._begin(self.generation.newest + 1, self.now_s), self.now_s
+        taken = self.dispatcher.take(prepared, free_s, self.scale.known())
         while True:
-            sent = self.dispatcher.take(prepared, free_s, self.scale.known())
+            sent = taken._replace(ready_s=max(taken.ready_s, self.now_s))
             fault = self._fault_before(sent.ready_s)
             if fault:
                 return self._broken(fault)
@@ -116,6 +117,8 @@ class SimulatedRun:
             if self.settings.duration_s and end_s > self.settings.duration_s:
                 self.now_s = self.settings.duration_s
                 return None
+            if not is_last:  # before the checkpoint, as the driver does
+                taken = self.dispatcher.take(following, end_s, self.scale.known())
             self._commit(prepared, sent, step, free_s, end_s)
             if fault:
                 return self._broken(fault)
