@@ -159,12 +159,12 @@ def reformed(process: int, port: int, run_dir: str, sync: str, num_changes: int)
         if process < size:
             member.join(process, size, sync, found)
             member.step(step)
-            (ended := Path(run_dir) / f"ended-{step}-{process}").touch()
             member.checkpointer.begin(step)
+            (ended := Path(run_dir) / f"ended-{step}-{process}").touch()
             if process == 2:
                 member.mirror.finish()
                 while not all(ended.with_name(f"ended-{step}-{other}").exists() for other in range(2)):
-                    time.sleep(0.01)  # else a peer that is still in the step is aborted there
+                    time.sleep(0.01)  # else a peer that is still in the step, or copies its state, is aborted there
                 member.lost.touch()
             else:
                 if size == 3:
