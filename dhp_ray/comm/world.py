@@ -110,9 +110,9 @@ def init_world(
     # this count is part of the group's keys in the store; a failed attempt has increased it on this rank alone
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
-    # If a peer dies while NCCL makes a communicator, no abort ends the wait for it. torch does, if communicators are
-    # made without blocking (TORCH_NCCL_USE_COMM_NONBLOCKING=1; since 2.7.1 that is no longer the default), after half
-    # an hour; `comm.timeout_s` takes its place. torch reads it once a process.
+    # If a peer dies while NCCL makes a communicator, no abort ends the wait for it. torch itself ends it after half an
+    # hour, but only if communicators are made without blocking (TORCH_NCCL_USE_COMM_NONBLOCKING=1, not the default
+    # since 2.7.1). This variable, which torch reads once a process, puts `comm.timeout_s` in place of the half hour.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     dist.init_process_group(
         accelerator.backend, store=dist.PrefixStore(f"generation-{generation}/world", store),

@@ -16,8 +16,8 @@ from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, work_of
 OUTLIER = 1.3
 """A repeat that takes more than this many times the median of its pack is an outlier."""
 QUIETEST, LITTLE = 1 / 3, 0.01
-"""Where ranks wait for each other, the repeats count that lost at most this share of their time to other processes, and
-at least this share of all repeats: those that lost least."""
+"""Where ranks wait for each other, the repeats count in which no rank lost more than LITTLE of the time to other
+processes, and at least QUIETEST of all repeats: those in which it lost least."""
 
 
 class MeasureError(ValueError):
@@ -107,9 +107,9 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
     for numbers in alike.values():
         times = [[[repeat[number] for repeat in by_rank[rank]] for rank in plan.groups[number].ranks]
                  for number in numbers]
-        lost_s = [np.array([[time.lost_s for time in member] for member in members]).sum(axis=0) for members in times]
+        lost_s = [np.array([[time.lost_s for time in member] for member in members]).max(axis=0) for members in times]
         if spec.sync == "micro_batch":  # packs of a micro-batch wait for each other
-            lost_s = [np.sum(lost_s, axis=0)] * len(numbers)
+            lost_s = [np.max(lost_s, axis=0)] * len(numbers)
         seconds = [_pack_s(members, lost, found) for members, lost in zip(times, lost_s)]
         busy_s, exposed_s, whole_s = np.median(seconds, axis=0).tolist()
         group = plan.groups[numbers[0]]
@@ -138,7 +138,7 @@ def _pack_s(
 
 
 def quietest(lost_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Which repeats count, given the seconds that each lost and took."""
+    """Which repeats count, given the seconds that a rank lost at most in each, and those that it took."""
     least = np.sort(lost_s)[max(1, round(QUIETEST * len(lost_s))) - 1]
     found: np.ndarray = lost_s <= max(least, LITTLE * float(np.median(seconds)))
     return found
@@ -161,7 +161,7 @@ def _median(values: np.ndarray, found: Observations) -> float:
 def _rest_s(by_rank: Sequence[Sequence[StepTiming]]) -> float:
     """Seconds of a round's step on the slowest rank, without the time from its first pack to its last one."""
     repeats = list(zip(*by_rank))
-    lost_s = np.array([sum(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
+    lost_s = np.array([max(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
                        for steps in repeats])
     seconds = np.array([max(step.step_s for step in steps) for steps in repeats])
     return float(np.median([_outside_s(repeats[number])

@@ -65,7 +65,7 @@ class MicroBatchStep(RankStep):
     @contextmanager
     def _waiting(self) -> Iterator[Waited]:
         """Collect what this rank waits inside for units to be gathered and reduced. On the CPU the collectives count
-        it; on a device, where they return at once, the marks between layers do.
+        it; on a device, where they return at once, the marks between layers do, and the root's waits are left out.
         """
         waited, before_s = Waited([]), self.engine.blocked_s
         if self.device.type == "cpu":
