@@ -69,9 +69,7 @@ class Link:
         return self._blocked_s
 
     def taken_waits(self) -> list[Wait]:
-        """Return every wait since the last call; `blocked_s` no longer counts them. Does not query the
-        device.
-        """
+        """Return every wait since the last call; `blocked_s` no longer counts them. Does not query the device."""
         waits, self._waits = self._waits, []
         return waits
 

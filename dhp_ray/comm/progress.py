@@ -68,8 +68,8 @@ def seconds_of(waits: Iterable[Wait]) -> float:
 
 
 class Progress:
-    """The progress of one rank in one generation. The training thread calls `mark`, `waiting`, `check`, `read` and
-    `synchronize`; any other thread calls `passed` and `abort`.
+    """The progress of one rank in one generation. The training thread calls `mark`, `timed_waits`, `waiting`, `check`,
+    `read`, `synchronize` and `count_part`; any other thread calls `passed` and `abort`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

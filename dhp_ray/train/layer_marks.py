@@ -4,8 +4,8 @@
     backward   ... 4, backward     | reducing 4 * | before 4          | gathering of 3 * | 3, backward ...
 
 Marks with * say that the rank waits for peers. They and "before" exist only if a layer's parameters are gathered from
-other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours. They are timed
-(`Progress.timed_waits`).
+other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours. Those with * are
+timed (`Progress.timed_waits`).
 """
 
 from __future__ import annotations
