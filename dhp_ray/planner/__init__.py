@@ -26,7 +26,7 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
-from dhp_ray.planner.pricing import groups_of, makespan_of, making_s, times_of
+from dhp_ray.planner.pricing import PackTimes, groups_of, makespan_of, making_s, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
 from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.sample import samples_from_json
@@ -145,7 +145,7 @@ class _Candidate(NamedTuple):
     """
 
     schedule: Schedule
-    times: np.ndarray
+    times: PackTimes
     makespan_s: float
     making_s: float
     world: World | None = None
@@ -183,7 +183,7 @@ def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]
     """
     seen, order = _in_node_order(without)
     packs = _priced(without, PLANNERS[planner](seen), order)
-    world = world_of(problem, packs.schedule, packs.times)
+    world = world_of(problem, packs.schedule, packs.times.pack_s)
     if world is None:
         return []
     return [packs._replace(makespan_s=world.makespan_s, making_s=packs.making_s + world.making_s, world=world)]

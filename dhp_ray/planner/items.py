@@ -9,7 +9,17 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, again_s, held_s, predicted_s, share_of, waits_s
+from dhp_ray.planner.rates import (
+    Number,
+    OverlapOf,
+    Rate,
+    Rates,
+    again_s,
+    held_s,
+    predicted_s,
+    share_of,
+    waits_s,
+)
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -126,6 +136,12 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
 
 compiled_held_s, compiled_share_of = inner(held_s), inner(share_of)
 compiled_waits_s, compiled_again_s = inner(waits_s), inner(again_s)
+
+
+@inner
+def compiled_encoding_s(encode_s: float, num_tokens: float, rate: OverlapOf[float]) -> float:
+    """`encoding_s` for compiled loops."""
+    return encode_s * (1.0 + compiled_share_of(num_tokens, rate) * rate.encoded_again) if rate.again > 0.0 else encode_s
 
 
 @inner

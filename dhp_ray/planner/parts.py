@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.encoders import longest_member_s
-from dhp_ray.planner.items import Items, compiled_predicted_s
+from dhp_ray.planner.items import Items, compiled_encoding_s, compiled_predicted_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
@@ -124,8 +124,8 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int, few: int) -> Par
 
 
 @inner
-def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.ndarray) -> tuple[float, float]:
-    """(seconds, tokens) of a pack."""
+def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.ndarray) -> tuple[float, float, float]:
+    """(seconds, those of them in which its busiest member encodes, tokens) of a pack."""
     language_s, attention_s, host_s, tokens, count, num_images = 0.0, 0.0, 0.0, 0.0, 0, 0
     for row in range(len(pack_of)):
         if pack_of[row] == pack:
@@ -150,4 +150,4 @@ def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.nd
         encode_s += rate.encoder_pass_s / groups.slowest[pack]
     seconds = compiled_predicted_s(language_s, attention_s, encode_s, host_s, tokens, degree, groups.slowest[pack],
                                    groups.transfer_s[pack], rate)
-    return seconds, tokens
+    return seconds, compiled_encoding_s(encode_s, tokens, rate), tokens

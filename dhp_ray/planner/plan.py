@@ -44,7 +44,8 @@ class GroupPlan:
     of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
     every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
     offload: the share of its layers whose activations are in host memory until the backward pass needs them.
-    recomputed: the share of its layers that keep their input alone and run again in the backward pass.
+    recomputed: the share of its layers that keep their input alone and run again in the backward pass. encode_s: of
+    `predicted_time_s`, the seconds in which its busiest member encodes images inside the pack.
     """
 
     ranks: tuple[int, ...]
@@ -57,6 +58,7 @@ class GroupPlan:
     splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
     recomputed: float = 0.0
+    encode_s: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -170,6 +172,7 @@ class Plan:
                     **({"splits": [asdict(split) for split in group.splits]} if group.splits else {}),
                     "offload": group.offload,
                     "recomputed": group.recomputed,
+                    "encode_s": group.encode_s,
                 }
                 for group in self.groups
             ],
@@ -200,6 +203,7 @@ class Plan:
                            for split in group.get("splits", ())]),
                     group.get("offload", 0.0),
                     group.get("recomputed", 0.0),
+                    group.get("encode_s", 0.0),
                 )
                 for group in tree["groups"]
             )

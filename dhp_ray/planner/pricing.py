@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,12 +12,19 @@ from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import predicted_s
+from dhp_ray.planner.rates import encoding_s, predicted_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
-def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
-    """Seconds of each group."""
+class PackTimes(NamedTuple):
+    """By group: its seconds, and those of them in which its busiest member encodes images."""
+
+    pack_s: np.ndarray
+    encode_s: np.ndarray
+
+
+def times_of(problem: Problem, schedule: Schedule) -> PackTimes:
+    """The times of each group."""
     items, first_rank, degree = problem.items, schedule.first_rank[:-1], np.diff(schedule.first_rank)
     rates = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
@@ -28,19 +36,31 @@ def times_of(problem: Problem, schedule: Schedule) -> np.ndarray:
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
     encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
-    return predicted_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates)
+    return PackTimes(predicted_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates),
+                     encoding_s(encode_s, tokens, rates))
 
 
-def makespan_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> float:
+def makespan_of(problem: Problem, schedule: Schedule, times: PackTimes) -> float:
     """Seconds of the whole step, including fixed costs (`timeline`)."""
     fixed_s = problem.cost.fixed_s
     if problem.sync == "micro_batch":
-        slowest = np.zeros(schedule.micro_batch.max() + 1)
-        np.maximum.at(slowest, schedule.micro_batch, times)
-        return float(slowest.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
+        seconds = micro_batches_s(schedule.micro_batch, times)
+        return float(seconds.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
     return fixed_s + float(
-        list_schedule(schedule.ranks, schedule.first_rank, times, problem.cluster.num_ranks)[1].max()
+        list_schedule(schedule.ranks, schedule.first_rank, times.pack_s, problem.cluster.num_ranks)[1].max()
     )
+
+
+def micro_batches_s(micro_batch: np.ndarray, times: PackTimes) -> np.ndarray:
+    """Seconds of each micro-batch, by its number. Ranks meet at every layer, whose parameters are gathered from all of
+    them: the encoder's layers take as long as on the rank that encodes longest, and the language model's as long as on
+    the rank that needs longest for the rest of its pack.
+    """
+    encode_s, rest_s = np.zeros((2, int(micro_batch.max()) + 1))
+    np.maximum.at(encode_s, micro_batch, times.encode_s)
+    np.maximum.at(rest_s, micro_batch, times.pack_s - times.encode_s)
+    seconds: np.ndarray = encode_s + rest_s
+    return seconds
 
 
 def time_of(problem: Problem, schedule: Schedule) -> float:
@@ -63,7 +83,7 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
 
 
 def groups_of(
-    problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages | None = None,
+    problem: Problem, schedule: Schedule, times: PackTimes, images: EncodedImages | None = None,
     passes: np.ndarray | None = None,
 ) -> tuple[GroupPlan, ...]:
     """The groups of a plan. `images`: with the ranks that encode them, if that is apart from the packs. `passes`: the
@@ -100,10 +120,11 @@ def groups_of(
                 tuple(splits.get(group, ())),
                 moved,
                 again,
+                encode_s,
             )
-            for group, (seconds, bytes_, micro_batch, moved, again) in enumerate(
-                zip(times.tolist(), memory.tolist(), schedule.micro_batch.tolist(), offload.tolist(),
-                    recomputed.tolist())
+            for group, (seconds, encode_s, bytes_, micro_batch, moved, again) in enumerate(
+                zip(times.pack_s.tolist(), times.encode_s.tolist(), memory.tolist(), schedule.micro_batch.tolist(),
+                    offload.tolist(), recomputed.tolist())
             )
         ]
     )

@@ -122,6 +122,13 @@ def again_s(seconds: Number, encode_s: Number, rate: OverlapOf[Number]) -> Numbe
     return rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
 
 
+def encoding_s(encode_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Number:
+    """Seconds of a pack in which its busiest member encodes, of which `encode_s` are not computed again. The only place
+    with this formula.
+    """
+    return encode_s * (1.0 + share_of(num_tokens, rate) * rate.encoded_again)
+
+
 def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:
     """Seconds that a pack waits for its copies out, during the share `forward` of its compute, and back, during the
     rest. The only place with this formula.

@@ -3,6 +3,8 @@
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
+                   and end after the longest encoding and the longest
+                   rest of any of them (`pricing.micro_batches_s`)
 both               after the images are encoded, if that is apart from the packs (encoder_timeline.py)
 """
 
@@ -17,6 +19,7 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoded_images import encoded_images
 from dhp_ray.planner.encoder_timeline import EncoderTimeline, Packs, timeline_of
 from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.pricing import PackTimes, micro_batches_s
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.schedule import firsts_of, flat, gathered
@@ -36,14 +39,15 @@ def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: f
 
 
 def _micro_batches(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
-    slowest: dict[int, float] = {}
-    for group in groups:
-        slowest[group.micro_batch] = max(slowest.get(group.micro_batch, 0.0), group.predicted_time_s)
+    numbers = np.array([group.micro_batch for group in groups])
+    times = PackTimes(np.array([group.predicted_time_s for group in groups]),
+                      np.array([group.encode_s for group in groups]))
+    seconds = micro_batches_s(numbers, times)
     begin, time = {}, 0.0
-    for micro_batch in sorted(slowest):
+    for micro_batch in np.unique(numbers).tolist():
         time += fixed_s
         begin[micro_batch] = time
-        time += slowest[micro_batch]
+        time += float(seconds[micro_batch])
     return [begin[group.micro_batch] for group in groups], time
 
 

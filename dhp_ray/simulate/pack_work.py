@@ -22,21 +22,23 @@ import numpy as np
 
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import again_s, held_s, share_of, waits_s
+from dhp_ray.planner.rates import again_s, encoding_s, held_s, share_of, waits_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
 class PackWork(NamedTuple):
     """Arrays by group, except `ranks` and `own_s`, which are by member: the ranks of group g are
     `ranks[first_rank[g]:first_rank[g + 1]]`, and each computes for `own_s` seconds of the pack. This includes waits for
-    copies to host memory, which a run cannot distinguish from compute. `latency_s` is the part of `compute_s` in which
-    no member computes. Images that are encoded apart from the packs are in none of these.
+    copies to host memory, which a run cannot distinguish from compute. Of `compute_s`, the busiest member encodes
+    images for `encode_s`, and no member computes for `latency_s`. Images that are encoded apart from the packs are in
+    none of these.
     """
 
     ranks: np.ndarray
     first_rank: np.ndarray
     micro_batch: np.ndarray
     compute_s: np.ndarray
+    encode_s: np.ndarray
     transfer_s: np.ndarray
     hidden_s: np.ndarray
     latency_s: np.ndarray
@@ -57,8 +59,8 @@ class PackWork(NamedTuple):
         first = self.first_rank[groups.start : groups.stop + 1]
         members = slice(first[0], first[-1])
         return PackWork(self.ranks[members], first - first[0], self.micro_batch[groups], self.compute_s[groups],
-                        self.transfer_s[groups], self.hidden_s[groups], self.latency_s[groups], self.crosses[groups],
-                        self.own_s[members])
+                        self.encode_s[groups], self.transfer_s[groups], self.hidden_s[groups], self.latency_s[groups],
+                        self.crosses[groups], self.own_s[members])
 
 
 def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> PackWork:
@@ -91,8 +93,9 @@ def work_of(plan: Plan, problem: Problem, stretch: np.ndarray | None = None) -> 
     compute_s += waited_s + share * again_s(compute_s, encode_s, rates)
     own_s = (((language / degree)[group] / member_speed + problem.cost.pack_s) * (1 + again)[group]
              + images_s * (1 + share * rates.encoded_again)[group] + waited_s[group])
-    return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s, transfer_s * (1 + again),
-                    hidden_s * (1 + again), (rates.overhead_s - problem.cost.pack_s) * (1 + again), crosses, own_s)
+    return PackWork(schedule.ranks, schedule.first_rank, schedule.micro_batch, compute_s,
+                    encoding_s(encode_s, tokens, rates), transfer_s * (1 + again), hidden_s * (1 + again),
+                    (rates.overhead_s - problem.cost.pack_s) * (1 + again), crosses, own_s)
 
 
 def schedule_of(plan: Plan) -> Schedule:

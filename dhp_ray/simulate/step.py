@@ -2,7 +2,7 @@
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
 sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
-                    after each micro-batch, and each pass of the encoder
+                    in each pass of the encoder, and at each layer of a micro-batch (`pricing.micro_batches_s`)
 
 If images are encoded apart from the packs, the phases before and after them are those of `planner/encoder_timeline.py`.
 A pack (in `micro_batch`: a micro-batch) takes at least as long as the parameters and gradients of its layers travel
@@ -20,6 +20,7 @@ import numpy as np
 
 from dhp_ray.planner.encoder_timeline import EncoderTimeline
 from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.pricing import PackTimes, micro_batches_s
 from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import firsts_of, flat
@@ -32,9 +33,9 @@ from dhp_ray.train.results import PackTime, StepResult
 @dataclass(frozen=True)
 class SimulatedStep:
     """The times of a step, in seconds from its begin. `made_s`: by rank, when its groups are made; `starts_s`,
-    `ends_s`: of each group; `encoder`: the phases apart from the packs, counted from when all groups are made;
-    `packs_end_s`: when the last pack or image is done; `fixed_s`: what all ranks pay once, or in each micro-batch and
-    at the step's end.
+    `ends_s`: of each group; `left_s`: when its ranks go on (in `micro_batch` all at once); `encoder`: the
+    phases apart from the packs, counted from when all groups are made; `packs_end_s`: when the last pack or image is
+    done; `fixed_s`: what all ranks pay once, or in each micro-batch and at the step's end.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class SimulatedStep:
     made_s: np.ndarray
     starts_s: np.ndarray
     ends_s: np.ndarray
+    left_s: np.ndarray
     encoder: EncoderTimeline | None
     packs_end_s: float
     fixed_s: float
@@ -76,8 +78,8 @@ class SimulatedStep:
     def results(self, step: int) -> list[StepResult]:
         """What the ranks would report of the step: its times, no losses."""
         times: list[list[PackTime]] = [[] for _ in self.made_s]
-        blocked_s = np.maximum(0.0, np.repeat(self.ends_s - self.starts_s, self.work.degrees) - self.work.own_s)
-        starts, ends, blocked = self.starts_s.tolist(), self.ends_s.tolist(), blocked_s.tolist()
+        blocked_s = np.maximum(0.0, np.repeat(self.left_s - self.starts_s, self.work.degrees) - self.work.own_s)
+        starts, ends, blocked = self.starts_s.tolist(), self.left_s.tolist(), blocked_s.tolist()
         ranks, first = self.work.ranks.tolist(), self.work.first_rank.tolist()
         for group in range(len(starts)):
             for member in range(first[group], first[group + 1]):
@@ -122,13 +124,13 @@ def simulate_step(
     if not plan.vision.apart:
         starts_s, ends_s = _run(made_s, problem, work, network)
         end_s = float(ends_s.max())
-        return SimulatedStep(plan, work, made_s, starts_s, ends_s, None, end_s, fixed_s, end_s + fixed_s)
+        return SimulatedStep(plan, work, made_s, starts_s, ends_s, ends_s, None, end_s, fixed_s, end_s + fixed_s)
     apart = timeline_apart(plan, problem, work.times_s())
     starts_s, ends_s = _run(apart.ready_s, problem, work, network)  # packs do not affect when features arrive
     apart = timeline_apart(plan, problem, ends_s - starts_s)
     end_s = begin_s + apart.makespan_s
-    return SimulatedStep(plan, work, made_s, begin_s + starts_s, begin_s + ends_s, apart, end_s, fixed_s,
-                         end_s + fixed_s)
+    return SimulatedStep(plan, work, made_s, begin_s + starts_s, begin_s + ends_s, begin_s + ends_s, apart, end_s,
+                         fixed_s, end_s + fixed_s)
 
 
 def _run(ready_s: np.ndarray, problem: Problem, work: PackWork, network: Network) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +150,7 @@ def _in_micro_batches(
     begin once the features of images encoded apart have arrived.
     """
     cuts = [0, *(np.flatnonzero(np.diff(work.micro_batch)) + 1).tolist(), len(work.micro_batch)]
-    (starts_s, ends_s), made = np.zeros((2, len(work.micro_batch))), float(made_s.max())
+    (starts_s, ends_s, left_s), made = np.zeros((3, len(work.micro_batch))), float(made_s.max())
     now, encoder = made, timeline_apart(plan, problem, work.times_s()) if plan.vision.apart else None
     if encoder:
         now += float(encoder.ready_s.max())
@@ -158,15 +160,17 @@ def _in_micro_batches(
         rest = network._replace(beside_s=max(0.0, network.beside_s - now))
         starts, ends = _run(np.zeros(len(made_s)), problem, work.part(groups), rest)
         starts_s[groups], ends_s[groups] = now + starts, now + ends
-        now += max(least_s, float(ends.max()))
-    packs_end_s = float(ends_s.max())
+        times = PackTimes(ends, work.encode_s[groups])
+        lasts_s = float(micro_batches_s(np.zeros(end - begin, dtype=np.int64), times)[0])
+        left_s[groups] = packs_end_s = now + lasts_s
+        now += max(least_s, lasts_s)
     if encoder:
         later_s = now - made - encoder.ended_s
         encoder = encoder._replace(starts_s=starts_s - made, ended_s=encoder.ended_s + later_s,
                                    backward_s=encoder.backward_s + later_s, end_s=encoder.end_s + later_s)
         now = packs_end_s = made + encoder.makespan_s
     update_s = problem.cost.update_s
-    return SimulatedStep(plan, work, made_s, starts_s, ends_s, encoder, packs_end_s,
+    return SimulatedStep(plan, work, made_s, starts_s, ends_s, left_s, encoder, packs_end_s,
                          problem.cost.fixed_s * (len(cuts) - 1) + update_s, now + update_s)
 
 

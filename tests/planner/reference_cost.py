@@ -104,6 +104,12 @@ class Batch(NamedTuple):
         share = share_of(self.cluster.recomputation, self.num_tokens(rows) / degree)
         return share * (self.cost.forward * (once_s - encode_s) + of_images_s)
 
+    def encoding_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
+        """Seconds in which the member that takes longest for its images encodes them, and encodes them again."""
+        again = self.cost.vision_forward if self.cost.vision_forward < 1 else 0.0
+        share = share_of(self.cluster.recomputation, self.num_tokens(rows) / len(ranks))
+        return self.encode_s(rows, ranks) * (1 + share * again)
+
     def bandwidth_bytes_per_s(self, ranks: Sequence[int]) -> float:
         """One table for all, or one inside a node and one across nodes; a number is a table of one row."""
         table = self.cost.bandwidth_bytes_per_s

@@ -55,7 +55,7 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
     free, work = dict.fromkeys(ranks, 0.0), Work(dict.fromkeys(ranks, 0.0))
     meets = {rank: {rank} for rank in ranks}
     sent, received = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
-    packs_s = []
+    packs_s, encodings_s = [], []
     for group in plan.groups:
         encode_s, place = dict.fromkeys(group.ranks, 0.0), 0
         split = {found.image: found for found in group.splits}
@@ -90,9 +90,10 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                 else:
                     work.alone |= {rank: work.alone[rank] + part_s for rank, part_s in ring.items()}
         language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
+        encodings_s.append(max(encode_s.values()))
         if any(encode_s.values()):
-            language_s += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)
-        packs_s.append(language_s + max(encode_s.values()))
+            encodings_s[-1] += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)
+        packs_s.append(language_s + encodings_s[-1])
     exchange_s = {rank: max(sent[rank], received[rank]) * cost.feature_bytes / cost.slowest_bytes_per_s
                   for rank in ranks}
     pass_s = {rank: cost.encoder_pass_s / cluster.speeds[rank] for rank in ranks}
@@ -102,10 +103,12 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
     share = 1.0 - cost.vision_forward + (0.0 if plan.vision.keeps or cost.vision_forward == 1.0
                                          else cost.vision_forward)
     if plan.sync == "micro_batch":
-        slowest = {group.micro_batch: 0.0 for group in plan.groups}
-        for group, seconds in zip(plan.groups, packs_s):
-            slowest[group.micro_batch] = max(slowest[group.micro_batch], seconds)
-        end = sum(slowest.values()) + plan.fixed_s * len(slowest)
+        encode_s = {group.micro_batch: 0.0 for group in plan.groups}
+        rest_s = dict(encode_s)
+        for group, seconds, encoding_s in zip(plan.groups, packs_s, encodings_s):
+            encode_s[group.micro_batch] = max(encode_s[group.micro_batch], encoding_s)
+            rest_s[group.micro_batch] = max(rest_s[group.micro_batch], seconds - encoding_s)
+        end = sum(encode_s.values()) + sum(rest_s.values()) + plan.fixed_s * len(rest_s)
         if plan.vision.apart:
             passes_s = sum(max(cost.encoder_gather_s, *(work.passes.get((rank, number), 0.0) for rank in ranks))
                            for number in range(plan.vision.num_passes))

@@ -2,7 +2,8 @@
 
 For a limit T, a micro-batch takes the sequences that are left, longest first. Each goes into the first pack that holds
 it and still ends within T; else it opens a pack on the fewest ranks on which it ends within T, if so many are left;
-else it waits for another micro-batch. A micro-batch lasts as long as its slowest pack, and all pay `fixed_s` once.
+else it waits for another micro-batch. Ranks meet at every layer, so a micro-batch lasts as long as the longest encoding
+of any pack and the longest rest of any, and all pay `fixed_s` once.
 
     sequences of 6, 3, 2 and 1 seconds, 3 ranks, T = 4:     rank 0  |--6--|
                                                             rank 1  |--6--|
@@ -43,9 +44,14 @@ def micro_batch_time_s(batch: Batch) -> float:
 
 
 def time_s(micro_batches: Sequence[Sequence[Pack]], batch: Batch) -> float:
-    """The slowest pack of each micro-batch, and fixed_s for each."""
-    slowest_s = [max(batch.pack_time_s(pack.rows, pack.ranks) for pack in packs) for packs in micro_batches]
-    return sum(slowest_s) + batch.cost.fixed_s * len(micro_batches)
+    """Each micro-batch's longest encoding and longest rest, and fixed_s for each."""
+    seconds = 0.0
+    for packs in micro_batches:
+        encodings_s = [batch.encoding_s(pack.rows, pack.ranks) for pack in packs]
+        rests_s = [batch.pack_time_s(pack.rows, pack.ranks) - encoding_s
+                   for pack, encoding_s in zip(packs, encodings_s)]
+        seconds += max(encodings_s) + max(rests_s) + batch.cost.fixed_s
+    return seconds
 
 
 def micro_batches_within(limit_s: float, batch: Batch) -> list[list[Pack]]:

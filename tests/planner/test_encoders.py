@@ -105,7 +105,7 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
         count = len(begins) - 1
         schedule = Schedule(rows, begins, np.tile(np.arange(degree), count), firsts_of([degree] * count),
                             np.zeros(count, dtype=np.int64))
-        found, priced = times_at(items, degree, problem.machine), times_of(problem, schedule)
+        found, priced = times_at(items, degree, problem.machine), times_of(problem, schedule).pack_s
         if degree <= DEGREES:
             np.testing.assert_allclose(found, priced, rtol=1e-12)
         else:

@@ -16,7 +16,7 @@ from dhp_ray.planner.baselines.static import Layout, uniform
 from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
 from dhp_ray.planner.parts import BETTER
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.pricing import time_of, times_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule, firsts_of
 
@@ -89,6 +89,8 @@ def test_the_module_s_example() -> None:
     before = schedule_of([[0, 1, 2], [3, 4, 5]], [1, 1], [0, 0])
     after = with_exchanges(problem, before)
     assert (time_of(problem, before), time_of(problem, after)) == (16.0, 13.0)
+    assert times_of(problem, before).encode_s.tolist() == [6.0, 0.0]
+    assert times_of(problem, after).encode_s.tolist() == [3.0, 3.0]
     assert [sum(problem.samples[row].num_tokens for row in pack) for pack in packs_of(after)] == [10, 10]
     assert sorted(sum(row < 2 for row in pack) for pack in packs_of(after)) == [1, 1], "an image each"
 
@@ -103,6 +105,18 @@ def test_a_sequence_moves_to_another_micro_batch_that_has_time_for_it() -> None:
     after = with_exchanges(problem, before)
     assert (time_of(problem, before), time_of(problem, after)) == (14.0, 12.0)
     assert {0, 1, 2} != {row for pack in packs_of(after)[:2] for row in pack}
+
+
+def test_packs_are_not_made_more_even_if_the_micro_batch_becomes_longer() -> None:
+    """A pack encodes for 4 s and takes 1 + 2 s for its text, beside one of 4 s of text: 4 + 4 s. With the text of 2 s
+    in the other pack they would take 5 and 6 s rather than 7 and 4, and the micro-batch 4 + 6 s."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0},
+                     vision_linear_s=1.0)
+    samples = [Sample("image", 0, 1, ((1, 4, 1),)), Sample("short", 2), Sample("long", 4)]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 10), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2]], [1, 1], [0, 0])
+    assert time_of(problem, before) == 8.0
+    assert packs_of(with_exchanges(problem, before)) == packs_of(before)
 
 
 def test_one_sequence_is_exchanged_for_two() -> None:

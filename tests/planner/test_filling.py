@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, bounded, checked_problem
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.micro_batch.search import MicroBatchSearch, least_degrees
-from dhp_ray.planner.pricing import times_of
+from dhp_ray.planner.pricing import micro_batches_s, times_of
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 
@@ -33,4 +33,6 @@ def test_no_pack_takes_longer_than_the_search_takes_it_for(sequences, num_ranks,
         first_rank = firsts_of(part.packed.degree)
         schedule = Schedule(part.rows[members], first, ranks_of(first_rank, machine, pool), first_rank,
                             np.zeros(len(first) - 1, dtype=np.int64))
-        assert (times_of(problem, schedule) <= part.packed.time * (1 + 1e-9)).all()
+        times = times_of(problem, schedule)
+        assert (times.pack_s <= part.packed.time * (1 + 1e-9)).all()
+        assert micro_batches_s(schedule.micro_batch, times).sum() <= part.time_s * (1 + 1e-9)

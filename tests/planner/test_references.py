@@ -15,7 +15,7 @@ import pytest
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
 from dhp_ray.planner.layer_share import Offload, Recomputation
 from tests.planner.reference_cost import Batch
-from tests.planner.reference_micro_batch import micro_batch_time_s
+from tests.planner.reference_micro_batch import Pack, micro_batch_time_s, time_s
 from tests.planner.reference_step import step_time_s
 
 REFERENCES = {"step": step_time_s, "micro_batch": micro_batch_time_s}
@@ -63,18 +63,18 @@ def random_batch(
 
 def reckoned_s(plan: Plan, batch: Batch) -> float:
     """Seconds of a plan by the reference's costs: a group starts when its ranks are free, or its micro-batch does."""
-    times_s = [batch.pack_time_s(group.pack.sequences, group.ranks) for group in plan.groups]
     if plan.sync == "step":
         free_s = [batch.cost.fixed_s] * plan.cluster.num_ranks
-        for group, seconds in zip(plan.groups, times_s):
+        for group in plan.groups:
+            seconds = batch.pack_time_s(group.pack.sequences, group.ranks)
             end_s = max(free_s[rank] for rank in group.ranks) + seconds
             for rank in group.ranks:
                 free_s[rank] = end_s
         return max(free_s)
-    slowest_s: dict[int, float] = {}
-    for group, seconds in zip(plan.groups, times_s):
-        slowest_s[group.micro_batch] = max(slowest_s.get(group.micro_batch, 0.0), seconds)
-    return sum(slowest_s.values()) + batch.cost.fixed_s * len(slowest_s)
+    micro_batches: dict[int, list[Pack]] = {}
+    for group in plan.groups:
+        micro_batches.setdefault(group.micro_batch, []).append(Pack(group.pack.sequences, group.ranks))
+    return time_s(list(micro_batches.values()), batch)
 
 
 def over_reference(sync: str, batch: Batch) -> float:
@@ -94,6 +94,11 @@ def check(sync: str, seeds: Sequence[int], gain: float = 0.02, **options: bool) 
 @pytest.mark.parametrize("sync", sorted(REFERENCES))
 def test_at_or_below_the_reference(sync: str) -> None:
     check(sync, range(100))
+
+
+@pytest.mark.parametrize("sync", sorted(REFERENCES))
+def test_at_or_below_the_reference_with_images_in_some_packs(sync: str) -> None:
+    check(sync, range(4000, 4040), images=True)
 
 
 @pytest.mark.parametrize("sync", sorted(REFERENCES))
@@ -117,6 +122,13 @@ def test_times_of_packs_with_images_that_run_again_are_the_formulas(sync: str) -
         assert plan.lower_bound_s <= plan.predicted_time_s * (1 + 1e-9)
         recomputed += sum(group.recomputed > 0 for group in plan.groups)
     assert recomputed > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sync", sorted(REFERENCES))
+def test_at_or_below_the_reference_with_images_in_some_packs_of_200_batches(sync: str) -> None:
+    check(sync, range(4000, 4200), images=True)
 
 
 @pytest.mark.slow

@@ -71,8 +71,10 @@ def world(
 @pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2), MIXED, {"quadratic_s": 8.0}],
                          ids=["tenfold", "a fifth", "mixed", "attention"])
 def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> None:
-    """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds."""
-    worlds = [world(true, sync=sync, seed=seed) for seed in (1, 2, 3)]
+    """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds, after 24 steps:
+    those of a micro-batch have about as much of everything.
+    """
+    worlds = [world(true, sync=sync, seed=seed, steps=24) for seed in (1, 2, 3)]
     for found in worlds:
         assert found.errors[0] > 0.3
         assert max(found.errors[-5:]) < 0.05

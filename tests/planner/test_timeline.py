@@ -34,6 +34,22 @@ def test_every_micro_batch_pays_its_own():
     assert idle_fraction(plan) == pytest.approx(0.0)
 
 
+def test_a_micro_batch_lasts_as_long_as_the_longest_encoding_and_the_longest_rest():
+    """Ranks meet at every layer: one encodes for 3 s and takes 2 s more, the other has 4 s of text. The plan file says
+    so too; in `sync=step` nobody waits. Encoded apart, the images are dealt to both ranks."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0)
+    samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
+    plan = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch")
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert sorted((group.predicted_time_s, group.encode_s) for group in read.groups) == [(4.0, 0.0), (5.0, 3.0)]
+    assert plan.predicted_time_s == plan_starts(read)[1] == pytest.approx(0.5 + 3.0 + 4.0)
+    assert plan_batch(samples, ClusterSpec(2, 2, 4), cost).predicted_time_s == pytest.approx(0.5 + 5.0)
+    apart = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch", encoder="auto")
+    assert apart.vision.apart
+    assert [group.encode_s for group in apart.groups] == [0.0, 0.0]
+    assert apart.predicted_time_s == pytest.approx(0.5 + 2.0 + 4.0)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_images_encoded_apart_come_before_and_after_the_packs(keeps):
     cost = CostModel(0.0, 1.0, 0.0, 3.0, {2: 1e9}, vision_linear_s=1.0, latency_s=3.0)

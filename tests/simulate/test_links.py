@@ -21,8 +21,8 @@ def work_of(groups: list[Group], nodes: list[int]) -> PackWork:
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
     compute, transfer, hidden = (np.array([float(value) for value in column]) for column in zip(
         *((group.compute_s, group.transfer_s, group.hidden_s) for group in groups)))
-    return PackWork(ranks, firsts_of(degrees), np.zeros(len(groups), dtype=np.int64), compute, transfer, hidden, zeros,
-                    crosses, np.zeros(len(ranks)))
+    return PackWork(ranks, firsts_of(degrees), np.zeros(len(groups), dtype=np.int64), compute, zeros, transfer, hidden,
+                    zeros, crosses, np.zeros(len(ranks)))
 
 
 def run(groups: list[Group], nodes: list[int], links: Links, ring: bool = True) -> list[tuple[float, float]]:

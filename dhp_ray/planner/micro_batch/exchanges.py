@@ -1,17 +1,18 @@
 """Exchanges sequences between the packs of a plan, so that micro-batches become shorter. Packs keep their ranks.
 
-A micro-batch takes as long as its slowest pack. That pack gives a sequence to another pack, or swaps it for one with
-less work; if that no longer helps, a pack of few sequences may also give two at once (`parts.py`). The other pack may
-be in the same micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10
-tokens each; a token takes 1 s, and 2 s in a sequence with images (i):
+The slowest pack of a micro-batch gives a sequence to another pack, or swaps it for one with less work; if that no
+longer helps, a pack of few sequences may also give two at once (`parts.py`). The other pack may be in the same
+micro-batch, or in another one that has time for the difference. A micro-batch on two ranks that hold 10 tokens each; a
+token takes 1 s, and 1 s more to encode in a sequence with images (i). Ranks meet after encoding:
 
-    before   i3 i3 t4   16 s       swap i3 and t3: 3 s move        after   i3 t3 t4   13 s
-             t4 t3 t3   10 s                                               t4 i3 t3   13 s
+    before   i3 i3 t4   6 s + 10 s       swap i3 and t3: 3 s move        after   i3 t3 t4   3 s + 10 s
+             t4 t3 t3         10 s                                               t4 i3 t3   3 s + 10 s
 
-The exchanges that memory allows are sorted by an estimate of how long the micro-batch then takes: the difference in
-work, divided by the ranks of a pack and its slowest speed. If the other micro-batch becomes longer, that is added. The
-first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are equally slow,
-after which the slowest one ends earlier and nothing later than before. Micro-batches take turns: at most as many as
+The exchanges that memory allows are sorted by an estimate of how long the slowest pack then takes: the difference in
+work, divided by the ranks of a pack and its slowest speed. If the other micro-batch's slowest pack becomes longer, that
+is added. The first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are
+equally slow, after which the slowest one ends earlier and neither micro-batch later than before. Micro-batches take
+turns: at most as many as
 there are sequences, until EFFORT is used up or a whole round brings nothing.
 O(turns x sequences of a pack x sequences).
 """
@@ -34,7 +35,7 @@ from dhp_ray.planner.parts import (
     pack_s,
     parts_of,
 )
-from dhp_ray.planner.pricing import times_of
+from dhp_ray.planner.pricing import PackTimes, times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
@@ -55,14 +56,14 @@ def with_exchanges(problem: Problem, schedule: Schedule) -> Schedule:
 
 @compiled
 def exchange(
-    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray
+    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray
 ) -> None:
     """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: seconds and tokens of each pack. All are
     updated."""
     num_packs, num_micro_batches = len(groups.slowest), groups.micro_batch.max() + 1
     longest_s = np.zeros(num_micro_batches)
     for pack in range(num_packs):
-        longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times[pack])
+        longest_s[groups.micro_batch[pack]] = max(longest_s[groups.micro_batch[pack]], times.pack_s[pack])
     left = num_micro_batches  # turns in a row that bring nothing
     turn, compared, few = 0, 0.0, 1
     while left > 0 and turn < len(pack_of) and compared < EFFORT:
@@ -76,13 +77,28 @@ def exchange(
 
 
 @inner
+def _two_s(groups: Groups, times: PackTimes, number: int, other: int) -> float:
+    """Seconds of two micro-batches together, or of one if they are the same."""
+    encode_s = other_encode_s = rest_s = other_rest_s = 0.0
+    for pack in range(len(times.pack_s)):
+        of_pack_s = times.encode_s[pack]
+        if groups.micro_batch[pack] == number:
+            encode_s, rest_s = max(encode_s, of_pack_s), max(rest_s, times.pack_s[pack] - of_pack_s)
+        elif groups.micro_batch[pack] == other:
+            other_encode_s = max(other_encode_s, of_pack_s)
+            other_rest_s = max(other_rest_s, times.pack_s[pack] - of_pack_s)
+    return encode_s + rest_s + other_encode_s + other_rest_s
+
+
+@inner
 def _shorten(
-    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: np.ndarray, held: np.ndarray,
+    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, of_packs: PackTimes, held: np.ndarray,
     longest_s: np.ndarray, number: int, parts: Parts, most: float,
 ) -> tuple[bool, float]:
     """Make one exchange of the slowest pack of a micro-batch; return whether there was one, and how many were compared.
-    If more than `most` would have to be compared: none, and infinitely many. `times` and `held`: seconds and tokens of
-    each pack. `longest_s`: seconds of each micro-batch."""
+    If more than `most` would have to be compared: none, and infinitely many. `of_packs` and `held`: the times and
+    tokens of each pack. `longest_s`: seconds of the slowest pack of each micro-batch."""
+    times, encodes = of_packs.pack_s, of_packs.encode_s
     slowest, second, second_s, third_s = -1, -1, 0.0, 0.0
     for pack in range(len(times)):
         if groups.micro_batch[pack] == number:
@@ -106,23 +122,22 @@ def _shorten(
         move(parts, given, other, pack_of)
         move(parts, taken, slowest, pack_of)
         compared += len(pack_of)
-        seconds, tokens = pack_s(batch, groups, rates, slowest, pack_of)
-        other_s, other_tokens = pack_s(batch, groups, rates, other, pack_of)
-        elsewhere, limit_s = groups.micro_batch[other], longest_s[number] * (1.0 - BETTER)
-        if elsewhere == number:
-            better = max(seconds, other_s) < limit_s
-        else:
-            rise_s = max(0.0, other_s - longest_s[elsewhere])
-            after_s = max(seconds, third_s if other == second else second_s)
-            better = seconds < limit_s if rise_s == 0.0 else after_s + rise_s < limit_s
-        if better:
-            times[slowest], held[slowest], times[other], held[other] = seconds, tokens, other_s, other_tokens
+        elsewhere = groups.micro_batch[other]
+        before = times[slowest], encodes[slowest], times[other], encodes[other]
+        before_s, less_s = _two_s(groups, of_packs, number, elsewhere), longest_s[number] * BETTER
+        times[slowest], encodes[slowest], tokens = pack_s(batch, groups, rates, slowest, pack_of)
+        times[other], encodes[other], other_tokens = pack_s(batch, groups, rates, other, pack_of)
+        after_s = _two_s(groups, of_packs, number, elsewhere)
+        ends_s = max(times[slowest], times[other]) if elsewhere == number else times[slowest]
+        if after_s < before_s - less_s or (after_s <= before_s and ends_s < before[0] - less_s):
+            held[slowest], held[other] = tokens, other_tokens
             longest_s[number] = longest_s[elsewhere] = 0.0
             for pack in range(len(times)):
                 of_pack = groups.micro_batch[pack]
                 if of_pack in (number, elsewhere):
                     longest_s[of_pack] = max(longest_s[of_pack], times[pack])
             return True, compared
+        times[slowest], encodes[slowest], times[other], encodes[other] = before
         move(parts, given, slowest, pack_of)
         move(parts, taken, other, pack_of)
     return False, compared

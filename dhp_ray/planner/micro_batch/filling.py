@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.encoders import Images, deal_more
-from dhp_ray.planner.items import Item, Items, Machine, compiled_predicted_s, time_s
+from dhp_ray.planner.items import Item, Items, Machine, compiled_encoding_s, compiled_predicted_s, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
@@ -30,12 +30,14 @@ class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
     Pack p runs for `time[p]` seconds on `degree[p]` ranks: those that follow, by speed, after the ranks of the packs
-    before it. `value`: the sum over the packed items. `tokens`: their tokens.
+    before it. `seconds`: those of the micro-batch (`pricing.micro_batches_s`). `value`: the sum over the packed items.
+    `tokens`: their tokens.
     """
 
     pack: np.ndarray
     degree: np.ndarray
     time: np.ndarray
+    seconds: float
     value: float
     tokens: int
     complete: bool
@@ -89,6 +91,19 @@ def _with_item(
         rate.across_s if crosses else rate.inside_s,
         rate,
     )
+
+
+@inner
+def _seconds_of(time: np.ndarray, sums: np.ndarray, degree: np.ndarray, first: np.ndarray, ranks: Fastest) -> float:
+    """Seconds of a micro-batch: the longest encoding of any pack, and the longest rest of any."""
+    longest_s, rest_s = 0.0, 0.0
+    for pack in range(len(time)):
+        rate, encode_s = ranks.machine.rates[degree[pack]], sums[ENCODE, pack]
+        if encode_s > 0.0:
+            encode_s += rate.encoder_pass_s / ranks.speed[first[pack] + degree[pack] - 1]
+            encode_s = compiled_encoding_s(encode_s, sums[TOKENS, pack], rate)
+        longest_s, rest_s = max(longest_s, encode_s), max(rest_s, time[pack] - encode_s)
+    return longest_s + rest_s
 
 
 @inner
@@ -189,7 +204,9 @@ def fill_micro_batch(
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
-    return MicroBatch(pack, degree[:count], np.maximum(time[:count], ranks.gather_s), served, served_tokens, complete)
+    time = np.maximum(time[:count], ranks.gather_s)
+    seconds = _seconds_of(time, sums, degree, first, ranks)
+    return MicroBatch(pack, degree[:count], time, seconds, served, served_tokens, complete)
 
 
 @compiled
@@ -232,7 +249,7 @@ def trials(
         if packed.pack[0] >= 0:
             found[index, 0], found[index, 1], found[index, 2], found[index, 3] = (
                 makespan,
-                packed.time.max(),
+                packed.seconds,
                 packed.value,
                 packed.tokens,
             )
@@ -244,7 +261,8 @@ def shortest_micro_batch(
     items: Items, images: Images, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
     ranks: Fastest,
 ) -> tuple[MicroBatch, float]:
-    """The shortest micro-batch with all rows, and a makespan that failed, lower by at most the share `tolerance`.
+    """The shortest micro-batch with all rows, and a makespan of its packs that failed, lower by at most the share
+    `tolerance` than the least that did not.
 
     Bisects between `high` (`complete` is False if even that is infeasible) and `low`, which is infeasible.
     """
@@ -253,5 +271,5 @@ def shortest_micro_batch(
     while compiled_halve(span, tolerance):
         packed = fill_micro_batch(items, images, rows, value, span[2], ranks, True)
         span[int(packed.complete)] = packed.time.max() if packed.complete else span[2]
-        best = packed if packed.complete else best
+        best = packed if packed.complete and packed.seconds <= best.seconds else best
     return best, span[0]

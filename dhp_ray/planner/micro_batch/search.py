@@ -1,9 +1,11 @@
 """`dhp` for sync=micro_batch: decides the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of the slowest pack (or gather_s, if that is more) plus fixed_s. Micro-batches
-are made one after another, by a beam search. The longest remaining sequence is in the next micro-batch. Each time that
-a pack with it may take is tried as the makespan, and the micro-batch is filled (`filling`) largest first, so that
-sequences of similar length are together: their packs, full of tokens, take about the same time. A partial plan is
+The time is the sum over micro-batches of fixed_s, the longest encoding of any pack and the longest rest of any; in all
+at least gather_s. Micro-batches are made one after another, by a beam search. The longest remaining sequence is in the
+next micro-batch. Each time that a pack with it may take is tried as the makespan of all packs, and the micro-batch is
+filled (`filling`) largest first, so that sequences of similar length are together: their packs, full of tokens, take
+about the same time. Which makespans to keep is decided by the time of the micro-batch itself, which is longer where one
+pack has many images and another has none. A partial plan is
 ranked by its time so far plus a lower bound for the rest (its area over all ranks, and fixed_s for as many
 micro-batches as its tokens need) times WASTE; the best `width` continue. Whenever all remaining sequences fit into one
 micro-batch, ending there is a candidate. Finally each micro-batch is made as short as possible with its own sequences,
@@ -75,7 +77,7 @@ class Part(NamedTuple):
 
     @property
     def time_s(self) -> float:
-        return float(self.packed.time.max())
+        return float(self.packed.seconds)
 
 
 class State(NamedTuple):
@@ -193,9 +195,9 @@ class MicroBatchSearch:
     def shortened(self, part: Part) -> Part:
         """The same rows in less time."""
         packed, low_s = shortest_micro_batch(
-            self.items, self.images, part.rows, self.value, part.low_s, part.time_s, 1e-3, self.ranks
+            self.items, self.images, part.rows, self.value, part.low_s, float(part.packed.time.max()), 1e-3, self.ranks
         )
-        return Part(part.rows, packed, low_s) if packed.complete and packed.time.max() < part.time_s else part
+        return Part(part.rows, packed, low_s) if packed.complete and packed.seconds < part.time_s else part
 
 
 def shortest_s(ends: list[State]) -> float:

@@ -59,7 +59,7 @@ def with_shorter_path(problem: Problem, schedule: Schedule) -> Schedule:
     batch, groups, pack_of = described(problem, schedule)
     before = in_packs(schedule, pack_of)
     shorten(batch, groups, problem.machine.rates, schedule.ranks, problem.cluster.num_ranks, pack_of,
-            times_of(problem, before), held_by(batch, before))
+            times_of(problem, before).pack_s, held_by(batch, before))
     return in_packs(schedule, pack_of)
 
 
@@ -98,8 +98,8 @@ def _exchanged(
     kept = times[pack], held[pack], times[other], held[other]
     move(parts, given, other, pack_of)
     move(parts, taken, pack, pack_of)
-    times[pack], held[pack] = pack_s(batch, groups, rates, pack, pack_of)
-    times[other], held[other] = pack_s(batch, groups, rates, other, pack_of)
+    times[pack], _, held[pack] = pack_s(batch, groups, rates, pack, pack_of)
+    times[other], _, held[other] = pack_s(batch, groups, rates, other, pack_of)
     end_s, before_s = _timeline(groups.first, ranks, times, len(timeline.end)).end, timeline.end.max()
     last_s = before_s * (1.0 - BETTER)
     if end_s.max() < last_s or (end_s.max() <= before_s and (end_s > last_s).sum() < (timeline.end > last_s).sum()):
