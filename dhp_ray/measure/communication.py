@@ -4,9 +4,10 @@
     a pack's ring  seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
                                                                       - overlap (d - 1) / d * attention / d)
 
-`slowness`, at least 1, is the time of an exchange beside compute over its time alone; the bandwidths in the file are
-already divided by it. With sync=micro_batch a ring's messages queue behind those that gather parameters, so `latency_s`
-is fitted for each mode.
+`slowness`, at least 1, is the time of an exchange beside compute over its time alone, with all else that a ring does
+for each token that travels (it merges outputs, and adds up gradients in fp32); the bandwidths in the file are already
+divided by it. With sync=micro_batch a ring's messages queue behind those that gather parameters, so `latency_s` is
+fitted for each mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dhp_ray.measure.observations import PackSeconds
 from dhp_ray.measure.timings import Exchanged
 from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
 
-SLOWNESS = np.geomspace(1.0, 8.0, 25)
+SLOWNESS = np.geomspace(1.0, 32.0, 41)
 OVERLAP = np.linspace(0.0, 1.0, 21)
 AS_GOOD = 1.05
 """Points of the grid with an error of up to this many times the least error count as equally good."""

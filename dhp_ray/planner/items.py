@@ -9,17 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.rates import (
-    Number,
-    OverlapOf,
-    Rate,
-    Rates,
-    again_s,
-    held_s,
-    predicted_s,
-    share_of,
-    waits_s,
-)
+from dhp_ray.planner.rates import Number, OverlapOf, Rate, Rates, again_s, held_s, predicted_s, share_of, waits_s
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -145,6 +135,28 @@ def compiled_encoding_s(encode_s: float, num_tokens: float, rate: OverlapOf[floa
 
 
 @inner
+def compiled_running_s(
+    language_s: float,
+    attention_s: float,
+    encode_s: float,
+    host_s: float,
+    num_tokens: float,
+    degree: int,
+    speed: float,
+    transfer_s: float,
+    rate: OverlapOf[float],
+) -> float:
+    """`running_s` for compiled loops."""
+    seconds = compiled_held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
+    if rate.moved > 0.0:
+        copied_s = host_s * rate.moved * compiled_share_of(num_tokens, rate)
+        seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
+    if rate.again > 0.0:
+        seconds += compiled_share_of(num_tokens, rate) * compiled_again_s(seconds, encode_s, rate)
+    return seconds
+
+
+@inner
 def compiled_predicted_s(
     language_s: float,
     attention_s: float,
@@ -157,13 +169,8 @@ def compiled_predicted_s(
     rate: OverlapOf[float],
 ) -> float:
     """`predicted_s` for compiled loops."""
-    seconds = compiled_held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
-    if rate.moved > 0.0:
-        copied_s = host_s * rate.moved * compiled_share_of(num_tokens, rate)
-        seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
-    if rate.again > 0.0:
-        seconds += compiled_share_of(num_tokens, rate) * compiled_again_s(seconds, encode_s, rate)
-    return max(rate.least_s, seconds)
+    return max(rate.least_s, compiled_running_s(
+        language_s, attention_s, encode_s, host_s, num_tokens, degree, speed, transfer_s, rate))
 
 
 @inner

@@ -25,6 +25,7 @@ from dhp_ray.planner import LAST_RESORT, plan_batch
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, Offload, Recomputation
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
+from dhp_ray.planner.pricing import PackTimes, micro_batches_s
 
 COMPARED_RANKS = 256
 """Modes are compared on at most this many ranks, with their share of the batch, unless its longest sequence needs more;
@@ -156,13 +157,12 @@ def candidates_of(
 
 def _gathering_s(plan: Plan, gather_s: float) -> float:
     """Estimated seconds that gathering adds to a step if packs (or micro-batches) wait for it."""
-    times_s = np.array([group.predicted_time_s for group in plan.groups])
+    times = PackTimes.of(plan.groups)
     if plan.sync == "micro_batch":
-        longest_s = np.zeros(1 + max(group.micro_batch for group in plan.groups))
-        np.maximum.at(longest_s, [group.micro_batch for group in plan.groups], times_s)
-        return float(np.maximum(0.0, gather_s - longest_s).sum())
+        seconds = micro_batches_s(np.array([group.micro_batch for group in plan.groups]), times)
+        return float(np.maximum(0.0, gather_s - seconds).sum())
     waits_s = np.zeros(plan.cluster.num_ranks)
-    for group, wait_s in zip(plan.groups, np.maximum(0.0, gather_s - times_s)):
+    for group, wait_s in zip(plan.groups, np.maximum(0.0, gather_s - times.pack_s)):
         waits_s[list(group.ranks)] += wait_s
     return float(waits_s.max())
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.encoders import longest_member_s
-from dhp_ray.planner.items import Items, compiled_encoding_s, compiled_predicted_s
+from dhp_ray.planner.items import Items, compiled_encoding_s, compiled_running_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
@@ -124,8 +124,10 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int, few: int) -> Par
 
 
 @inner
-def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.ndarray) -> tuple[float, float, float]:
-    """(seconds, those of them in which its busiest member encodes, tokens) of a pack."""
+def pack_s(
+    batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.ndarray
+) -> tuple[float, float, float, float]:
+    """(seconds, those in which it encodes, the rest, as in `PackTimes`; tokens) of a pack."""
     language_s, attention_s, host_s, tokens, count, num_images = 0.0, 0.0, 0.0, 0.0, 0, 0
     for row in range(len(pack_of)):
         if pack_of[row] == pack:
@@ -148,6 +150,7 @@ def pack_s(batch: Batch, groups: Groups, rates: Rates, pack: int, pack_of: np.nd
             rows, batch.first_image, batch.image_s, batch.patches,
             groups.speeds[groups.first[pack] : groups.first[pack + 1]])
         encode_s += rate.encoder_pass_s / groups.slowest[pack]
-    seconds = compiled_predicted_s(language_s, attention_s, encode_s, host_s, tokens, degree, groups.slowest[pack],
-                                   groups.transfer_s[pack], rate)
-    return seconds, compiled_encoding_s(encode_s, tokens, rate), tokens
+    seconds = compiled_running_s(language_s, attention_s, encode_s, host_s, tokens, degree, groups.slowest[pack],
+                                 groups.transfer_s[pack], rate)
+    encode_s = compiled_encoding_s(encode_s, tokens, rate)
+    return max(rate.least_s, seconds), encode_s, seconds - encode_s, tokens

@@ -44,8 +44,9 @@ class GroupPlan:
     of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
     every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
     offload: the share of its layers whose activations are in host memory until the backward pass needs them.
-    recomputed: the share of its layers that keep their input alone and run again in the backward pass. encode_s: of
-    `predicted_time_s`, the seconds in which its busiest member encodes images inside the pack.
+    recomputed: the share of its layers that keep their input alone and run again in the backward pass. encode_s,
+    rest_s: the seconds in which its busiest member encodes images, and all others (`pricing.PackTimes`; 0 and 0 in
+    older files, where a micro-batch then takes as long as its slowest pack).
     """
 
     ranks: tuple[int, ...]
@@ -59,6 +60,7 @@ class GroupPlan:
     offload: float = 0.0
     recomputed: float = 0.0
     encode_s: float = 0.0
+    rest_s: float = 0.0
 
     @property
     def degree(self) -> int:
@@ -173,6 +175,7 @@ class Plan:
                     "offload": group.offload,
                     "recomputed": group.recomputed,
                     "encode_s": group.encode_s,
+                    "rest_s": group.rest_s,
                 }
                 for group in self.groups
             ],
@@ -204,6 +207,7 @@ class Plan:
                     group.get("offload", 0.0),
                     group.get("recomputed", 0.0),
                     group.get("encode_s", 0.0),
+                    group.get("rest_s", 0.0),
                 )
                 for group in tree["groups"]
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,15 +13,24 @@ from dhp_ray.planner.encoders import encoders_of
 from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import encoding_s, predicted_s
+from dhp_ray.planner.rates import encoding_s, running_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
 class PackTimes(NamedTuple):
-    """By group: its seconds, and those of them in which its busiest member encodes images."""
+    """By group: its seconds; those in which its busiest member encodes images; and all others that it computes or
+    waits for its own members. A pack may take longer than both together, for its layers' parameters (`least_s`).
+    """
 
     pack_s: np.ndarray
     encode_s: np.ndarray
+    rest_s: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupPlan]) -> PackTimes:
+        """Those of a plan."""
+        return cls(*(np.array([getattr(group, name) for group in groups], dtype=np.float64)
+                     for name in ("predicted_time_s", "encode_s", "rest_s")))
 
 
 def times_of(problem: Problem, schedule: Schedule) -> PackTimes:
@@ -36,8 +46,9 @@ def times_of(problem: Problem, schedule: Schedule) -> PackTimes:
     transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
     encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
     encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
-    return PackTimes(predicted_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates),
-                     encoding_s(encode_s, tokens, rates))
+    seconds = running_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates)
+    encode_s = encoding_s(encode_s, tokens, rates)
+    return PackTimes(np.maximum(rates.least_s, seconds), encode_s, seconds - encode_s)
 
 
 def makespan_of(problem: Problem, schedule: Schedule, times: PackTimes) -> float:
@@ -45,21 +56,27 @@ def makespan_of(problem: Problem, schedule: Schedule, times: PackTimes) -> float
     fixed_s = problem.cost.fixed_s
     if problem.sync == "micro_batch":
         seconds = micro_batches_s(schedule.micro_batch, times)
-        return float(seconds.sum() + fixed_s * (np.bincount(schedule.micro_batch) > 0).sum())
+        return float(seconds.sum() + fixed_s * len(seconds))
     return fixed_s + float(
         list_schedule(schedule.ranks, schedule.first_rank, times.pack_s, problem.cluster.num_ranks)[1].max()
     )
 
 
 def micro_batches_s(micro_batch: np.ndarray, times: PackTimes) -> np.ndarray:
-    """Seconds of each micro-batch, by its number. Ranks meet at every layer, whose parameters are gathered from all of
-    them: the encoder's layers take as long as on the rank that encodes longest, and the language model's as long as on
-    the rank that needs longest for the rest of its pack.
+    """Seconds of each micro-batch, in the order of their numbers. `micro_batch`: that of each group.
+
+    Ranks meet at every layer, whose parameters are gathered from all of them. So the encoder's layers take as long as
+    on the rank that encodes longest, and after them all others as long as on the rank that takes longest for the rest
+    of its pack:
+
+        rank 0   encodes 3 s    | rest 1 s ...      a micro-batch of 3 + 4 s; each pack alone takes 4 s
+        rank 1   .............. | rest 4 s
     """
-    encode_s, rest_s = np.zeros((2, int(micro_batch.max()) + 1))
-    np.maximum.at(encode_s, micro_batch, times.encode_s)
-    np.maximum.at(rest_s, micro_batch, times.pack_s - times.encode_s)
-    seconds: np.ndarray = encode_s + rest_s
+    numbers, place = np.unique(micro_batch, return_inverse=True)
+    pack_s, encode_s, rest_s = longest = np.zeros((3, len(numbers)))
+    for of_micro_batch, of_packs in zip(longest, times):
+        np.maximum.at(of_micro_batch, place, of_packs)
+    seconds: np.ndarray = np.maximum(pack_s, encode_s + rest_s)
     return seconds
 
 
@@ -121,9 +138,10 @@ def groups_of(
                 moved,
                 again,
                 encode_s,
+                rest_s,
             )
-            for group, (seconds, encode_s, bytes_, micro_batch, moved, again) in enumerate(
-                zip(times.pack_s.tolist(), times.encode_s.tolist(), memory.tolist(), schedule.micro_batch.tolist(),
+            for group, (seconds, encode_s, rest_s, bytes_, micro_batch, moved, again) in enumerate(
+                zip(*(array.tolist() for array in times), memory.tolist(), schedule.micro_batch.tolist(),
                     offload.tolist(), recomputed.tolist())
             )
         ]

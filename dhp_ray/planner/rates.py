@@ -79,7 +79,24 @@ def predicted_s(
     transfer_s: Number,
     rate: OverlapOf[Number],
 ) -> Number:
-    """Seconds of a pack by the formula above, or of many at once.
+    """Seconds of a pack by the formula above, or of many at once: `running_s`, and at least `least_s`."""
+    time_s: Number = np.maximum(rate.least_s, running_s(
+        language_s, attention_s, encode_s, host_s, num_tokens, degree, speed, transfer_s, rate))
+    return time_s
+
+
+def running_s(
+    language_s: Number,
+    attention_s: Number,
+    encode_s: Number,
+    host_s: Number,
+    num_tokens: Number,
+    degree: Number,
+    speed: Number,
+    transfer_s: Number,
+    rate: OverlapOf[Number],
+) -> Number:
+    """Seconds of a pack whose layers' parameters are there.
 
     `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `transfer_s`:
     `inside_s` or `across_s` of the degree's `rate`.
@@ -90,8 +107,7 @@ def predicted_s(
         seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
     if np.any(rate.again):
         seconds = seconds + share_of(num_tokens, rate) * again_s(seconds, encode_s, rate)
-    time_s: Number = np.maximum(rate.least_s, seconds)
-    return time_s
+    return seconds
 
 
 def held_s(
@@ -123,8 +139,8 @@ def again_s(seconds: Number, encode_s: Number, rate: OverlapOf[Number]) -> Numbe
 
 
 def encoding_s(encode_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Number:
-    """Seconds of a pack in which its busiest member encodes, of which `encode_s` are not computed again. The only place
-    with this formula.
+    """Seconds for which a pack's busiest member encodes: `encode_s`, and what of it runs again.
+    `compiled_encoding_s` is the same for compiled loops.
     """
     return encode_s * (1.0 + share_of(num_tokens, rate) * rate.encoded_again)
 

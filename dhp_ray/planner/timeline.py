@@ -3,8 +3,7 @@
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
-                   and end after the longest encoding and the longest
-                   rest of any of them (`pricing.micro_batches_s`)
+                   as soon as that before is over (`pricing.micro_batches_s`)
 both               after the images are encoded, if that is apart from the packs (encoder_timeline.py)
 """
 
@@ -40,14 +39,11 @@ def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: f
 
 def _micro_batches(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
     numbers = np.array([group.micro_batch for group in groups])
-    times = PackTimes(np.array([group.predicted_time_s for group in groups]),
-                      np.array([group.encode_s for group in groups]))
-    seconds = micro_batches_s(numbers, times)
     begin, time = {}, 0.0
-    for micro_batch in np.unique(numbers).tolist():
+    for number, seconds in zip(np.unique(numbers).tolist(), micro_batches_s(numbers, PackTimes.of(groups)).tolist()):
         time += fixed_s
-        begin[micro_batch] = time
-        time += float(seconds[micro_batch])
+        begin[number] = time
+        time += seconds
     return [begin[group.micro_batch] for group in groups], time
 
 

@@ -160,10 +160,10 @@ def _in_micro_batches(
         rest = network._replace(beside_s=max(0.0, network.beside_s - now))
         starts, ends = _run(np.zeros(len(made_s)), problem, work.part(groups), rest)
         starts_s[groups], ends_s[groups] = now + starts, now + ends
-        times = PackTimes(ends, work.encode_s[groups])
-        lasts_s = float(micro_batches_s(np.zeros(end - begin, dtype=np.int64), times)[0])
-        left_s[groups] = packs_end_s = now + lasts_s
-        now += max(least_s, lasts_s)
+        times = PackTimes(ends, work.encode_s[groups], ends - work.encode_s[groups])
+        now += max(least_s, float(micro_batches_s(np.zeros(end - begin, dtype=np.int64), times)[0]))
+        left_s[groups] = now
+    packs_end_s = now
     if encoder:
         later_s = now - made - encoder.ended_s
         encoder = encoder._replace(starts_s=starts_s - made, ended_s=encoder.ended_s + later_s,

@@ -3,7 +3,7 @@
 For a limit T, a micro-batch takes the sequences that are left, longest first. Each goes into the first pack that holds
 it and still ends within T; else it opens a pack on the fewest ranks on which it ends within T, if so many are left;
 else it waits for another micro-batch. Ranks meet at every layer, so a micro-batch lasts as long as the longest encoding
-of any pack and the longest rest of any, and all pay `fixed_s` once.
+of any pack plus the longest rest of any, and all pay `fixed_s` once.
 
     sequences of 6, 3, 2 and 1 seconds, 3 ranks, T = 4:     rank 0  |--6--|
                                                             rank 1  |--6--|

@@ -119,6 +119,15 @@ def test_packs_are_not_made_more_even_if_the_micro_batch_becomes_longer() -> Non
     assert packs_of(with_exchanges(problem, before)) == packs_of(before)
 
 
+def test_nothing_moves_between_micro_batches_that_take_as_long_together_as_before() -> None:
+    """One rank; 10 + 6 s, of which 2 s might move to and fro."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 3, 2, 4, 2))]
+    problem = checked_problem(samples, ClusterSpec(1, 1, 20), cost, sync="micro_batch")
+    before = schedule_of([[0, 1, 2], [3, 4]], [1, 1], [0, 1])
+    assert packs_of(with_exchanges(problem, before)) == packs_of(before)
+
+
 def test_one_sequence_is_exchanged_for_two() -> None:
     """Two of 7 s beside 4, 4, 2 and 2 s: 7 s for 4 and 2 s helps, no sequence alone does."""
     cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})

@@ -74,7 +74,7 @@ def test_passes_are_the_fewest_that_hold_all_images_and_alike_long(images, most)
 
 @pytest.mark.parametrize(("tokens_of_b", "group_s", "world_s"), [(2, 5.0, 4.0), (4, 7.0, 6.0)])
 def test_the_page_s_example_in_one_micro_batch(tokens_of_b, group_s, world_s):
-    """With images in the packs, the longest encoding (3 s) and the longest rest count, of whichever pack."""
+    """With images in the packs it takes the longest encoding (3 s) plus the longest rest, of whichever pack."""
     plans = {encoder: plan_batch(example(tokens_of_b), ClusterSpec(2, 2, 4), ALONE, sync="micro_batch", encoder=encoder)
              for encoder in ("group", "world", "auto")}
     assert plans["group"].predicted_time_s == pytest.approx(group_s)
@@ -82,7 +82,7 @@ def test_the_page_s_example_in_one_micro_batch(tokens_of_b, group_s, world_s):
     assert plans["auto"].vision == plans["world"].vision
     costly = plan_batch(example(tokens_of_b), ClusterSpec(2, 2, 4), replace(ALONE, feature_bytes=1e12),
                         sync="micro_batch", encoder="auto")
-    assert costly.vision == plans["group"].vision, "features stay where they are needed"
+    assert costly.vision == plans["group"].vision, "apart is no shorter if images stay on the ranks of their packs"
     assert plans["world"].vision == VisionPlan("world", num_passes=1)
     assert all(plan.lower_bound_s <= plan.predicted_time_s for plan in plans.values())
 

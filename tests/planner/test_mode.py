@@ -103,6 +103,17 @@ def test_many_ranks_are_compared_by_a_part_of_the_batch() -> None:
     assert candidates_of([roomy, narrow], 2000, batch, many)[1].step_s == math.inf  # does not hold what is needed
 
 
+@pytest.mark.parametrize(("gather_s", "longer_s"), [(6.0, 0.0), (7.5, 0.5)])
+def test_parameters_travel_while_a_micro_batch_encodes_and_while_it_runs_the_rest(
+    gather_s: float, longer_s: float
+) -> None:
+    """3 + 4 s, though no pack takes more than 5 s."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0)
+    samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
+    plain, gathering = (Offer(Mode("micro_batch", False), 4, cost, seconds) for seconds in (0.0, gather_s))
+    assert gathering.step_s(samples, [0, 0]) - plain.step_s(samples, [0, 0]) == pytest.approx(longer_s)
+
+
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
     ("3B", "h100", 80, 8, Mode("micro_batch", True)),  # without recomputation packs are short
     ("3B", "h200", 141, 8, Mode("step", False)),

@@ -53,6 +53,8 @@ def random_batch(
         grids = (grid,) * (images * int(draw.integers(4)))
         samples.append(Sample(f"s{row}", int(np.clip(length, 64, cluster.max_tokens)), 0, grids))
     cost = (ALL_TO_ALL, RING)[int(draw.integers(2))]
+    if images:  # which take about as long as the text
+        cost = replace(cost, vision_linear_s=2e-4)
     if offload:
         cost = replace(cost, offload_bytes_per_token=4e6, offload_bytes_per_patch=1e6,
                        forward=float(draw.uniform(0.2, 0.4)), host_bytes_per_s=float(10 ** draw.uniform(9.5, 11.5)))

@@ -41,13 +41,29 @@ def test_a_micro_batch_lasts_as_long_as_the_longest_encoding_and_the_longest_res
     samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
     plan = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch")
     read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
-    assert sorted((group.predicted_time_s, group.encode_s) for group in read.groups) == [(4.0, 0.0), (5.0, 3.0)]
+    assert sorted((group.predicted_time_s, group.encode_s, group.rest_s) for group in read.groups) == [
+        (4.0, 0.0, 4.0), (5.0, 3.0, 2.0)]
     assert plan.predicted_time_s == plan_starts(read)[1] == pytest.approx(0.5 + 3.0 + 4.0)
     assert plan_batch(samples, ClusterSpec(2, 2, 4), cost).predicted_time_s == pytest.approx(0.5 + 5.0)
     apart = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch", encoder="auto")
     assert apart.vision.apart
     assert [group.encode_s for group in apart.groups] == [0.0, 0.0]
     assert apart.predicted_time_s == pytest.approx(0.5 + 2.0 + 4.0)
+    older = plan.to_json()
+    older["groups"] = [{name: value for name, value in group.items() if name not in ("encode_s", "rest_s")}
+                       for group in older["groups"]]
+    assert plan_starts(Plan.from_json(older))[1] == pytest.approx(0.5 + 5.0), "as it was priced when it was made"
+
+
+@pytest.mark.parametrize(("gather_s", "seconds"), [(6.0, 7.0), (8.0, 8.0)])
+def test_a_micro_batch_takes_at_least_as_long_as_its_parameters_travel(gather_s, seconds):
+    """3 + 4 s, of packs that take 5 and 4 s alone."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0, gather_s=gather_s)
+    samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
+    plan = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch")
+    assert plan.predicted_time_s == plan_starts(plan)[1] == pytest.approx(0.5 + seconds)
+    assert [group.predicted_time_s for group in plan.groups] == [gather_s] * 2
+    assert plan.lower_bound_s <= plan.predicted_time_s
 
 
 @pytest.mark.parametrize("keeps", [True, False])

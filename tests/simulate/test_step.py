@@ -117,17 +117,19 @@ def test_packs_of_several_ranks_that_run_again_take_what_their_plan_says(
     assert step.busy_s().tolist() == pytest.approx(nominal)
 
 
-def test_ranks_of_a_micro_batch_go_on_together_after_the_longest_encoding_and_the_longest_rest() -> None:
-    cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0)
+@pytest.mark.parametrize(("gather_s", "seconds"), [(0.0, 7.0), (6.0, 7.0), (8.0, 8.0)])
+def test_ranks_of_a_micro_batch_go_on_together(gather_s: float, seconds: float) -> None:
+    """After the longest encoding, 3 s, plus the longest rest, 4 s, or when the layers' parameters have travelled."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0, gather_s=gather_s)
     samples = [Sample("images", 0, 2, ((1, 1, 3),)), Sample("text", 4)]
     plan = plan_batch(samples, ClusterSpec(2, 2, 4), cost, sync="micro_batch")
-    step = simulated(plan, cost=cost)
-    assert step.time_s == pytest.approx(plan.predicted_time_s) == 0.5 + 3.0 + 4.0
+    step = simulate_step(plan, true_problem(plan, cost), whole_network(plan.cluster.nodes), least_s=gather_s)
+    assert step.time_s == pytest.approx(plan.predicted_time_s) == 0.5 + seconds
     assert sorted((step.ends_s - step.starts_s).tolist()) == [4.0, 5.0]
-    assert step.left_s.tolist() == [7.5, 7.5] == [7.5, step.packs_end_s]
+    assert step.left_s.tolist() == [0.5 + seconds] * 2 == [step.packs_end_s] * 2
     results = step.results(1)
     assert sorted(busy_s(results, 2)) == [4.0, 5.0], "what they wait is not compute"
-    assert makespan_s(results) == pytest.approx(7.0), "from when packs begin"
+    assert makespan_s(results) == pytest.approx(seconds), "from when packs begin"
 
 
 def test_ranks_report_what_the_drivers_own_measures_understand() -> None:

@@ -12,9 +12,8 @@ The exchanges that memory allows are sorted by an estimate of how long the slowe
 work, divided by the ranks of a pack and its slowest speed. If the other micro-batch's slowest pack becomes longer, that
 is added. The first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are
 equally slow, after which the slowest one ends earlier and neither micro-batch later than before. Micro-batches take
-turns: at most as many as
-there are sequences, until EFFORT is used up or a whole round brings nothing.
-O(turns x sequences of a pack x sequences).
+turns: at most as many as there are sequences, until EFFORT is used up or a whole round brings nothing. O(turns x
+sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ TRIES = 6
 
 
 def with_exchanges(problem: Problem, schedule: Schedule) -> Schedule:
-    """A schedule with the same groups in the same order, whose packs are at most as long as with their sequences in the
-    batch's order (in which images are dealt to members)."""
+    """A schedule with the same groups in the same order that takes at most as long as `schedule` with the sequences of
+    each pack in the batch's order (in which images are dealt to members)."""
     batch, groups, pack_of = described(problem, schedule)
     before = in_packs(schedule, pack_of)
     exchange(batch, groups, problem.machine.rates, pack_of, times_of(problem, before), held_by(batch, before))
@@ -77,43 +76,40 @@ def exchange(
 
 
 @inner
-def _two_s(groups: Groups, times: PackTimes, number: int, other: int) -> float:
-    """Seconds of two micro-batches together, or of one if they are the same."""
-    encode_s = other_encode_s = rest_s = other_rest_s = 0.0
+def _micro_batch_s(groups: Groups, times: PackTimes, number: int) -> float:
+    """Seconds of a micro-batch (`pricing.micro_batches_s`)."""
+    pack_s, encode_s, rest_s = 0.0, 0.0, 0.0
     for pack in range(len(times.pack_s)):
-        of_pack_s = times.encode_s[pack]
         if groups.micro_batch[pack] == number:
-            encode_s, rest_s = max(encode_s, of_pack_s), max(rest_s, times.pack_s[pack] - of_pack_s)
-        elif groups.micro_batch[pack] == other:
-            other_encode_s = max(other_encode_s, of_pack_s)
-            other_rest_s = max(other_rest_s, times.pack_s[pack] - of_pack_s)
-    return encode_s + rest_s + other_encode_s + other_rest_s
+            pack_s = max(pack_s, times.pack_s[pack])
+            encode_s, rest_s = max(encode_s, times.encode_s[pack]), max(rest_s, times.rest_s[pack])
+    return max(pack_s, encode_s + rest_s)
 
 
 @inner
 def _shorten(
-    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, of_packs: PackTimes, held: np.ndarray,
+    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray,
     longest_s: np.ndarray, number: int, parts: Parts, most: float,
 ) -> tuple[bool, float]:
     """Make one exchange of the slowest pack of a micro-batch; return whether there was one, and how many were compared.
-    If more than `most` would have to be compared: none, and infinitely many. `of_packs` and `held`: the times and
-    tokens of each pack. `longest_s`: seconds of the slowest pack of each micro-batch."""
-    times, encodes = of_packs.pack_s, of_packs.encode_s
+    If more than `most` would have to be compared: none, and infinitely many. `times` and `held`: the times and tokens
+    of each pack. `longest_s`: seconds of the slowest pack of each micro-batch."""
+    packs_s = times.pack_s
     slowest, second, second_s, third_s = -1, -1, 0.0, 0.0
-    for pack in range(len(times)):
+    for pack in range(len(packs_s)):
         if groups.micro_batch[pack] == number:
-            if slowest < 0 or times[pack] > times[slowest]:
+            if slowest < 0 or packs_s[pack] > packs_s[slowest]:
                 slowest, second = pack, slowest
-                third_s, second_s = second_s, times[second] if second >= 0 else 0.0
-            elif times[pack] > second_s:
-                second, second_s, third_s = pack, times[pack], second_s
+                third_s, second_s = second_s, packs_s[second] if second >= 0 else 0.0
+            elif packs_s[pack] > second_s:
+                second, second_s, third_s = pack, packs_s[pack], second_s
             else:
-                third_s = max(third_s, times[pack])
+                third_s = max(third_s, packs_s[pack])
     compared = float((parts.pack == slowest).sum() * len(parts.pack))
     if compared > most:
         return False, np.inf
     found = _candidates(
-        parts, groups, batch.tokens_per_rank, times, held, longest_s, slowest, (second, second_s, third_s))
+        parts, groups, batch.tokens_per_rank, packs_s, held, longest_s, slowest, (second, second_s, third_s))
     for place in range(TRIES):
         if found[0, place] == np.inf:
             return False, compared
@@ -123,21 +119,28 @@ def _shorten(
         move(parts, taken, slowest, pack_of)
         compared += len(pack_of)
         elsewhere = groups.micro_batch[other]
-        before = times[slowest], encodes[slowest], times[other], encodes[other]
-        before_s, less_s = _two_s(groups, of_packs, number, elsewhere), longest_s[number] * BETTER
-        times[slowest], encodes[slowest], tokens = pack_s(batch, groups, rates, slowest, pack_of)
-        times[other], encodes[other], other_tokens = pack_s(batch, groups, rates, other, pack_of)
-        after_s = _two_s(groups, of_packs, number, elsewhere)
-        ends_s = max(times[slowest], times[other]) if elsewhere == number else times[slowest]
-        if after_s < before_s - less_s or (after_s <= before_s and ends_s < before[0] - less_s):
+        mine = packs_s[slowest], times.encode_s[slowest], times.rest_s[slowest]
+        others = packs_s[other], times.encode_s[other], times.rest_s[other]
+        before_s, less_s = _micro_batch_s(groups, times, number), longest_s[number] * BETTER
+        there_s = _micro_batch_s(groups, times, elsewhere)
+        packs_s[slowest], times.encode_s[slowest], times.rest_s[slowest], tokens = pack_s(
+            batch, groups, rates, slowest, pack_of)
+        packs_s[other], times.encode_s[other], times.rest_s[other], other_tokens = pack_s(
+            batch, groups, rates, other, pack_of)
+        rise_s = _micro_batch_s(groups, times, number) - before_s
+        rise_there_s = _micro_batch_s(groups, times, elsewhere) - there_s if elsewhere != number else 0.0
+        ends_s = max(packs_s[slowest], packs_s[other]) if elsewhere == number else packs_s[slowest]
+        shorter = rise_s + rise_there_s < -less_s
+        if shorter or (rise_s <= 0.0 and rise_there_s <= 0.0 and ends_s < mine[0] - less_s):
             held[slowest], held[other] = tokens, other_tokens
             longest_s[number] = longest_s[elsewhere] = 0.0
-            for pack in range(len(times)):
+            for pack in range(len(packs_s)):
                 of_pack = groups.micro_batch[pack]
                 if of_pack in (number, elsewhere):
-                    longest_s[of_pack] = max(longest_s[of_pack], times[pack])
+                    longest_s[of_pack] = max(longest_s[of_pack], packs_s[pack])
             return True, compared
-        times[slowest], encodes[slowest], times[other], encodes[other] = before
+        packs_s[slowest], times.encode_s[slowest], times.rest_s[slowest] = mine
+        packs_s[other], times.encode_s[other], times.rest_s[other] = others
         move(parts, given, slowest, pack_of)
         move(parts, taken, other, pack_of)
     return False, compared
@@ -148,9 +151,10 @@ def _candidates(
     parts: Parts, groups: Groups, tokens_per_rank: int, times: np.ndarray, held: np.ndarray, longest_s: np.ndarray,
     slowest: int, others: tuple[int, float, float],
 ) -> np.ndarray:
-    """(4, TRIES): exchanges of the slowest pack of a micro-batch, the best first: estimated seconds of the micro-batch,
-    plus those that another one takes longer (infinite: there is no such exchange); work that moves; the part that is
-    given, and the one that is taken. `others`: the second slowest pack, its seconds, and those of the third."""
+    """(4, TRIES): exchanges of the slowest pack of a micro-batch, the best first: estimated seconds of its slowest pack
+    then, plus those that the slowest one of another takes longer (infinite: there is no such exchange); work that
+    moves; the part that is given, and the one that is taken. `others`: the second slowest pack, its seconds, and those
+    of the third."""
     num_packs, size = len(times), 0
     second, second_s, third_s = others
     found, capacity, speeds = np.full((4, TRIES), np.inf), np.zeros(num_packs), np.zeros(num_packs)

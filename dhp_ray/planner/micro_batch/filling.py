@@ -95,7 +95,7 @@ def _with_item(
 
 @inner
 def _seconds_of(time: np.ndarray, sums: np.ndarray, degree: np.ndarray, first: np.ndarray, ranks: Fastest) -> float:
-    """Seconds of a micro-batch: the longest encoding of any pack, and the longest rest of any."""
+    """Seconds of a micro-batch (`pricing.micro_batches_s`). `time`: of each pack, without `gather_s`."""
     longest_s, rest_s = 0.0, 0.0
     for pack in range(len(time)):
         rate, encode_s = ranks.machine.rates[degree[pack]], sums[ENCODE, pack]
@@ -103,7 +103,7 @@ def _seconds_of(time: np.ndarray, sums: np.ndarray, degree: np.ndarray, first: n
             encode_s += rate.encoder_pass_s / ranks.speed[first[pack] + degree[pack] - 1]
             encode_s = compiled_encoding_s(encode_s, sums[TOKENS, pack], rate)
         longest_s, rest_s = max(longest_s, encode_s), max(rest_s, time[pack] - encode_s)
-    return longest_s + rest_s
+    return max(ranks.gather_s, longest_s + rest_s)
 
 
 @inner
@@ -204,8 +204,8 @@ def fill_micro_batch(
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
+    seconds = _seconds_of(time[:count], sums, degree, first, ranks)
     time = np.maximum(time[:count], ranks.gather_s)
-    seconds = _seconds_of(time, sums, degree, first, ranks)
     return MicroBatch(pack, degree[:count], time, seconds, served, served_tokens, complete)
 
 
@@ -261,8 +261,8 @@ def shortest_micro_batch(
     items: Items, images: Images, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
     ranks: Fastest,
 ) -> tuple[MicroBatch, float]:
-    """The shortest micro-batch with all rows, and a makespan of its packs that failed, lower by at most the share
-    `tolerance` than the least that did not.
+    """The shortest micro-batch found with all rows, and a makespan under which they do not fit, at most the share
+    `tolerance` below the least under which they did.
 
     Bisects between `high` (`complete` is False if even that is infeasible) and `low`, which is infeasible.
     """

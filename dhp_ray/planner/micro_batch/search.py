@@ -1,12 +1,11 @@
 """`dhp` for sync=micro_batch: decides the number of micro-batches, packs and degrees together.
 
-The time is the sum over micro-batches of fixed_s, the longest encoding of any pack and the longest rest of any; in all
-at least gather_s. Micro-batches are made one after another, by a beam search. The longest remaining sequence is in the
-next micro-batch. Each time that a pack with it may take is tried as the makespan of all packs, and the micro-batch is
-filled (`filling`) largest first, so that sequences of similar length are together: their packs, full of tokens, take
-about the same time. Which makespans to keep is decided by the time of the micro-batch itself, which is longer where one
-pack has many images and another has none. A partial plan is
-ranked by its time so far plus a lower bound for the rest (its area over all ranks, and fixed_s for as many
+The time is the sum over micro-batches of fixed_s and, at least gather_s, the longest encoding of any pack plus the
+longest rest of any. Micro-batches are made one after another, by a beam search. The longest remaining sequence is in
+the next micro-batch. Each time that a pack with it may take is tried as the makespan of all packs, and the micro-batch
+is filled (`filling`) largest first, so that sequences of similar length are together: their packs, full of tokens, take
+about the same time. The micro-batch itself takes longer where one pack has many images and another has none. A partial
+plan is ranked by its time so far plus a lower bound for the rest (its area over all ranks, and fixed_s for as many
 micro-batches as its tokens need) times WASTE; the best `width` continue. Whenever all remaining sequences fit into one
 micro-batch, ending there is a candidate. Finally each micro-batch is made as short as possible with its own sequences,
 by bisection.
@@ -144,7 +143,7 @@ class MicroBatchSearch:
         return max(value / self.total_speed, micro_batches * self.ranks.gather_s) + micro_batches * self.fixed_s
 
     def end(self, state: State, limit_s: float) -> list[State]:
-        """All remaining rows in one micro-batch, if they fit and it ends before `limit_s`."""
+        """All remaining rows in one micro-batch, if they fit and its packs end before `limit_s`."""
         longest_s, low_s = extremes_s(self.items, state.rest[0], self.ranks)
         low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
         if state.tokens > self.max_tokens or low_s >= room_s:

@@ -98,8 +98,8 @@ def _exchanged(
     kept = times[pack], held[pack], times[other], held[other]
     move(parts, given, other, pack_of)
     move(parts, taken, pack, pack_of)
-    times[pack], _, held[pack] = pack_s(batch, groups, rates, pack, pack_of)
-    times[other], _, held[other] = pack_s(batch, groups, rates, other, pack_of)
+    times[pack], _, _, held[pack] = pack_s(batch, groups, rates, pack, pack_of)
+    times[other], _, _, held[other] = pack_s(batch, groups, rates, other, pack_of)
     end_s, before_s = _timeline(groups.first, ranks, times, len(timeline.end)).end, timeline.end.max()
     last_s = before_s * (1.0 - BETTER)
     if end_s.max() < last_s or (end_s.max() <= before_s and (end_s > last_s).sum() < (timeline.end > last_s).sum()):
