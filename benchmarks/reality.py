@@ -1,6 +1,8 @@
 """Predicted steps beside real ones: 1 and 2 ranks, one core each, on batches that no cost was measured on.
 
-    OMP_NUM_THREADS=1 DHP_RAY_TEST_DATA=FOLDER python benchmarks/reality.py [key=value ...]
+    export OMP_NUM_THREADS=1 DHP_RAY_TEST_DATA=FOLDER
+    export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=67108864
+    python benchmarks/reality.py [key=value ...]
 
     batches=50      real NLVR pictures (FOLDER) and synthetic clips, mixed
     runs=3          of each batch's step, in turns with all others; the median counts, and their spread stands beside
@@ -9,6 +11,9 @@
     sync=step,micro_batch
     preempt=false   true: nothing else has the ranks' cores while a step runs (root), on a machine that others use too
     out=            write every plan and what its runs took, for others to compare with (JSON)
+
+With these settings of MALLOC glibc keeps the memory of large tensors, as a device's allocator does. Without them each
+one's pages are made anew, which takes part of every pack, of those on two ranks most, and more in some minutes.
 
 Predicted is the plan's own `predicted_time_s`: packs, the step's end and, of a step with images apart, the encoder's
 phases. In turns with it the other encoder layout runs: `world over group` compares both steps of a batch.

@@ -52,12 +52,13 @@ class Groups(NamedTuple):
 
 class Parts(NamedTuple):
     """What packs may give: a sequence (`row`; `second` is -1) or two. Before all these, part p is nothing of pack p (-1
-    and -1). By part: its sequences, pack, work and tokens."""
+    and -1). By part: its sequences, pack, work, the share of that that encodes images (in seconds too), and tokens."""
 
     row: np.ndarray
     second: np.ndarray
     pack: np.ndarray
     work: np.ndarray
+    encoding: np.ndarray
     tokens: np.ndarray
 
 
@@ -107,7 +108,8 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int, few: int) -> Par
     count = num_packs + len(pack_of)
     for pack in range(num_packs):
         count += size[pack] * (size[pack] - 1) // 2 if size[pack] <= few else 0
-    parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count))
+    parts = Parts(np.full(count, -1), np.full(count, -1), np.empty(count, np.int64), np.zeros(count), np.zeros(count),
+                  np.zeros(count))
     parts.pack[:num_packs] = np.arange(num_packs)
     place = num_packs
     for row in range(len(pack_of)):
@@ -115,6 +117,7 @@ def parts_of(batch: Batch, pack_of: np.ndarray, num_packs: int, few: int) -> Par
         while True:
             parts.row[place], parts.second[place], parts.pack[place] = row, second, pack_of[row]
             parts.work[place] = batch.work[row] + (batch.work[second] if second >= 0 else 0.0)
+            parts.encoding[place] = batch.items[row].vision_s + (batch.items[second].vision_s if second >= 0 else 0.0)
             parts.tokens[place] = batch.items[row].tokens + (batch.items[second].tokens if second >= 0 else 0)
             place += 1
             second = before[second if second >= 0 else row]

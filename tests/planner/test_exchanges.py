@@ -119,6 +119,18 @@ def test_packs_are_not_made_more_even_if_the_micro_batch_becomes_longer() -> Non
     assert packs_of(with_exchanges(problem, before)) == packs_of(before)
 
 
+def test_sequences_of_equal_work_change_packs_where_that_evens_out_the_encoding() -> None:
+    """Two of 4 s of images and 1 s of text, 8 + 2 s, beside two of 5 s of text: 8 + 10 s. One for one makes 4 + 6 s of
+    both packs."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0},
+                     vision_linear_s=1.0)
+    images = [Sample(f"i{row}", 0, 1, ((1, 4, 1),)) for row in range(2)]
+    samples = [*images, *(Sample(f"t{row}", 5) for row in range(2))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 12), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2, 3]], [1, 1], [0, 0])
+    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (18.0, 10.0)
+
+
 def test_nothing_moves_between_micro_batches_that_take_as_long_together_as_before() -> None:
     """One rank; 10 + 6 s, of which 2 s might move to and fro."""
     cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
