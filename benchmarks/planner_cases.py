@@ -174,7 +174,9 @@ def _rows(seeds: int) -> Iterator[Row]:
             if seed % 3 == 1:
                 yield Row("hidden: last resort", f"{sync} mix {seed}", partial(hidden_mix, seed, sync, LAST_RESORT))
     for each, ranks in product((1, 4, 8), (8, 64, 512)):
-        yield Row("apart", f"{each} {ranks}", partial(apart, each * ranks, ranks, min(seeds, 2)))
+        some_images = partial(of_images, each * ranks, ranks, min(seeds, 2))
+        yield Row("apart", f"{each} {ranks}", partial(some_images, encoder="world"))
+        yield Row("images: micro_batch", f"{each} {ranks}", partial(some_images, sync="micro_batch"))
     for count in (128, 512):
         yield Row("pool", f"{count}/64", partial(with_pool, count))
     for count, ranks in ((2048, 512), (2048, 1024), (16384, 4096)):
@@ -215,8 +217,8 @@ def spread(num_ranks: int) -> tuple[float, ...]:
     return tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3).tolist())
 
 
-def apart(count: int, num_ranks: int, seeds: int) -> list[Batch]:
-    """Text, and in one sample of five up to twenty images, encoded apart from the packs."""
+def of_images(count: int, num_ranks: int, seeds: int, **options: Any) -> list[Batch]:
+    """Text, and in one sample of five up to twenty images."""
     batches = []
     for seed in range(seeds):
         draw, samples = np.random.default_rng(seed), []
@@ -225,8 +227,7 @@ def apart(count: int, num_ranks: int, seeds: int) -> list[Batch]:
             grids = grids if draw.random() < 0.2 else ()
             tokens = int(np.clip(draw.lognormal(5.7, 1.2), 16, 20_000))
             samples.append(Sample(str(row), tokens, sum(4 * side for _, side, _ in grids), grids))
-        batches.append({"samples": samples, "cluster": ClusterSpec(num_ranks, 8, 32768), "cost": IMAGES,
-                        "encoder": "world"})
+        batches.append({"samples": samples, "cluster": ClusterSpec(num_ranks, 8, 32768), "cost": IMAGES, **options})
     return batches
 
 

@@ -35,6 +35,7 @@ _NEAR = "NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
 _EXCHANGES = 'if problem.sync == "micro_batch" or not _is_near'
+_FACTORS = "ENCODE_FACTORS = (0.0, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)"
 _SPAN = "(10**9, 4)), 4.5"
 _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]"
 _NOT_SHORTENED = "list(min(ends, key=lambda state: state.time_s).parts)"
@@ -102,6 +103,11 @@ VARIANTS = (
     one("micro_batch: at most 16 makespans", "(256, 40), (1024, 32), (4096, 16)", "(4096, 16)"),
     one("micro_batch: no span", _SPAN, "(10**9, 4)), 1e9"),
     one("micro_batch: a span of 3", _SPAN, "(10**9, 4)), 3.0"),
+    one("micro_batch: no limit of encoding", _FACTORS, "ENCODE_FACTORS = (0.0,)"),
+    one("micro_batch: one limit of encoding", _FACTORS, "ENCODE_FACTORS = (0.0, 1.0)"),
+    one("micro_batch: encoding is always limited", _FACTORS, "ENCODE_FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1)"),
+    one("micro_batch: 16 packs are tried", "LOOKS = 64", "LOOKS = 16"),
+    one("micro_batch: all packs are tried", "LOOKS = 64", "LOOKS = 10**9"),
     one("micro_batch: no waste", "WASTE = 1.15", "WASTE = 1.0"),
     one("micro_batch: a waste of 1.3", "WASTE = 1.15", "WASTE = 1.3"),
     one("micro_batch: a third of the work", "WORK = 60_000", "WORK = 20_000"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, bounded, checked_problem
 from dhp_ray.planner.layer_share import NO_RECOMPUTATION, Recomputation
+from dhp_ray.planner.micro_batch.filling import fill_micro_batch
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.micro_batch.search import MicroBatchSearch, least_degrees
 from dhp_ray.planner.pricing import micro_batches_s, times_of
@@ -43,3 +44,39 @@ def test_no_pack_takes_longer_than_the_search_takes_it_for(sequences, num_ranks,
         assert seconds <= part.time_s * (1 + 1e-9)
         if np.allclose(times.pack_s, part.packed.time, rtol=1e-9):  # images are dealt out as the search did
             assert seconds == pytest.approx(part.time_s)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 250), st.lists(st.integers(1, 80), max_size=7)), min_size=1, max_size=40),
+       st.integers(2, 7), st.sampled_from([0.2, 0.5, 0.8]), st.floats(0.1, 3.0))
+def test_encoding_takes_its_share_of_the_makespan_at_most(sequences, num_ranks, encode_share, makespan):
+    cost = CostModel(1e-6, 1e-3, 100.0, 0.0, {2: 1e5}, pack_s=0.01, encoder_pass_s=0.02, vision_linear_s=5e-3)
+    samples = [Sample(str(row), length, 0, tuple((1, 1, patches) for patches in images))
+               for row, (length, images) in enumerate(sequences)]
+    problem = bounded(checked_problem(samples, ClusterSpec(num_ranks, num_ranks, 250), cost, sync="micro_batch"))
+    search = MicroBatchSearch(problem, problem.machine, least_degrees(range(1, num_ranks + 1), num_ranks))
+    packed = fill_micro_batch(search.items, search.images, search.order, search.value, makespan, encode_share,
+                              search.ranks, False)
+    if not len(packed.degree):
+        return
+    members, first = by_owner(packed.pack[packed.pack >= 0], len(packed.degree))
+    rows, first_rank = search.order[packed.pack >= 0][members], firsts_of(packed.degree)
+    schedule = Schedule(rows, first, ranks_of(first_rank, problem.machine, cached_groups_of(problem)), first_rank,
+                        np.zeros(len(first) - 1, dtype=np.int64))
+    times = times_of(problem, schedule)
+    assert (times.encode_s <= encode_share * makespan * (1 + 1e-9)).all()
+    assert (times.rest_s <= (1 - encode_share) * makespan * (1 + 1e-9)).all()
+    assert packed.seconds <= packed.makespan * (1 + 1e-9) <= makespan * (1 + 2e-9)
+
+
+def test_images_and_text_of_equal_seconds_are_spread_over_the_packs():
+    """On two ranks, 4 sequences of 40 s of images and 10 s of text, and 4 of 50 s of text. Two packs of 200 s may be all
+    sequences of images beside all of text: 160 s of encoding, and then 200 s of text. Spread, they take 80 s and 120 s.
+    """
+    samples = [*(Sample(f"image {row}", 10, 0, ((1, 1, 40),)) for row in range(4)),
+               *(Sample(f"text {row}", 50) for row in range(4))]
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e5}, vision_linear_s=1.0)
+    problem = bounded(checked_problem(samples, ClusterSpec(2, 2, 240), cost, sync="micro_batch"))
+    search = MicroBatchSearch(problem, problem.machine, least_degrees([1, 2], 2))
+    [part] = search.run()
+    assert part.time_s == pytest.approx(200.0)

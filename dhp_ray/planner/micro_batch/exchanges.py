@@ -130,6 +130,8 @@ def _shorten(
     there was one, and how many were compared. If more than `most` would have to be compared: none, and infinitely many.
     `times` and `held`: the times and tokens of each pack."""
     encode, rest = _longest(groups, times.encode_s), _longest(groups, times.rest_s)
+    if _micro_batch_s(groups, times, number) > (encode.seconds[number, 0] + rest.seconds[number, 0]) * (1.0 + 1e-9):
+        return False, 0.0  # it waits for its layers' parameters
     found, compared = np.full((4, TRIES), np.inf), 0.0
     for giver in (rest.pack[number, 0], encode.pack[number, 0]):
         if giver < 0 or (compared > 0.0 and giver == rest.pack[number, 0]):

@@ -5,6 +5,10 @@ Items come largest first. Each goes to the open pack with the least room, in mem
 (`best_fit`). Otherwise it opens a pack on the fewest ranks that meet the makespan, if that many are left. Otherwise it
 waits for another micro-batch. Ranks are assigned fastest first, so the slowest ranks get the last (smallest) packs, and
 no more work than they can do. O(items + packed items x (log packs + shift)).
+
+A micro-batch takes the longest encoding of any pack plus the longest rest of any (`pricing.micro_batches_s`). Under a
+makespan of 10 s a pack of 7 s of encoding and 3 s of the rest, and one of 10 s of text, make it 17 s long. With an
+`encode_share` of 0.4 no pack encodes for more than 4 s or takes more than 6 s for the rest, and it takes at most 10 s.
 """
 
 from __future__ import annotations
@@ -14,11 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.encoders import Images, deal_more
-from dhp_ray.planner.items import Item, Items, Machine, compiled_encoding_s, compiled_predicted_s, time_s
+from dhp_ray.planner.items import Item, Items, Machine, compiled_encoding_s, compiled_predicted_s, encode_s_of, time_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
-from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.rates import Rates
+from dhp_ray.planner.rates import Rate, Rates
 
 LANGUAGE, ATTENTION, VISION, ENCODE, LEAST, HOST, TOKENS = range(7)
 """Rows of the sums over open packs. ENCODE and LEAST: encoding time of the most and the least loaded rank of the pack,
@@ -26,18 +29,25 @@ at the rank's own speed. TOKENS: number of tokens. The others: seconds on one no
 """
 
 
+LOOKS = 64
+"""An item is tried in so many open packs that have room for its tokens and time for its images. Where most packs encode
+for as long as they may, more are hardly ever of use and take most of the planning of a huge batch.
+"""
+
+
 class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
     Pack p runs for `time[p]` seconds on `degree[p]` ranks: those that follow, by speed, after the ranks of the packs
-    before it. `seconds`: those of the micro-batch (`pricing.micro_batches_s`). `value`: the sum over the packed items.
-    `tokens`: their tokens.
+    before it. `seconds`: those of the micro-batch (`pricing.micro_batches_s`). `makespan`: the least under which these
+    packs fit. `value`: the sum over the packed items. `tokens`: their tokens.
     """
 
     pack: np.ndarray
     degree: np.ndarray
     time: np.ndarray
     seconds: float
+    makespan: float
     value: float
     tokens: int
     complete: bool
@@ -61,7 +71,7 @@ class Fastest(NamedTuple):
 
 
 @inner
-def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
+def spans_nodes(ranks: Fastest, first: int, degree: int) -> bool:
     """Whether the `degree` ranks from place `first` on span several nodes. Ranks of equal speed are placed inside a
     node wherever they fit (`placing`).
     """
@@ -76,34 +86,42 @@ def _crosses(ranks: Fastest, first: int, degree: int) -> bool:
 @inner
 def _with_item(
     item: Item, sums: np.ndarray, pack: int, encode_s: float, degree: int, slowest: float, crosses: bool, rates: Rates
-) -> float:
-    """Seconds of a pack after adding an item. `encode_s`: encoding time of its most loaded rank, including that item.
+) -> tuple[float, float]:
+    """Seconds of a pack's encoding and of its rest after adding an item. `encode_s`: of its most loaded rank, with that
+    item.
     """
-    rate = rates[degree]
-    return compiled_predicted_s(
+    rate, num_tokens = rates[degree], sums[TOKENS, pack] + item.tokens
+    if encode_s > 0.0:
+        encode_s += rate.encoder_pass_s / slowest
+    pack_s = compiled_predicted_s(
         sums[LANGUAGE, pack] + item.language_s,
         sums[ATTENTION, pack] + item.attention_s,
-        encode_s + (rate.encoder_pass_s / slowest if encode_s > 0.0 else 0.0),
+        encode_s,
         sums[HOST, pack] + item.host_s,
-        sums[TOKENS, pack] + item.tokens,
+        num_tokens,
         degree,
         slowest,
         rate.across_s if crosses else rate.inside_s,
         rate,
     )
+    encode_s = compiled_encoding_s(encode_s, num_tokens, rate)
+    return encode_s, pack_s - encode_s
 
 
 @inner
-def _seconds_of(time: np.ndarray, sums: np.ndarray, degree: np.ndarray, first: np.ndarray, ranks: Fastest) -> float:
-    """Seconds of a micro-batch (`pricing.micro_batches_s`). `time`: of each pack, without `gather_s`."""
-    longest_s, rest_s = 0.0, 0.0
-    for pack in range(len(time)):
-        rate, encode_s = ranks.machine.rates[degree[pack]], sums[ENCODE, pack]
-        if encode_s > 0.0:
-            encode_s += rate.encoder_pass_s / ranks.speed[first[pack] + degree[pack] - 1]
-            encode_s = compiled_encoding_s(encode_s, sums[TOKENS, pack], rate)
-        longest_s, rest_s = max(longest_s, encode_s), max(rest_s, time[pack] - encode_s)
-    return max(ranks.gather_s, longest_s + rest_s)
+def _alone(item: Item, degree: int, crosses: bool, slowest: float, rate: Rate) -> tuple[float, float]:
+    """Seconds of an item's encoding and of its rest in a pack of its own."""
+    encode_s = 0.0
+    if item.image_s > 0.0:
+        encode_s = (encode_s_of(item, degree) + rate.encoder_pass_s) / slowest
+        encode_s = compiled_encoding_s(encode_s, item.tokens, rate)
+    return encode_s, time_s(item, degree, crosses, slowest, rate) - encode_s
+
+
+@inner
+def _makespan(encode_s: float, rest_s: float, encode_share: float) -> float:
+    """The least makespan under which a pack may encode for `encode_s` and take `rest_s` for the rest."""
+    return encode_s + rest_s if encode_share == 0.0 else max(encode_s / encode_share, rest_s / (1.0 - encode_share))
 
 
 @inner
@@ -116,48 +134,57 @@ def _longest(time_left: float, quadratic_s: float, linear_s: float) -> float:
 
 @compiled
 def fill_micro_batch(
-    items: Items, images: Images, rest: np.ndarray, value: np.ndarray, makespan: float, ranks: Fastest,
-    all_or_none: bool,
+    items: Items, images: Images, rest: np.ndarray, value: np.ndarray, makespan: float, encode_share: float,
+    ranks: Fastest, all_or_none: bool,
 ) -> MicroBatch:
-    """Fill a micro-batch. `rest`: items, largest first, with their images. `value`: the value of each item. With
-    `all_or_none` it stops as soon as an item does not fit.
+    """Fill a micro-batch. `rest`: items, largest first, with their images. `value`: the value of each item. A pack's
+    encoding may take `encode_share` of the makespan and its rest the remainder; if `encode_share` is 0, both together
+    may take the makespan. With `all_or_none` it stops as soon as an item does not fit.
     """
     speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
     num_ranks = len(speed)
     pack = np.full(len(rest), -1)
-    limit = min(num_ranks, len(rest))
-    degree, first, time = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64), np.zeros(limit)
-    sums = np.zeros((7, limit))
+    limit, most_rest_s = min(num_ranks, len(rest)), makespan * (1.0 - encode_share)
+    most_encode_s = makespan * encode_share if encode_share > 0.0 else makespan
+    degree, first = np.zeros(limit, dtype=np.int64), np.zeros(limit, dtype=np.int64)
+    seconds, sums = np.zeros((2, limit)), np.zeros((7, limit))  # seconds: of each pack's encoding, and of its rest
     encodes, busy = np.zeros(num_ranks), np.zeros(num_ranks)  # encoding seconds of each rank; and with one item more
     rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
     count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
     for place in range(len(rest)):
         item = items[rest[place]]
-        found, spent, into, encode_s = first_with(rooms, state, item.tokens), 0.0, -1, 0.0
+        found, into, encode_s = first_with(rooms, state, item.tokens), -1, 0.0
+        encoding_s, rest_s, looks = 0.0, 0.0, 0
         while found >= 0:
             into = int(rooms[OWNER, found])
             begin, end = first[into], first[into] + degree[into]
             encode_s = sums[ENCODE, into]
-            if item.image_s > 0.0:  # a lower bound, which costs less than dealing out the images
+            if item.image_s > 0.0:  # first a lower bound, which costs less than dealing out the images
                 even_s = (sums[VISION, into] + item.vision_s) / (degree[into] * speed[begin])
                 encode_s = max(encode_s, max(even_s, sums[LEAST, into] + item.image_s / speed[begin]) * (1 - 1e-12))
-            crosses = _crosses(ranks, begin, degree[into])
-            spent = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
-            if item.image_s > 0.0 and spent <= makespan:
+                if encode_s > most_encode_s:
+                    found -= 1
+                    continue
+            crosses = spans_nodes(ranks, begin, degree[into])
+            encoding_s, rest_s = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
+            if item.image_s > 0.0 and _makespan(encoding_s, rest_s, encode_share) <= makespan:
                 busy[: degree[into]] = encodes[begin:end]
                 encode_s = deal_more(images, rest[place], speed[begin:end], busy[: degree[into]])
-                spent = _with_item(item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
-            if spent <= makespan:
+                encoding_s, rest_s = _with_item(
+                    item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
+            if _makespan(encoding_s, rest_s, encode_share) <= makespan:
                 break
-            found -= 1
+            looks += 1
+            found = found - 1 if looks < LOOKS else -1
         if found < 0:
             need = num_ranks + 1
             if used < num_ranks:
-                need = max(item.minimum_degree, int(item.language_s / (makespan * speed[used])))
+                need = max(item.minimum_degree, int(item.language_s / (most_rest_s * speed[used])))
             need = ranks.degrees[min(need, num_ranks + 1)]
             while used + need <= num_ranks:
-                spent = time_s(item, need, _crosses(ranks, used, need), speed[used + need - 1], rates[need])
-                if spent <= makespan:
+                encoding_s, rest_s = _alone(
+                    item, need, spans_nodes(ranks, used, need), speed[used + need - 1], rates[need])
+                if _makespan(encoding_s, rest_s, encode_share) <= makespan:
                     break
                 need = ranks.degrees[need + 1]
             if used + need > num_ranks:
@@ -183,93 +210,37 @@ def fill_micro_batch(
         sums[VISION, into] += item.vision_s
         sums[HOST, into] += item.host_s
         sums[TOKENS, into] += item.tokens
-        time[into] = spent
+        seconds[0, into], seconds[1, into] = encoding_s, rest_s
         # The longest sequence that the pack may still take: an upper bound if it has images or attention hides
         # communication.
-        rate, share, left_s = (
+        rate, speed_sum, left_s = (
             rates[degree[into]],
             degree[into] * speed[first[into] + degree[into] - 1],
-            makespan - spent,
+            most_rest_s - rest_s - (encoding_s if encode_share == 0.0 else 0.0),
         )
-        transfer_s = rate.across_s if _crosses(ranks, first[into], degree[into]) else rate.inside_s
+        transfer_s = rate.across_s if spans_nodes(ranks, first[into], degree[into]) else rate.inside_s
         if rate.overlap > 0.0:
-            hidden_s = rate.overlap * sums[ATTENTION, into] * degree[into] / share
+            hidden_s = rate.overlap * sums[ATTENTION, into] * degree[into] / speed_sum
             left_s += max(0.0, transfer_s * sums[TOKENS, into] - hidden_s)
             transfer_s = 0.0
         longest = min(
             degree[into] * capacity - sums[TOKENS, into],
-            _longest(left_s, ranks.quadratic_s / share, ranks.linear_s / share + transfer_s),
+            _longest(left_s, ranks.quadratic_s / speed_sum, ranks.linear_s / speed_sum + transfer_s),
         )
         if found >= 0:
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
-    seconds = _seconds_of(time[:count], sums, degree, first, ranks)
-    time = np.maximum(time[:count], ranks.gather_s)
-    return MicroBatch(pack, degree[:count], time, seconds, served, served_tokens, complete)
-
-
-@compiled
-def extremes_s(items: Items, item: int, ranks: Fastest) -> tuple[float, float]:
-    """Seconds of an item alone: on the fewest ranks that it may have (if speeds are equal, on the last ranks, which may
-    cross nodes), and on the best number of ranks.
-    """
-    num_ranks, rates, least_s = len(ranks.speed), ranks.machine.rates, np.inf
-    least = ranks.degrees[items[item].minimum_degree]
-    for degree in range(least, num_ranks + 1):
-        if ranks.degrees[degree] > degree:
-            continue
-        alone_s = time_s(items[item], degree, _crosses(ranks, 0, degree), ranks.speed[degree - 1], rates[degree])
-        least_s = min(least_s, alone_s)
-    first = num_ranks - least if ranks.speed[0] == ranks.speed[-1] else 0
-    alone_s = time_s(items[item], least, _crosses(ranks, first, least), ranks.speed[least - 1], rates[least])
-    return alone_s * (1 + 1e-12), least_s * (1 + 1e-12)
-
-
-@compiled
-def trials(
-    items: Items, images: Images, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float,
-    ranks: Fastest,
-) -> np.ndarray:
-    """(count, 4): a makespan, and the seconds, value and tokens of what fits under it; seconds are 0 if the first item
-    does not.
-
-    Makespans fall. Each is the time of a pack with the first item. The first one is that of similar items that fill the
-    memory of its minimum degree, at most `longest_s`. The last one is `span` times less, or that of the item alone on
-    its best degree if that is more. All are at least `gather_s`.
-    """
-    most_s, least_s = extremes_s(items, rest[0], ranks)
-    most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)
-    most_s = max(least_s, min(most_s, longest_s))
-    ratio = (max(least_s, most_s / span) / most_s) ** (1.0 / (count - 1))
-    found = np.zeros((count, 4))
-    for index in range(count):
-        makespan = max(most_s * ratio**index, least_s, ranks.gather_s)
-        packed = fill_micro_batch(items, images, rest, value, makespan, ranks, False)
-        if packed.pack[0] >= 0:
-            found[index, 0], found[index, 1], found[index, 2], found[index, 3] = (
-                makespan,
-                packed.seconds,
-                packed.value,
-                packed.tokens,
-            )
-    return found
-
-
-@compiled
-def shortest_micro_batch(
-    items: Items, images: Images, rows: np.ndarray, value: np.ndarray, low: float, high: float, tolerance: float,
-    ranks: Fastest,
-) -> tuple[MicroBatch, float]:
-    """The shortest micro-batch found with all rows, and a makespan under which they do not fit, at most the share
-    `tolerance` below the least under which they did.
-
-    Bisects between `high` (`complete` is False if even that is infeasible) and `low`, which is infeasible.
-    """
-    best, low = fill_micro_batch(items, images, rows, value, high, ranks, True), max(low, ranks.gather_s)
-    span = np.array([low, best.time.max() if best.complete else low, low])
-    while compiled_halve(span, tolerance):
-        packed = fill_micro_batch(items, images, rows, value, span[2], ranks, True)
-        span[int(packed.complete)] = packed.time.max() if packed.complete else span[2]
-        best = packed if packed.complete and packed.seconds <= best.seconds else best
-    return best, span[0]
+    least = ranks.gather_s
+    for into in range(count):
+        least = max(least, _makespan(seconds[0, into], seconds[1, into], encode_share))
+    return MicroBatch(
+        pack,
+        degree[:count],
+        np.maximum(seconds[0, :count] + seconds[1, :count], ranks.gather_s),
+        max(seconds[0].max() + seconds[1].max(), ranks.gather_s),
+        least,
+        served,
+        served_tokens,
+        complete,
+    )

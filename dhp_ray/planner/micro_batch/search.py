@@ -4,11 +4,11 @@ The time is the sum over micro-batches of fixed_s and, at least gather_s, the lo
 longest rest of any. Micro-batches are made one after another, by a beam search. The longest remaining sequence is in
 the next micro-batch. Each time that a pack with it may take is tried as the makespan of all packs, and the micro-batch
 is filled (`filling`) largest first, so that sequences of similar length are together: their packs, full of tokens, take
-about the same time. The micro-batch itself takes longer where one pack has many images and another has none. A partial
-plan is ranked by its time so far plus a lower bound for the rest (its area over all ranks, and fixed_s for as many
-micro-batches as its tokens need) times WASTE; the best `width` continue. Whenever all remaining sequences fit into one
-micro-batch, ending there is a candidate. Finally each micro-batch is made as short as possible with its own sequences,
-by bisection.
+about the same time. The micro-batch itself takes longer where one pack has many images and another has none, so each
+makespan is also tried with a limit of its own for encoding. A partial plan is ranked by its time so far plus a lower
+bound for the rest (its area over all ranks, and fixed_s for as many micro-batches as its tokens need) times WASTE; the
+best `width` continue. Whenever all remaining sequences fit into one micro-batch, ending there is a candidate. Finally
+each micro-batch is made as short as possible with its own sequences, by bisection.
 
 O(micro-batches x width x makespans) fills.
 """
@@ -24,14 +24,8 @@ import numpy as np
 from dhp_ray.planner.encoders import longest_first
 from dhp_ray.planner.items import Machine
 from dhp_ray.planner.limits import limits_of
-from dhp_ray.planner.micro_batch.filling import (
-    Fastest,
-    MicroBatch,
-    extremes_s,
-    fill_micro_batch,
-    shortest_micro_batch,
-    trials,
-)
+from dhp_ray.planner.micro_batch.filling import Fastest, MicroBatch, fill_micro_batch
+from dhp_ray.planner.micro_batch.makespans import encode_shares_of, extremes_s, shortest_micro_batch, trials
 from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
@@ -68,10 +62,13 @@ speed differ by 1 % or more.
 
 
 class Part(NamedTuple):
-    """A micro-batch: its rows (largest first), how they are packed, and a time that is too short for them."""
+    """A micro-batch: its rows (largest first), how they are packed, the share of the makespan that encoding may take
+    (`fill_micro_batch`), and a makespan that is too short for them.
+    """
 
     rows: np.ndarray
     packed: MicroBatch
+    encode_share: float
     low_s: float
 
     @property
@@ -95,6 +92,7 @@ class Step(NamedTuple):
     rank_s: float
     state: State
     makespan_s: float
+    encode_share: float
 
 
 class MicroBatchSearch:
@@ -143,45 +141,59 @@ class MicroBatchSearch:
         return max(value / self.total_speed, micro_batches * self.ranks.gather_s) + micro_batches * self.fixed_s
 
     def end(self, state: State, limit_s: float) -> list[State]:
-        """All remaining rows in one micro-batch, if they fit and its packs end before `limit_s`."""
+        """All remaining rows in one micro-batch, if they fit and it ends before `limit_s`; what is found last is the
+        shortest.
+        """
         longest_s, low_s = extremes_s(self.items, state.rest[0], self.ranks)
         low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
         if state.tokens > self.max_tokens or low_s >= room_s:
             return []
         high_s = room_s if room_s < np.inf else 2 * longest_s
-        packed, low_s = shortest_micro_batch(
-            self.items, self.images, state.rest, self.value, low_s, high_s, 1e-2, self.ranks
-        )
-        if not packed.complete:
-            return []
-        part = Part(state.rest, packed, low_s)
-        return [State(state.rest[:0], 0.0, 0, (*state.parts, part), state.time_s + part.time_s + self.fixed_s)]
+        found = []
+        for encode_share in encode_shares_of(self.items, state.rest).tolist():
+            packed, too_short_s = shortest_micro_batch(
+                self.items, self.images, state.rest, self.value, low_s, high_s, 1e-2, encode_share, self.ranks
+            )
+            if packed.complete:
+                high_s = min(high_s, packed.seconds)
+                part = Part(state.rest, packed, encode_share, too_short_s)
+                time_s = state.time_s + part.time_s + self.fixed_s
+                found.append(State(state.rest[:0], 0.0, 0, (*state.parts, part), time_s))
+            elif not found:  # memory does not hold them, whatever encoding may take
+                break
+        return found
 
     def steps(self, state: State, limit_s: float) -> list[Step]:
-        """The possible next micro-batches, one for each makespan (`trials`), if the plan may then end before `limit_s`.
-        Makespans with the same result count once.
+        """The possible next micro-batches (`trials`), if the plan may then end before `limit_s`. Those with the same
+        result count once.
         """
         steps = {}
         longest_s = self.longest * state.value / self.total_speed
-        for makespan_s, seconds, value, tokens in trials(
-            self.items, self.images, state.rest, self.value, self.makespans, SPAN, longest_s, self.ranks
+        encode_shares = encode_shares_of(self.items, state.rest)
+        for makespan_s, encode_share, seconds, value, tokens in trials(
+            self.items, self.images, state.rest, self.value, self.makespans, SPAN, longest_s, encode_shares, self.ranks
         ).tolist():
             so_far_s, rest_s = (
                 state.time_s + seconds + self.fixed_s,
                 self.least_s(state.value - value, state.tokens - tokens),
             )
-            if seconds and so_far_s + rest_s < limit_s:
-                steps[seconds, value] = Step(so_far_s + WASTE * rest_s, state, makespan_s)
+            if so_far_s + rest_s < limit_s:
+                steps[seconds, value] = Step(so_far_s + WASTE * rest_s, state, makespan_s, encode_share)
         return list(steps.values())
 
     def after(self, step: Step) -> State:
         """The partial plan after a step."""
         state = step.state
-        packed = fill_micro_batch(self.items, self.images, state.rest, self.value, step.makespan_s, self.ranks, False)
+        packed = fill_micro_batch(
+            self.items, self.images, state.rest, self.value, step.makespan_s, step.encode_share, self.ranks, False
+        )
         inside = packed.pack >= 0
         least_s = extremes_s(self.items, state.rest[0], self.ranks)[1]
         part = Part(
-            state.rest[inside], packed._replace(pack=packed.pack[inside]), max(least_s, packed.value / self.total_speed)
+            state.rest[inside],
+            packed._replace(pack=packed.pack[inside]),
+            step.encode_share,
+            max(least_s, packed.value / self.total_speed),
         )
         return State(
             state.rest[~inside],
@@ -194,9 +206,10 @@ class MicroBatchSearch:
     def shortened(self, part: Part) -> Part:
         """The same rows in less time."""
         packed, low_s = shortest_micro_batch(
-            self.items, self.images, part.rows, self.value, part.low_s, float(part.packed.time.max()), 1e-3, self.ranks
+            self.items, self.images, part.rows, self.value, part.low_s, part.packed.makespan, 1e-3, part.encode_share,
+            self.ranks,
         )
-        return Part(part.rows, packed, low_s) if packed.complete and packed.seconds < part.time_s else part
+        return part._replace(packed=packed, low_s=low_s) if packed.complete and packed.seconds < part.time_s else part
 
 
 def shortest_s(ends: list[State]) -> float:
