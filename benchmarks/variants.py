@@ -105,7 +105,6 @@ VARIANTS = (
     one("micro_batch: a span of 3", _SPAN, "(10**9, 4)), 3.0"),
     one("micro_batch: no limit of encoding", _FACTORS, "ENCODE_FACTORS = (0.0,)"),
     one("micro_batch: one limit of encoding", _FACTORS, "ENCODE_FACTORS = (0.0, 1.0)"),
-    one("micro_batch: encoding is always limited", _FACTORS, "ENCODE_FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1)"),
     one("micro_batch: 16 packs are tried", "LOOKS = 64", "LOOKS = 16"),
     one("micro_batch: all packs are tried", "LOOKS = 64", "LOOKS = 10**9"),
     one("micro_batch: no waste", "WASTE = 1.15", "WASTE = 1.0"),

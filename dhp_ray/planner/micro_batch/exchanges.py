@@ -13,8 +13,8 @@ The exchanges that memory allows are sorted by an estimate of how long the micro
 the other one: a pack's encoding and its rest change by the difference in work, divided by its ranks and their slowest
 speed. The first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are
 equally long, after which the giver's encoding or rest is shorter and neither micro-batch longer than before.
-Micro-batches take turns: at most as many as there are sequences, until EFFORT is used up or a whole round brings
-nothing. O(turns x sequences of a pack x sequences).
+Micro-batches take turns, but for those that wait for their layers' parameters: at most as many turns as there are
+sequences, until EFFORT is used up or a whole round brings nothing. O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ each.
 Items come largest first. Each goes to the open pack with the least room, in memory and in time, that holds it
 (`best_fit`). Otherwise it opens a pack on the fewest ranks that meet the makespan, if that many are left. Otherwise it
 waits for another micro-batch. Ranks are assigned fastest first, so the slowest ranks get the last (smallest) packs, and
-no more work than they can do. O(items + packed items x (log packs + shift)).
+no more work than they can do. O(items x packs that are tried + packed items x (log packs + shift)).
 
 A micro-batch takes the longest encoding of any pack plus the longest rest of any (`pricing.micro_batches_s`). Under a
 makespan of 10 s a pack of 7 s of encoding and 3 s of the rest, and one of 10 s of text, make it 17 s long. With an
-`encode_share` of 0.4 no pack encodes for more than 4 s or takes more than 6 s for the rest, and it takes at most 10 s.
+`encode_share` of 0.4 no pack encodes for more than 4 s or takes more than 6 s for the rest, so the micro-batch takes at
+most 10 s.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ at the rank's own speed. TOKENS: number of tokens. The others: seconds on one no
 
 
 LOOKS = 64
-"""An item is tried in so many open packs that have room for its tokens and time for its images. Where most packs encode
-for as long as they may, more are hardly ever of use and take most of the planning of a huge batch.
+"""An item with images is tried in at most so many open packs that have room for its tokens and, at first sight, time
+for its images. More would take most of the planning of a huge batch, and are hardly ever of use.
 """
 
 
@@ -39,8 +40,8 @@ class MicroBatch(NamedTuple):
     """`pack[i]` is the pack of `rest[i]`, -1 if it waits.
 
     Pack p runs for `time[p]` seconds on `degree[p]` ranks: those that follow, by speed, after the ranks of the packs
-    before it. `seconds`: those of the micro-batch (`pricing.micro_batches_s`). `makespan`: the least under which these
-    packs fit. `value`: the sum over the packed items. `tokens`: their tokens.
+    before it. `seconds`: those of the micro-batch (`pricing.micro_batches_s`). `makespan`: the least
+    under which these packs fit. `value`: the sum over the packed items. `tokens`: their tokens.
     """
 
     pack: np.ndarray
@@ -139,7 +140,7 @@ def fill_micro_batch(
 ) -> MicroBatch:
     """Fill a micro-batch. `rest`: items, largest first, with their images. `value`: the value of each item. A pack's
     encoding may take `encode_share` of the makespan and its rest the remainder; if `encode_share` is 0, both together
-    may take the makespan. With `all_or_none` it stops as soon as an item does not fit.
+    may take the makespan. It stops if the first item does not fit, and with `all_or_none` if any does not.
     """
     speed, rates, capacity = ranks.speed, ranks.machine.rates, float(ranks.machine.tokens_per_rank)
     num_ranks = len(speed)
@@ -150,19 +151,20 @@ def fill_micro_batch(
     seconds, sums = np.zeros((2, limit)), np.zeros((7, limit))  # seconds: of each pack's encoding, and of its rest
     encodes, busy = np.zeros(num_ranks), np.zeros(num_ranks)  # encoding seconds of each rank; and with one item more
     rooms, state = rooms_for(limit)  # tokens of the longest sequence that each open pack may take
-    count, used, served, served_tokens, complete = 0, 0, 0.0, 0, True
+    count, used, served, served_tokens, complete, least_makespan = 0, 0, 0.0, 0, True, ranks.gather_s
     for place in range(len(rest)):
         item = items[rest[place]]
         found, into, encode_s = first_with(rooms, state, item.tokens), -1, 0.0
         encoding_s, rest_s, looks = 0.0, 0.0, 0
-        while found >= 0:
+        fits = item.image_s / speed[0] * (1 - 1e-12) <= most_encode_s
+        while fits and found >= 0:
             into = int(rooms[OWNER, found])
             begin, end = first[into], first[into] + degree[into]
             encode_s = sums[ENCODE, into]
             if item.image_s > 0.0:  # first a lower bound, which costs less than dealing out the images
                 even_s = (sums[VISION, into] + item.vision_s) / (degree[into] * speed[begin])
                 encode_s = max(encode_s, max(even_s, sums[LEAST, into] + item.image_s / speed[begin]) * (1 - 1e-12))
-                if encode_s > most_encode_s:
+                if encode_s * (1 - 1e-12) > most_encode_s:
                     found -= 1
                     continue
             crosses = spans_nodes(ranks, begin, degree[into])
@@ -174,11 +176,11 @@ def fill_micro_batch(
                     item, sums, into, encode_s, degree[into], speed[end - 1], crosses, rates)
             if _makespan(encoding_s, rest_s, encode_share) <= makespan:
                 break
-            looks += 1
+            looks += item.image_s > 0.0
             found = found - 1 if looks < LOOKS else -1
-        if found < 0:
+        if not fits or found < 0:
             need = num_ranks + 1
-            if used < num_ranks:
+            if fits and used < num_ranks:
                 need = max(item.minimum_degree, int(item.language_s / (most_rest_s * speed[used])))
             need = ranks.degrees[min(need, num_ranks + 1)]
             while used + need <= num_ranks:
@@ -189,16 +191,21 @@ def fill_micro_batch(
                 need = ranks.degrees[need + 1]
             if used + need > num_ranks:
                 complete = False
-                if all_or_none:
+                if all_or_none or place == 0:
                     break
                 continue
             into = count
             degree[into], first[into] = need, used
+            least_makespan = max(least_makespan, _makespan(encoding_s, rest_s, encode_share))
             if item.image_s > 0.0:
                 busy[:need] = 0.0
                 encode_s = deal_more(images, rest[place], speed[used : used + need], busy[:need])
+                encoding_s, rest_s = _with_item(
+                    item, sums, into, encode_s, need, speed[used + need - 1], spans_nodes(ranks, used, need), rates)
             used += need
             count += 1
+        else:
+            least_makespan = max(least_makespan, _makespan(encoding_s, rest_s, encode_share))
         if item.image_s > 0.0:
             encodes[first[into] : first[into] + degree[into]], sums[ENCODE, into] = busy[: degree[into]], encode_s
             sums[LEAST, into] = busy[: degree[into]].min()
@@ -231,15 +238,12 @@ def fill_micro_batch(
             shrink(rooms, state, found, longest)
         else:
             add(rooms, state, longest, into)
-    least = ranks.gather_s
-    for into in range(count):
-        least = max(least, _makespan(seconds[0, into], seconds[1, into], encode_share))
     return MicroBatch(
         pack,
         degree[:count],
         np.maximum(seconds[0, :count] + seconds[1, :count], ranks.gather_s),
         max(seconds[0].max() + seconds[1].max(), ranks.gather_s),
-        least,
+        least_makespan,
         served,
         served_tokens,
         complete,

@@ -11,14 +11,14 @@ from dhp_ray.planner.primitives.bisection import compiled_halve
 from dhp_ray.planner.primitives.compiled import compiled
 
 ENCODE_FACTORS = (0.0, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)
-"""The shares of the makespan tried for encoding, as multiples of encoding's share of all remaining work; 0: no limit of
-its own. If a pack's rest also waits for exchanges, encoding needs less than its share of the work; if images cannot be
-dealt out evenly, more.
+"""The shares of the makespan tried for encoding, as multiples of encoding's share of all remaining work; 0, which must
+be the first: no separate limit, so that any item fits. If the rest of packs also includes communication, encoding needs
+less than its share of the work; if images cannot be dealt out evenly, more.
 """
 
 
 def encode_shares_of(items: Items, rows: np.ndarray) -> np.ndarray:
-    """The shares of a makespan that are tried for encoding (ENCODE_FACTORS), of those that leave time for the rest."""
+    """The shares of a makespan that encoding may take, as tried for these rows (ENCODE_FACTORS): all below 1."""
     vision_s = float(items.vision_s[rows].sum())
     if vision_s == 0.0:
         return np.zeros(1)
@@ -48,13 +48,13 @@ def trials(
     items: Items, images: Images, rest: np.ndarray, value: np.ndarray, count: int, span: float, longest_s: float,
     encode_shares: np.ndarray, ranks: Fastest,
 ) -> np.ndarray:
-    """(at most 2 count, 5): a makespan and an encode_share, and the seconds, value and tokens of what fits under them,
-    of those under which the first item fits.
+    """(at most 2 x count, 5), a row for each trial in which the first item fits: makespan and encode_share, and
+    seconds, value and tokens of the micro-batch.
 
     Each makespan is tried with the first of `encode_shares` and one of the others, in turns. Makespans fall. Each is
-    the time of a pack with the first item. The first one is that of similar items that fill the memory of its minimum
-    degree, at most `longest_s`. The last one is `span` times less, or that of the item alone on its best degree if that
-    is more. All are at least `gather_s`.
+    a time that a pack with the first item may take. The first one is that of similar items that fill the memory of its
+    minimum degree, at most `longest_s`. The last one is `span` times less, or that of the item alone on its best degree
+    if that is more. All are at least `gather_s`.
     """
     most_s, least_s = extremes_s(items, rest[0], ranks)
     most_s *= max(1.0, ranks.machine.tokens_per_rank * items[rest[0]].minimum_degree / items[rest[0]].tokens)

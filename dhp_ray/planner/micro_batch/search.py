@@ -5,7 +5,7 @@ longest rest of any. Micro-batches are made one after another, by a beam search.
 the next micro-batch. Each time that a pack with it may take is tried as the makespan of all packs, and the micro-batch
 is filled (`filling`) largest first, so that sequences of similar length are together: their packs, full of tokens, take
 about the same time. The micro-batch itself takes longer where one pack has many images and another has none, so each
-makespan is also tried with a limit of its own for encoding. A partial plan is ranked by its time so far plus a lower
+makespan is also tried with a separate limit for encoding. A partial plan is ranked by its time so far plus a lower
 bound for the rest (its area over all ranks, and fixed_s for as many micro-batches as its tokens need) times WASTE; the
 best `width` continue. Whenever all remaining sequences fit into one micro-batch, ending there is a candidate. Finally
 each micro-batch is made as short as possible with its own sequences, by bisection.
@@ -41,7 +41,9 @@ WASTE = 1.15
 """The rest of a partial plan is assumed to need its lower bound times this."""
 
 WORK = 60_000
-"""Approximate number of sequences in all fills of one micro-batch, which determines the width of the search."""
+"""Approximate number of sequences in all fills of one micro-batch (with images twice as many), which determines the
+width of the search.
+"""
 
 TINY, LONGEST = 2_000, 2.0
 """Sequences x ranks of a small batch; and the longest makespan tried for its micro-batches, as a multiple of the least
@@ -141,8 +143,8 @@ class MicroBatchSearch:
         return max(value / self.total_speed, micro_batches * self.ranks.gather_s) + micro_batches * self.fixed_s
 
     def end(self, state: State, limit_s: float) -> list[State]:
-        """All remaining rows in one micro-batch, if they fit and it ends before `limit_s`; what is found last is the
-        shortest.
+        """All remaining rows in one micro-batch, if they fit and its packs end before `limit_s`; what is found last is
+        the shortest.
         """
         longest_s, low_s = extremes_s(self.items, state.rest[0], self.ranks)
         low_s, room_s = max(low_s, state.value / self.total_speed), limit_s - state.time_s - self.fixed_s
@@ -155,11 +157,11 @@ class MicroBatchSearch:
                 self.items, self.images, state.rest, self.value, low_s, high_s, 1e-2, encode_share, self.ranks
             )
             if packed.complete:
-                high_s = min(high_s, packed.seconds)
+                high_s = min(room_s, packed.seconds)
                 part = Part(state.rest, packed, encode_share, too_short_s)
                 time_s = state.time_s + part.time_s + self.fixed_s
                 found.append(State(state.rest[:0], 0.0, 0, (*state.parts, part), time_s))
-            elif not found:  # memory does not hold them, whatever encoding may take
+            elif not found:  # with a limit for encoding they hardly fit where they do not without
                 break
         return found
 
