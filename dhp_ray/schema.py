@@ -142,7 +142,7 @@ class Cluster:
 @dataclass(kw_only=True)
 class Planner:
     name: str = key("dhp", "planner", choices=PLANNERS)
-    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
+    sync: str = key("step", "ranks meet at the end of each step, or at every layer; auto: what fits and is "
                     "fastest, fixed at the run's first start", choices=("step", "micro_batch", "auto"))
     encoder: str = key("auto", "who encodes images: group: the ranks of their own pack, in it; world: any rank, apart "
                        "from the packs (where memory allows); auto: what makes the plan shorter",

@@ -28,7 +28,7 @@ Plans one global batch, prints a table, and writes the plan.
                          in place of num_ranks= and ranks_per_node=
   tokens_per_rank=8192   most tokens of one pack on one rank
   speeds=                speed of each rank, comma-separated (1.0 = nominal); empty: all 1.0
-  sync=step              step: ranks meet at the end of the step; micro_batch: after each micro-batch
+  sync=step              step: ranks meet at the end of the step; micro_batch: at every layer
   planner=dhp            {planners}
   cost=                  cost file; empty: conf/cost/cuda.yaml
   out=                   write the plan here, as JSON

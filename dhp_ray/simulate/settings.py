@@ -141,7 +141,7 @@ class Simulation:
 
     model: str = key("qwen2_5_vl_7b", "shape of the model, a file of conf/model_shape")
     planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners that are compared")
-    sync: str = key("step", "ranks meet at the end of each step, or after each micro-batch; auto: what fits and is "
+    sync: str = key("step", "ranks meet at the end of each step, or at every layer; auto: what fits and is "
                     "fastest", choices=("step", "micro_batch", "auto"))
     num_batches: int = key(20, "global batches", minimum=1, maximum=10**7)
     duration_s: float = key(0.0, "simulate for so long instead, with batches as long as there is time", minimum=0,
