@@ -177,6 +177,9 @@ def _rows(seeds: int) -> Iterator[Row]:
         some_images = partial(of_images, each * ranks, ranks, min(seeds, 2))
         yield Row("apart", f"{each} {ranks}", partial(some_images, encoder="world"))
         yield Row("images: micro_batch", f"{each} {ranks}", partial(some_images, sync="micro_batch"))
+    for speed, recomputes in product((1, 4, 16), (False, True) if RECOMPUTES else (False,)):
+        again = ", packs recompute" * recomputes
+        yield Row("captions: micro_batch", f"speed {speed}{again}", partial(captions, speed, recomputes, min(seeds, 2)))
     for count in (128, 512):
         yield Row("pool", f"{count}/64", partial(with_pool, count))
     for count, ranks in ((2048, 512), (2048, 1024), (16384, 4096)):
@@ -228,6 +231,27 @@ def of_images(count: int, num_ranks: int, seeds: int, **options: Any) -> list[Ba
             tokens = int(np.clip(draw.lognormal(5.7, 1.2), 16, 20_000))
             samples.append(Sample(str(row), tokens, sum(4 * side for _, side, _ in grids), grids))
         batches.append({"samples": samples, "cluster": ClusterSpec(num_ranks, 8, 32768), "cost": IMAGES, **options})
+    return batches
+
+
+def captions(speed: float, recomputes: bool, seeds: int) -> list[Batch]:
+    """512 captioned pictures on 64 ranks, a few to a pack: steps of 2 s, or less on devices of this speed.
+    `recomputes`: a rank holds four times as many tokens if it recomputes all layers."""
+    from dhp_ray.planner.layer_share import Recomputation
+
+    cost = replace(IMAGES, fixed_s=0.0, pack_s=0.15 / speed, **{
+        name: getattr(IMAGES, name) / speed for name in ("quadratic_s", "linear_s", "vision_linear_s", "latency_s")})
+    cluster = ClusterSpec(64, 8, 1024)
+    if recomputes:
+        cluster = replace(cluster, recomputation=Recomputation(1.0, 1024, 4096, 1024))
+    batches = []
+    for seed in range(seeds):
+        draw, samples = np.random.default_rng(seed), []
+        for row in range(512):
+            side = int(draw.integers(16, 129))
+            text = int(np.clip(draw.lognormal(4.5, 0.8), 16, 1000))
+            samples.append(Sample(str(row), text, 4 * side, ((1, side, 16),)))
+        batches.append({"samples": samples, "cluster": cluster, "cost": cost, "sync": "micro_batch"})
     return batches
 
 

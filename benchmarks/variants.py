@@ -34,7 +34,10 @@ _FAR = "CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15"
 _NEAR = "NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
-_EXCHANGES = 'if problem.sync == "micro_batch" or not _is_near'
+_TUNING = "((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}"
+_ESTIMATED = "    if rate.again == 0.0:\n        return encode_s, rest_s"
+_LEAST_WORK = "found, after_s, encode_s + rest_s, given"
+_EXCHANGING = "EXCHANGING, COMPARED_S = 0.2, 1e-8"
 _FACTORS = "ENCODE_FACTORS = (0.0, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)"
 _SPAN = "(10**9, 4)), 4.5"
 _SHORTENED = "[self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]"
@@ -124,8 +127,16 @@ VARIANTS = (
         "self.items.tokens * limits_of(problem).charge_s[self.items.minimum_degree]",
         "0.0 * self.items.tokens",
     ),
-    one("micro_batch: no exchanges between packs", _EXCHANGES, 'if problem.sync == "step" and not _is_near'),
-    one("step: no exchanges between packs", _EXCHANGES, 'if problem.sync == "micro_batch" and not _is_near'),
+    one("micro_batch: no exchanges between packs", "elif left > 0.0:", "elif False:"),
+    one("step: no exchanges between packs", "if not _is_near(problem, timed.seconds):", "if False:"),
+    one("micro_batch: exchanges take half as much of a step", _EXCHANGING, "EXCHANGING, COMPARED_S = 0.1, 1e-8"),
+    one("micro_batch: exchanges, however short the step", _EXCHANGING, "EXCHANGING, COMPARED_S = 1e9, 1e-8"),
+    one("micro_batch: of like exchanges the one with the least work", _LEAST_WORK,
+        "found, after_s, abs(more) + abs(encoding), given"),
+    one("micro_batch: exchanges as if nothing were recomputed", _ESTIMATED,
+        _ESTIMATED.replace("rate.again == 0.0", "True")),
+    one("micro_batch: pow2 is tuned first", _TUNING,
+        "((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))}"),
     one("baselines tuned above 3 %, if one is within 1 %", _FAR, "CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15"),
     one("baselines never tuned", _FAR, "CLOSE, FAR, HIDDEN = 2e-2, 1e9, 0.15"),
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),

@@ -8,7 +8,7 @@ tuned, each to its best cap: as many of them as take a small share of the step, 
 step. (With sync=micro_batch two caps do not show how short a baseline can be.)
 
 The shortest of all these schedules are then improved by exchanges between their packs; with sync=step only if they are
-far from the bound.
+far from the bound, with sync=micro_batch as many as take a small share of the step.
 
 If packs may move activations to host memory or recompute layers, all of this is done for each of several ways to plan
 the batch (`ways.py`), one of which moves and recomputes nothing that sequences can do without: so no plan is longer
@@ -17,7 +17,7 @@ than without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from dhp_ray.planner.baselines.pow2 import packed_to, pow2
 from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
+from dhp_ray.planner.parts import EFFORT
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
@@ -41,8 +42,11 @@ NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000
 the bound, up to MANY also with less full packs, of one round more. A plan of more than HUGE sequences is not compared.
 """
 
-TUNING = ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))
-"""The baselines, and approximately how many seconds for each sequence it takes to tune them."""
+TUNING = {"step": ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4)),
+          "micro_batch": ((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}
+"""By mode, the baselines in the order in which they are tuned, and approximately how many seconds for each sequence it
+takes. (With sync=micro_batch `pow2` tunes seven plans, and in a short step there is time for one baseline alone.)
+"""
 
 CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15
 """A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with tuned baselines if it is
@@ -54,6 +58,11 @@ take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does t
 EXCHANGED = 3
 """Up to MANY sequences x ranks: the number of schedules that exchanges between packs improve, of each way to plan the
 batch and of tuned baselines. With sync=step only those that are more than NEAR above the bound.
+"""
+
+EXCHANGING, COMPARED_S = 0.2, 1e-8
+"""With sync=micro_batch, and more than SMALL sequences x ranks, exchanges take at most the share EXCHANGING of a step:
+approximately COMPARED_S for each one that is compared. The shortest schedule's come first.
 """
 
 
@@ -72,15 +81,14 @@ def dhp(problem: Problem, tunes: bool = True) -> Schedule:
         if not by_way or way.searched.lower_bound_s < _shortest(_all(by_way)).seconds:
             by_way.append((way, _found(way, problem)))
     if tunes and _worth_tuning(problem, _shortest(_all(by_way)), [each for each in _all(by_way) if each.is_baseline]):
-        seconds = np.cumsum([len(problem.samples) * seconds for _, seconds in TUNING])
+        tuning = TUNING[problem.sync]
+        end_s = np.cumsum([len(problem.samples) * seconds for _, seconds in tuning])
         limit_s = HIDDEN * _shortest(_all(by_way)).seconds
         by_way.append((Way(problem, problem), [_with_time(problem, baseline(problem))
-                                               for (baseline, _), end_s in zip(TUNING, seconds) if end_s <= limit_s]))
+                                               for (baseline, _), each_s in zip(tuning, end_s) if each_s <= limit_s]))
     found = _all(by_way)
     if size <= MANY:
-        found += [_with_time(problem, _exchanged(way.exchanged, timed.schedule)) for way, own in by_way
-                  for timed in sorted(own, key=lambda timed: timed.seconds)[:EXCHANGED]
-                  if problem.sync == "micro_batch" or not _is_near(problem, timed.seconds)]
+        found += list(_with_exchanges(problem, by_way))
     return _shortest(found).schedule
 
 
@@ -89,7 +97,7 @@ def _found(way: Way, problem: Problem) -> list[Timed]:
     found = _timed(way.searched)
     if way.searched is way.exchanged:
         return found
-    shortest = sorted(found, key=lambda timed: timed.seconds)[:EXCHANGED]
+    shortest = sorted(found, key=_seconds)[:EXCHANGED]
     return [_with_time(problem, timed.schedule)._replace(is_baseline=timed.is_baseline) for timed in shortest]
 
 
@@ -97,9 +105,20 @@ def _all(by_way: Sequence[tuple[Way, list[Timed]]]) -> list[Timed]:
     return [timed for _, own in by_way for timed in own]
 
 
-def _exchanged(problem: Problem, schedule: Schedule) -> Schedule:
-    exchanged = with_exchanges if problem.sync == "micro_batch" else with_shorter_path
-    return exchanged(problem, schedule)
+def _with_exchanges(problem: Problem, by_way: Sequence[tuple[Way, list[Timed]]]) -> Iterator[Timed]:
+    """The shortest schedules of each way after exchanges between their packs."""
+    chosen = sorted(((timed, way) for way, own in by_way for timed in sorted(own, key=_seconds)[:EXCHANGED]),
+                    key=lambda pair: pair[0].seconds)
+    large = len(problem.samples) * problem.cluster.num_ranks > SMALL
+    left = EXCHANGING * chosen[0][0].seconds / COMPARED_S if large else np.inf
+    for timed, way in chosen:
+        if problem.sync == "step":
+            if not _is_near(problem, timed.seconds):
+                yield _with_time(problem, with_shorter_path(way.exchanged, timed.schedule))
+        elif left > 0.0:
+            schedule, compared = with_exchanges(way.exchanged, timed.schedule, min(left, EFFORT))
+            left -= compared
+            yield _with_time(problem, schedule)
 
 
 def _is_near(problem: Problem, seconds: float) -> bool:
@@ -111,8 +130,12 @@ def _with_time(problem: Problem, schedule: Schedule) -> Timed:
     return Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
 
 
+def _seconds(timed: Timed) -> float:
+    return timed.seconds
+
+
 def _shortest(found: Sequence[Timed]) -> Timed:
-    return min(found, key=lambda timed: timed.seconds)
+    return min(found, key=_seconds)
 
 
 def _worth_tuning(problem: Problem, best: Timed, baselines: Sequence[Timed]) -> bool:

@@ -13,6 +13,7 @@ from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem
 from dhp_ray.planner.baselines.static import Layout, uniform
+from dhp_ray.planner.layer_share import Recomputation
 from dhp_ray.planner.micro_batch.exchanges import with_exchanges
 from dhp_ray.planner.micro_batch.search import least_degrees, micro_batch_schedule
 from dhp_ray.planner.parts import BETTER
@@ -31,6 +32,10 @@ def schedule_of(packs: list[list[int]], degrees: list[int], micro_batch: list[in
         used[number] = begin + degree
     return Schedule(np.concatenate([np.array(pack) for pack in packs]), firsts_of([len(pack) for pack in packs]),
                     np.array(ranks), firsts_of(degrees), np.array(micro_batch))
+
+
+def exchanged(problem: Problem, schedule: Schedule) -> Schedule:
+    return with_exchanges(problem, schedule)[0]
 
 
 def packs_of(schedule: Schedule) -> list[list[int]]:
@@ -87,7 +92,7 @@ def test_the_module_s_example() -> None:
     texts = [Sample(f"t{row}", tokens) for row, tokens in enumerate((4, 4, 3, 3))]
     problem = checked_problem([*images, *texts], ClusterSpec(2, 2, 10), cost, sync="micro_batch")
     before = schedule_of([[0, 1, 2], [3, 4, 5]], [1, 1], [0, 0])
-    after = with_exchanges(problem, before)
+    after = exchanged(problem, before)
     assert (time_of(problem, before), time_of(problem, after)) == (16.0, 13.0)
     assert times_of(problem, before).encode_s.tolist() == [6.0, 0.0]
     assert times_of(problem, after).encode_s.tolist() == [3.0, 3.0]
@@ -102,7 +107,7 @@ def test_a_sequence_moves_to_another_micro_batch_that_has_time_for_it() -> None:
     samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 2, 5, 7, 1))]
     problem = checked_problem(samples, ClusterSpec(2, 2, 10), cost, sync="micro_batch")
     before = schedule_of([[0, 1], [2], [3], [4]], [1, 1, 1, 1], [0, 0, 1, 1])
-    after = with_exchanges(problem, before)
+    after = exchanged(problem, before)
     assert (time_of(problem, before), time_of(problem, after)) == (14.0, 12.0)
     assert {0, 1, 2} != {row for pack in packs_of(after)[:2] for row in pack}
 
@@ -116,7 +121,7 @@ def test_packs_are_not_made_more_even_if_the_micro_batch_becomes_longer() -> Non
     problem = checked_problem(samples, ClusterSpec(2, 2, 10), cost, sync="micro_batch")
     before = schedule_of([[0, 1], [2]], [1, 1], [0, 0])
     assert time_of(problem, before) == 8.0
-    assert packs_of(with_exchanges(problem, before)) == packs_of(before)
+    assert packs_of(exchanged(problem, before)) == packs_of(before)
 
 
 def test_sequences_of_equal_work_change_packs_where_that_evens_out_the_encoding() -> None:
@@ -128,7 +133,7 @@ def test_sequences_of_equal_work_change_packs_where_that_evens_out_the_encoding(
     samples = [*images, *(Sample(f"t{row}", 5) for row in range(2))]
     problem = checked_problem(samples, ClusterSpec(2, 2, 12), cost, sync="micro_batch")
     before = schedule_of([[0, 1], [2, 3]], [1, 1], [0, 0])
-    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (18.0, 10.0)
+    assert (time_of(problem, before), time_of(problem, exchanged(problem, before))) == (18.0, 10.0)
 
 
 def test_nothing_moves_between_micro_batches_that_take_as_long_together_as_before() -> None:
@@ -137,7 +142,7 @@ def test_nothing_moves_between_micro_batches_that_take_as_long_together_as_befor
     samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 3, 2, 4, 2))]
     problem = checked_problem(samples, ClusterSpec(1, 1, 20), cost, sync="micro_batch")
     before = schedule_of([[0, 1, 2], [3, 4]], [1, 1], [0, 1])
-    assert packs_of(with_exchanges(problem, before)) == packs_of(before)
+    assert packs_of(exchanged(problem, before)) == packs_of(before)
 
 
 def test_one_sequence_is_exchanged_for_two() -> None:
@@ -147,7 +152,18 @@ def test_one_sequence_is_exchanged_for_two() -> None:
     problem = checked_problem(samples, ClusterSpec(2, 2, 20), cost, sync="micro_batch")
     before = schedule_of([[0, 1], [2, 3, 4, 5]], [1, 1], [0, 0])
     assert best_exchange(problem, before, most=1) is None
-    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (14.0, 13.0)
+    assert (time_of(problem, before), time_of(problem, exchanged(problem, before))) == (14.0, 13.0)
+
+
+def test_what_a_pack_recomputes_is_estimated() -> None:
+    """Four of 5 tokens (100 s) beside 4, 4, 4, 3, 3 and 2 (70 s). A rank recomputes all layers beyond 20 tokens: the
+    eight exchanges of 5 for 3, which would help most, take longer. 5 for 3 and 2 helps, then 5 and 3 for two of 4."""
+    cost = CostModel(1.0, linear_s=0.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 5, 5, 5, 4, 4, 4, 3, 3, 2))]
+    cluster = ClusterSpec(2, 2, 20, recomputation=Recomputation(1.0, 0, 40, 20))
+    problem = checked_problem(samples, cluster, cost, sync="micro_batch")
+    before = schedule_of([[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]], [1, 1], [0, 0])
+    assert (time_of(problem, before), time_of(problem, exchanged(problem, before))) == (100.0, 86.0)
 
 
 def test_a_batch_of_very_many_sequences_is_left_as_it_is() -> None:
@@ -156,7 +172,22 @@ def test_a_batch_of_very_many_sequences_is_left_as_it_is() -> None:
     samples = [Sample(str(row), 1 + row % 3) for row in range(40_000)]
     problem = checked_problem(samples, ClusterSpec(2, 2, 100_000), cost, sync="micro_batch")
     before = schedule_of([list(range(0, 40_000, 2)), list(range(1, 40_000, 2))], [1, 1], [0, 0])
-    assert packs_of(with_exchanges(problem, before)) == packs_of(before)
+    assert packs_of(exchanged(problem, before)) == packs_of(before)
+
+
+def test_no_more_exchanges_are_compared_than_asked_for() -> None:
+    """A turn compares the 4 x 8 exchanges of the pack that takes longest (and nothing for each of its sequences), and
+    times one for 8 sequences: with half of that nothing moves; with more the packs become as even as with EFFORT."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 5, 4, 4, 2, 2, 1, 1))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 100), cost, sync="micro_batch")
+    before = schedule_of([[0, 1, 2, 3], [4, 5, 6, 7]], [1, 1], [0, 0])
+    after, compared = with_exchanges(problem, before, 20.0)
+    assert (packs_of(after), compared) == (packs_of(before), 20.0)
+    after, compared = with_exchanges(problem, before)
+    assert time_of(problem, after) == 12.0
+    assert 80.0 < compared < 1e4
+    assert packs_of(with_exchanges(problem, before, compared)[0]) == packs_of(after)
 
 
 def test_two_sequences_are_exchanged_for_one() -> None:
@@ -166,7 +197,7 @@ def test_two_sequences_are_exchanged_for_one() -> None:
     problem = checked_problem(samples, ClusterSpec(2, 2, 20), cost, sync="micro_batch")
     before = schedule_of([[0, 1, 2, 3], [4, 5]], [1, 1], [0, 0])
     assert best_exchange(problem, before, most=1) is None
-    assert (time_of(problem, before), time_of(problem, with_exchanges(problem, before))) == (20.0, 19.0)
+    assert (time_of(problem, before), time_of(problem, exchanged(problem, before))) == (20.0, 19.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -186,7 +217,7 @@ def test_shorter_with_the_same_groups_in_their_memory(
         before = micro_batch_schedule(problem, problem.machine, least_degrees(range(1, num_ranks + 1), num_ranks))
     else:
         before = uniform(problem, Layout(min(degree, num_ranks), 8192))
-    check(problem, before, with_exchanges)
+    check(problem, before, exchanged)
 
 
 def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:
@@ -203,6 +234,6 @@ def test_near_a_slow_search_that_always_makes_the_best_exchange() -> None:
         slow = before
         while (better := best_exchange(problem, slow)) is not None:
             slow = better
-        ratios.append(time_of(problem, with_exchanges(problem, before)) / time_of(problem, slow))
+        ratios.append(time_of(problem, exchanged(problem, before)) / time_of(problem, slow))
     assert max(ratios) < 1.1
     assert np.mean(ratios) < 1.03

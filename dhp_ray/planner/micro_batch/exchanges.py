@@ -10,11 +10,12 @@ token takes 1 s, and 1 s more to encode in a sequence with images (i):
              t4 t3 t3         10 s                                               t4 i3 t3   3 s + 10 s
 
 The exchanges that memory allows are sorted by an estimate of how long the micro-batch then takes, and how much longer
-the other one: a pack's encoding and its rest change by the difference in work, divided by its ranks and their slowest
-speed. The first one is made that, by exact times, shortens the two micro-batches together; or, if several packs are
-equally long, after which the giver's encoding or rest is shorter and neither micro-batch longer than before.
-Micro-batches take turns, but for those that wait for their layers' parameters: at most as many turns as there are
-sequences, until EFFORT is used up or a whole round brings nothing. O(turns x sequences of a pack x sequences).
+the other one, and then of how evenly the two packs are loaded: a pack's encoding and its rest change by the difference
+in work, divided by its ranks and their slowest speed, and by what the pack then recomputes. The first one is made that,
+by exact times, shortens the two micro-batches together; or, if several packs are equally long, after which the giver's
+encoding or rest is shorter and neither micro-batch longer than before.
+Micro-batches take turns, but for those that wait for their layers' parameters, until so many exchanges were compared
+as there is time for, or a whole round brings nothing. O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.planner.items import compiled_share_of
 from dhp_ray.planner.parts import (
     BETTER,
     EFFORT,
@@ -40,7 +42,7 @@ from dhp_ray.planner.parts import (
 from dhp_ray.planner.pricing import PackTimes, times_of
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import Rates
+from dhp_ray.planner.rates import Rate, Rates
 from dhp_ray.planner.schedule import Schedule
 
 TRIES = 6
@@ -56,32 +58,46 @@ class Longest(NamedTuple):
     seconds: np.ndarray
 
 
-def with_exchanges(problem: Problem, schedule: Schedule) -> Schedule:
+class Loads(NamedTuple):
+    """By pack: the tokens that it holds at most, its ranks times the slowest one's speed, and the seconds of its
+    encoding and of its rest without what it recomputes.
+    """
+
+    capacity: np.ndarray
+    speed: np.ndarray
+    encode_s: np.ndarray
+    rest_s: np.ndarray
+
+
+def with_exchanges(problem: Problem, schedule: Schedule, effort: float = EFFORT) -> tuple[Schedule, float]:
     """A schedule with the same groups in the same order that takes at most as long as `schedule` with the sequences of
-    each pack in the batch's order (in which images are dealt to members)."""
+    each pack in the batch's order (in which images are dealt to members); and how many exchanges were compared, at most
+    `effort`."""
     batch, groups, pack_of = described(problem, schedule)
     before = in_packs(schedule, pack_of)
-    exchange(batch, groups, problem.machine.rates, pack_of, times_of(problem, before), held_by(batch, before))
-    return in_packs(schedule, pack_of)
+    compared = exchange(
+        batch, groups, problem.machine.rates, pack_of, times_of(problem, before), held_by(batch, before), effort)
+    return in_packs(schedule, pack_of), compared
 
 
 @compiled
 def exchange(
-    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray
-) -> None:
-    """Exchange sequences. `pack_of`: the pack of each one. `times` and `held`: the times and tokens of each pack. All
-    are updated."""
+    batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray, effort: float,
+) -> float:
+    """Exchange sequences; return how many exchanges were compared. `pack_of`: the pack of each sequence. `times` and
+    `held`: the times and tokens of each pack. All three are updated."""
     num_packs, num_micro_batches = len(groups.slowest), groups.micro_batch.max() + 1
     left = num_micro_batches  # turns in a row that bring nothing
     turn, compared, few = 0, 0.0, 1
-    while left > 0 and turn < len(pack_of) and compared < EFFORT:
+    while left > 0 and compared < effort:
         parts = parts_of(batch, pack_of, num_packs, few)
         shortened, num_compared = _shorten(
-            batch, groups, rates, pack_of, times, held, turn % num_micro_batches, parts, EFFORT - compared)
+            batch, groups, rates, pack_of, times, held, turn % num_micro_batches, parts, effort - compared)
         left = num_micro_batches if shortened else left - 1
         turn, compared = turn + 1, compared + num_compared
         if left == 0 and few < FEW:
             left, few = num_micro_batches, FEW
+    return min(compared, effort)
 
 
 @inner
@@ -132,14 +148,14 @@ def _shorten(
     encode, rest = _longest(groups, times.encode_s), _longest(groups, times.rest_s)
     if _micro_batch_s(groups, times, number) > (encode.seconds[number, 0] + rest.seconds[number, 0]) * (1.0 + 1e-9):
         return False, 0.0  # it waits for its layers' parameters
-    found, compared = np.full((4, TRIES), np.inf), 0.0
+    found, compared, loads = np.full((4, TRIES), np.inf), 0.0, _loads(groups, batch.tokens_per_rank, rates, times, held)
     for giver in (rest.pack[number, 0], encode.pack[number, 0]):
         if giver < 0 or (compared > 0.0 and giver == rest.pack[number, 0]):
             continue
         compared += float((parts.pack == giver).sum() * len(parts.pack))
         if compared > most:
             return False, np.inf
-        _add_candidates(found, parts, groups, batch.tokens_per_rank, times, held, (encode, rest), giver)
+        _add_candidates(found, parts, groups, rates, loads, held, (encode, rest), giver)
     for place in range(TRIES):
         if found[0, place] == np.inf:
             return False, compared
@@ -174,20 +190,44 @@ def _shorten(
 
 
 @inner
+def _loads(groups: Groups, tokens_per_rank: int, rates: Rates, times: PackTimes, held: np.ndarray) -> Loads:
+    num_packs = len(held)
+    loads = Loads(np.zeros(num_packs), np.zeros(num_packs), np.zeros(num_packs), np.zeros(num_packs))
+    for pack in range(num_packs):
+        degree = groups.first[pack + 1] - groups.first[pack]
+        rate = rates[degree]
+        share = compiled_share_of(held[pack], rate) if rate.again > 0.0 else 0.0
+        loads.capacity[pack], loads.speed[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
+        loads.encode_s[pack] = times.encode_s[pack] / (1.0 + share * rate.encoded_again)
+        loads.rest_s[pack] = times.rest_s[pack] / (1.0 + share * rate.again)
+    return loads
+
+
+@inner
+def _estimated(loads: Loads, pack: int, encoding: float, more: float, tokens: float, rate: Rate) -> tuple[float, float]:
+    """Seconds of a pack's encoding and of its rest, if it gets so much more work to encode, and of other work
+    (negative: less), and then has so many tokens."""
+    encode_s = loads.encode_s[pack] + encoding / loads.speed[pack]
+    rest_s = loads.rest_s[pack] + more / loads.speed[pack]
+    if rate.again == 0.0:
+        return encode_s, rest_s
+    share = compiled_share_of(tokens, rate)
+    return encode_s * (1.0 + share * rate.encoded_again), rest_s * (1.0 + share * rate.again)
+
+
+@inner
 def _add_candidates(
-    found: np.ndarray, parts: Parts, groups: Groups, tokens_per_rank: int, times: PackTimes, held: np.ndarray,
+    found: np.ndarray, parts: Parts, groups: Groups, rates: Rates, loads: Loads, held: np.ndarray,
     longest: tuple[Longest, Longest], giver: int,
 ) -> None:
     """Add the exchanges of a pack to `found` (4, TRIES), the best first: estimated seconds of its micro-batch then,
-    plus those that another one takes longer (infinite: there is no such exchange); work that moves; the part that is
-    given, and the one that is taken. `longest`: encodings and rests."""
+    plus those that another one takes longer (infinite: there is no such exchange); the longer encoding plus the longer
+    rest of the two packs, or of the giver if they are in different micro-batches; the part that is given, and the one
+    that is taken. `longest`: encodings and rests."""
     encode, rest = longest
     num_packs, number, size = len(held), groups.micro_batch[giver], 0
     before_s = encode.seconds[number, 0] + rest.seconds[number, 0]
-    capacity, speeds = np.zeros(num_packs), np.zeros(num_packs)
-    for pack in range(num_packs):
-        degree = groups.first[pack + 1] - groups.first[pack]
-        capacity[pack], speeds[pack] = degree * tokens_per_rank, degree * groups.slowest[pack]
+    rate = rates[groups.first[giver + 1] - groups.first[giver]]
     for part in range(num_packs, len(parts.pack)):
         size += parts.pack[part] == giver and parts.second[part] < 0
     for given in range(num_packs, len(parts.pack)):
@@ -201,12 +241,13 @@ def _add_candidates(
                                       or (encoding > 0.0 and giver == encode.pack[number, 0])):
                 continue
             tokens = parts.tokens[given] - parts.tokens[taken]
-            if held[other] + tokens > capacity[other] or (tokens < 0 and held[giver] - tokens > capacity[giver]):
+            if held[other] + tokens > loads.capacity[other] or (
+                tokens < 0 and held[giver] - tokens > loads.capacity[giver]
+            ):
                 continue
-            encode_s = times.encode_s[giver] - encoding / speeds[giver]
-            rest_s = times.rest_s[giver] - more / speeds[giver]
-            other_encode_s = times.encode_s[other] + encoding / speeds[other]
-            other_rest_s = times.rest_s[other] + more / speeds[other]
+            encode_s, rest_s = _estimated(loads, giver, -encoding, -more, held[giver] - tokens, rate)
+            other_rate = rates[groups.first[other + 1] - groups.first[other]]
+            other_encode_s, other_rest_s = _estimated(loads, other, encoding, more, held[other] + tokens, other_rate)
             elsewhere, after_s = groups.micro_batch[other], 0.0
             if elsewhere == number:
                 encode_s, rest_s = max(encode_s, other_encode_s), max(rest_s, other_rest_s)
@@ -217,16 +258,16 @@ def _add_candidates(
             after_s += max(_without(rest, number, giver, other), rest_s)
             if after_s > before_s:
                 continue
-            _insert(found, after_s, abs(more) + abs(encoding), given, taken)
+            _insert(found, after_s, encode_s + rest_s, given, taken)
 
 
 @inner
-def _insert(found: np.ndarray, after_s: float, more: float, given: int, taken: int) -> None:
+def _insert(found: np.ndarray, after_s: float, pair_s: float, given: int, taken: int) -> None:
     """Insert an exchange into `found` (4, TRIES), which is sorted by its first two rows, if it is one of the best."""
     place = TRIES
-    while place > 0 and (after_s, more) < (found[0, place - 1], found[1, place - 1]):
+    while place > 0 and (after_s, pair_s) < (found[0, place - 1], found[1, place - 1]):
         place -= 1
         if place + 1 < TRIES:
             found[:, place + 1] = found[:, place]
     if place < TRIES:
-        found[0, place], found[1, place], found[2, place], found[3, place] = after_s, more, given, taken
+        found[0, place], found[1, place], found[2, place], found[3, place] = after_s, pair_s, given, taken
