@@ -10,6 +10,7 @@
     ranks=1,2       each with a cost file of its own, measured just before as jobs/measure.py does
     sync=step,micro_batch
     preempt=false   true: nothing else has the ranks' cores while a step runs (root), on a machine that others use too
+    quick=false     true: costs of a short measurement
     out=            write every plan and what its runs took, for others to compare with (JSON)
 
 With these settings of MALLOC glibc keeps the memory of large tensors, as a device's allocator does. Without them each
@@ -30,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +44,10 @@ from benchmarks.worlds import Corpus, corpus_of, data_overrides
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.config import Config, load
-from dhp_ray.measure.clock import Gauge, lost_s, lost_since, may_preempt, undisturbed
+from dhp_ray.measure.clock import Gauge, QuietCores, lost_s, lost_since, may_preempt, undisturbed
 from dhp_ray.measure.timings import AT_BEST
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
+from dhp_ray.planner.cost import SYNCS
 from dhp_ray.runtime.job.measuring import Request, measure_here
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
@@ -56,8 +59,10 @@ DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_ba
 TOKENS = (4096, 1400)
 """Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch with a sequence
 that does not fit on all ranks with the fewer uses the more."""
-AGAIN, QUIET_LOOKS, QUIET_LOOK_S = 4, 20, 0.1
-"""A run waits for its cores to be at their best, and is repeated so many times as often where they were not."""
+AGAIN, QUIET_LOOKS = 4, 20
+"""A run looks so often whether its cores are at their best, and is repeated so many times as often where they were not.
+(Where that has been in vain for long, it neither waits nor is repeated: `QuietCores`.)"""
+ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS, "preempt": ("true", "false"), "quick": ("true", "false")}
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15
 """Errors allowed: of the mean (or twice the runs' own spread, if that is more), and of any one batch."""
 
@@ -150,25 +155,32 @@ def measured(
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     member = Rank(config, Membership(rank, cases[0].ranks, 1, "127.0.0.1", port), CPU)
     gauge, found = Gauge(), [list[Run]() for _ in cases]
+    quiet = QuietCores(lambda: slowest(member, gauge, preempt), QUIET_LOOKS)
     for wanted in range(1, runs + 1):  # what slows a machine for a while is not in all runs of a case
         for case, own in zip(cases, found):
             plan = case.plan.rank_plan(1, rank)
             inputs = collated(plan, corpus.rank_payloads(plan), member.adapter)
             member.stepper.run(inputs, 0.0)
-            most = len(own) + AGAIN
+            most = len(own) + (1 if quiet.hopeless else AGAIN)
             while sum(run.slowness <= AT_BEST for run in own) < wanted and len(own) < most:
-                for _ in range(QUIET_LOOKS):
-                    if slowest(member, gauge, preempt) <= AT_BEST:
-                        break
-                    time.sleep(QUIET_LOOK_S)
+                quiet.wait()
                 before = lost_s()
                 with undisturbed(preempt):
                     result = member.stepper.run(inputs, 0.0)
                 own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
                                [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
                 time.sleep(result.step_time_s * preempt)  # the others' turn
+        at_best = sum(run.slowness <= AT_BEST for own in found for run in own)
+        if rank == 0:
+            say(f"runs of {len(cases)} plans", f"cores at their best in {at_best} of {sum(map(len, found))}",
+                wanted / runs)
     member.close()
     return found
+
+
+def say(what: str, detail: str, share: float) -> None:
+    """Print a line of progress. `share`: of the work of `what` that is done."""
+    print(f"reality.py: {what}, {share:.0%}: {detail}", file=sys.stderr, flush=True)
 
 
 def slowest(member: Rank, gauge: Gauge, preempt: bool) -> float:
@@ -223,6 +235,12 @@ def settings_of(words: Sequence[str]) -> dict[str, str]:
         if not equals or name not in DEFAULTS:
             raise ValueError(f"{word}: not understood; allowed: {', '.join(f'{name}=' for name in DEFAULTS)}")
         found[name] = value
+    for name, allowed in ALLOWED.items():
+        if not set(found[name].split(",")) <= set(allowed):
+            raise ValueError(f"{name}: got {found[name]}; allowed: {', '.join(allowed)}")
+    for name in ("batches", "runs"):
+        if not found[name].isdecimal() or int(found[name]) < 1:
+            raise ValueError(f"{name}: got {found[name]}; allowed: a number above 0")
     return found
 
 
@@ -245,8 +263,8 @@ def main(words: Sequence[str]) -> int:
           "runs left out | mean allowed % |\n|" + "---|" * 9)
     for num_ranks in map(int, settings["ranks"].split(",")):
         config = load(["model.preset=tiny", "run.dir=unused", "planner.sync=auto"])
-        cost = measure_here(config, Request("reality", num_ranks, quick=settings["quick"] == "true",
-                                            preempts=preempt)).cost
+        request = Request("reality", num_ranks, quick=settings["quick"] == "true", preempts=preempt)
+        cost = measure_here(config, request, partial(say, f"costs on {num_ranks} ranks")).cost
         for sync in settings["sync"].split(","):
             cases = cases_of(batches, num_ranks, sync, cost.in_mode(sync))
             one = replace(config, planner=replace(config.planner, sync=sync))

@@ -4,19 +4,22 @@
     undisturbed  keeps other processes off the cores of this process
     Gauge        tells whether a core is slower than at its best, for example because another virtual machine, which
                  is not visible here, shares it
+    QuietCores   waits for cores to be at their best, as long as that helps
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, process_time, sleep, thread_time
 
 import torch
+
+from dhp_ray.measure.timings import AT_BEST
 
 THREADS = Path("/proc/self/task")
 
@@ -115,3 +118,29 @@ class Gauge:
 def gauge_of_process() -> Gauge:
     """The one gauge of this process: a later measurement on cores that are all slower then shows as slow."""
     return Gauge()
+
+
+class QuietCores:
+    """Waits until cores are at their best: `looks` looks at `slowness()`, LOOK_S seconds apart, at most. After VAIN
+    waits in a row without such a moment it looks once, because this machine's cores may never be at their best for
+    long. `slowness`: of the slowest core of all ranks (`Gauge.slowness`), so that all ranks wait equally long.
+    """
+
+    VAIN, LOOK_S = 30, 0.1
+
+    def __init__(self, slowness: Callable[[], float], looks: int) -> None:
+        self._slowness, self._looks, self._vain = slowness, looks, 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it no longer waits."""
+        return self._vain >= self.VAIN
+
+    def wait(self) -> None:
+        for left in range(1 if self.hopeless else self._looks, 0, -1):
+            if self._slowness() <= AT_BEST:
+                self._vain = 0
+                return
+            if left > 1:
+                sleep(self.LOOK_S)
+        self._vain += 1

@@ -17,7 +17,7 @@ from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.comm.transport import Transport
-from dhp_ray.measure.clock import Gauge, gauge_of_process, lost_of, lost_s, lost_since, undisturbed
+from dhp_ray.measure.clock import Gauge, QuietCores, gauge_of_process, lost_of, lost_s, lost_since, undisturbed
 from dhp_ray.measure.payloads import payload_of
 from dhp_ray.measure.rounds import Round, Spec
 from dhp_ray.measure.timings import AT_BEST, PackTiming, StepTiming
@@ -39,7 +39,8 @@ LEAST, MOST = 3, 9
 """The least and the most repeats of a round in all passes together."""
 AGAIN = 3
 """A round runs up to this many times its number of repeats, until enough repeats had cores at their best."""
-QUIET_LOOKS, QUIET_LOOK_S = 8, 0.1
+QUIET_LOOKS, QUICK_LOOKS = 8, 2
+"""How often a repeat looks whether all cores are at their best before it begins."""
 SLOW_S = 15.0
 """A round that takes longer than this needs one repeat, and is left out of later passes."""
 
@@ -98,11 +99,13 @@ class Member:
     preempts: bool = False
     """Every step takes precedence over all other processes."""
     gauge: Gauge | None = field(init=False)
+    quiet: QuietCores = field(init=False)
     warm: bool = field(init=False, default=False)
     stepper: WatchedStep | WatchedMicroBatchStep = field(init=False)
 
     def __post_init__(self) -> None:
         self.gauge = gauge_of_process() if self.device.type == "cpu" and not self.shared_cores else None
+        self.quiet = QuietCores(self.slowness, QUICK_LOOKS if self.spec.quick else QUIET_LOOKS)
         kind = WatchedMicroBatchStep if self.spec.sync == "micro_batch" else WatchedStep
         self.stepper = kind(self.adapter, self.engine, self.transport, self.world, self.device)
 
@@ -134,7 +137,7 @@ class Member:
         budget_s, passes = QUICK_S if self.spec.quick else LONG_S, self.spec.num_passes
         least = 1 if slowest_s > SLOW_S else LEAST // passes
         times = min(MOST // passes, max(least, int(budget_s / passes / max(slowest_s, 1e-6))))
-        for _ in range((1 if self.spec.quick else AGAIN) * times):
+        for _ in range((1 if self.spec.quick or self.quiet.hopeless else AGAIN) * times):
             if sum(timing.slowness <= AT_BEST for timing in timings) >= times:
                 break
             timings.append(self._run(inputs))
@@ -145,7 +148,7 @@ class Member:
         return numbers_of_ranks(torch.tensor(number, dtype=torch.float64), self.world, self.engine.progress)
 
     def _run(self, inputs: StepInputs) -> StepTiming:
-        self._wait_for_quiet()
+        self.quiet.wait()
         self.stepper.seen.clear()
         before = lost_s()
         with undisturbed(self.preempts):
@@ -166,13 +169,6 @@ class Member:
         with undisturbed(self.preempts):
             mine = self.gauge.slowness() if self.gauge else 1.0
         return max(self.of_all(mine))
-
-    def _wait_for_quiet(self) -> None:
-        """Wait until all cores are at their best, QUIET_LOOKS times at most; all ranks go on together."""
-        for _ in range(QUIET_LOOKS // 4 if self.spec.quick else QUIET_LOOKS):
-            if self.slowness() <= AT_BEST:
-                return
-            time.sleep(QUIET_LOOK_S)
 
     def _payloads(self, plan: RankPlan) -> dict[str, Payload]:
         return {sample.id: payload_of(sample, self.adapter, here) for pack in (*plan.packs, *plan.encoded)

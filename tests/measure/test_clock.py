@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dhp_ray.measure.clock import Gauge, lost_of, lost_s, lost_since, may_preempt, undisturbed
+from dhp_ray.measure.clock import Gauge, QuietCores, lost_of, lost_s, lost_since, may_preempt, undisturbed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no sched_setaffinity")
 
@@ -120,3 +120,28 @@ def test_a_core_that_is_shared_is_slower_than_at_its_best() -> None:
     assert gauge.slowness() >= 1.0
     gauge.best_s /= 2  # as if it had once been twice as fast
     assert gauge.slowness() >= 1.9
+
+
+def test_waits_for_quiet_cores_as_long_as_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look finds slow cores; the fifth one's are at their best. Then none is, until the cores have become quiet."""
+    monkeypatch.setattr(QuietCores, "LOOK_S", 0.0)
+    looks, slow = 0, [2.0] * 4 + [1.0]
+
+    def slowness() -> float:
+        nonlocal looks
+        looks += 1
+        return slow[min(looks, len(slow)) - 1]
+
+    quiet = QuietCores(slowness, 20)
+    quiet.wait()
+    assert (looks, quiet.hopeless) == (5, False)
+    slow.append(2.0)
+    for _ in range(quiet.VAIN):
+        assert not quiet.hopeless
+        quiet.wait()
+    assert (looks, quiet.hopeless) == (5 + 20 * quiet.VAIN, True)
+    quiet.wait()
+    assert (looks, quiet.hopeless) == (6 + 20 * quiet.VAIN, True)
+    slow = [1.0]
+    quiet.wait()
+    assert not quiet.hopeless
