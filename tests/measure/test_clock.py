@@ -122,6 +122,14 @@ def test_a_core_that_is_shared_is_slower_than_at_its_best() -> None:
     assert gauge.slowness() >= 1.9
 
 
+def test_a_core_that_has_just_slept_is_not_taken_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gauge = Gauge()
+    seconds = iter([1.3, 1.25, 1.2, 1.2, 1.1, 1.0, 1.02, 1.01])
+    monkeypatch.setattr(gauge, "best_s", 1.0)
+    monkeypatch.setattr(gauge, "_seconds", lambda: next(seconds))
+    assert gauge.slowness() == 1.01
+
+
 def test_waits_for_quiet_cores_as_long_as_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look finds slow cores; the fifth one's are at their best. Then none is, until the cores have become quiet."""
     monkeypatch.setattr(QuietCores, "LOOK_S", 0.0)
