@@ -237,12 +237,12 @@ def of_images(count: int, num_ranks: int, seeds: int, **options: Any) -> list[Ba
 def captions(speed: float, recomputes: bool, seeds: int) -> list[Batch]:
     """512 captioned pictures on 64 ranks, a few to a pack: steps of 2 s, or less on devices of this speed.
     `recomputes`: a rank holds four times as many tokens if it recomputes all layers."""
-    from dhp_ray.planner.layer_share import Recomputation
-
     cost = replace(IMAGES, fixed_s=0.0, pack_s=0.15 / speed, **{
         name: getattr(IMAGES, name) / speed for name in ("quadratic_s", "linear_s", "vision_linear_s", "latency_s")})
     cluster = ClusterSpec(64, 8, 1024)
     if recomputes:
+        from dhp_ray.planner.layer_share import Recomputation
+
         cluster = replace(cluster, recomputation=Recomputation(1.0, 1024, 4096, 1024))
     batches = []
     for seed in range(seeds):

@@ -60,8 +60,8 @@ TOKENS = (4096, 1400)
 """Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch with a sequence
 that does not fit on all ranks with the fewer uses the more."""
 AGAIN, QUIET_LOOKS = 4, 20
-"""A run looks so often whether its cores are at their best, and is repeated so many times as often where they were not.
-(Where that has been in vain for long, it neither waits nor is repeated: `QuietCores`.)"""
+"""A run begins after at most QUIET_LOOKS looks for quiet cores; one on slow cores is repeated, up to AGAIN runs in a
+turn. (After many waits in vain it neither waits nor is repeated: `QuietCores`.)"""
 ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS, "preempt": ("true", "false"), "quick": ("true", "false")}
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15
 """Errors allowed: of the mean (or twice the runs' own spread, if that is more), and of any one batch."""
@@ -236,7 +236,7 @@ def settings_of(words: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{word}: not understood; allowed: {', '.join(f'{name}=' for name in DEFAULTS)}")
         found[name] = value
     for name, allowed in ALLOWED.items():
-        if not set(found[name].split(",")) <= set(allowed):
+        if not set(found[name].split(",") if name in ("ranks", "sync") else [found[name]]) <= set(allowed):
             raise ValueError(f"{name}: got {found[name]}; allowed: {', '.join(allowed)}")
     for name in ("batches", "runs"):
         if not found[name].isdecimal() or int(found[name]) < 1:

@@ -8,7 +8,7 @@ tuned, each to its best cap: as many of them as take a small share of the step, 
 step. (With sync=micro_batch two caps do not show how short a baseline can be.)
 
 The shortest of all these schedules are then improved by exchanges between their packs; with sync=step only if they are
-far from the bound, with sync=micro_batch as many as take a small share of the step.
+far from the bound. With sync=micro_batch exchanges are compared for a small share of the step at most.
 
 If packs may move activations to host memory or recompute layers, all of this is done for each of several ways to plan
 the batch (`ways.py`), one of which moves and recomputes nothing that sequences can do without: so no plan is longer
@@ -45,7 +45,7 @@ the bound, up to MANY also with less full packs, of one round more. A plan of mo
 TUNING = {"step": ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4)),
           "micro_batch": ((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}
 """By mode, the baselines in the order in which they are tuned, and approximately how many seconds for each sequence it
-takes. (With sync=micro_batch `pow2` tunes seven plans, and in a short step there is time for one baseline alone.)
+takes. (With sync=micro_batch `pow2` tunes seven or eight plans. A short step has time for one baseline alone.)
 """
 
 CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15
@@ -61,8 +61,9 @@ batch and of tuned baselines. With sync=step only those that are more than NEAR 
 """
 
 EXCHANGING, COMPARED_S = 0.2, 1e-8
-"""With sync=micro_batch, and more than SMALL sequences x ranks, exchanges take at most the share EXCHANGING of a step:
-approximately COMPARED_S for each one that is compared. The shortest schedule's come first.
+"""With sync=micro_batch, and more than SMALL sequences x ranks, exchanges are compared for at most the share EXCHANGING
+of a step, approximately COMPARED_S each, in the shortest schedule first. (With `encoder=auto` each of the two plans
+does that.)
 """
 
 

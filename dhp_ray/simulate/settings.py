@@ -53,7 +53,7 @@ class PlanningSettings:
     encoder: str = key("auto", "who encodes images", choices=("group", "world", "auto"))
     item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch "
                         "(benchmarks/README.md, Planning time: 3 to 9 microseconds, with unequal speeds up to 39, with "
-                        "baselines tuned up to 600)",
+                        "baselines tuned up to 1,400)",
                         minimum=0, maximum=1)
     last_resort_item_s: float = key(5e-6, "the same of the planner that runs where a plan is late", minimum=0,
                                     maximum=1)

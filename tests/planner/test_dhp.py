@@ -109,42 +109,6 @@ def test_near_the_bound(num_ranks, each, allowed):
         assert gap_of(plan, ALL_TO_ALL) <= allowed
 
 
-CAPTIONS = [Sample(str(row), int(length)) for row, length in enumerate(
-    np.clip(np.random.default_rng(3).normal(600, 120, 256), 100, 1000))]
-"""Four for each of 64 ranks, which hold one at a time, or two short ones."""
-
-
-def captions_at(speed, sync, planner="dhp"):
-    """Planned for devices so many times as fast as those whose steps take 1.0 s."""
-    cost = replace(ALL_TO_ALL, quadratic_s=ALL_TO_ALL.quadratic_s / speed, linear_s=ALL_TO_ALL.linear_s / speed,
-                   pack_s=0.1 / speed, fixed_s=0.1 / speed)
-    return plan_batch(CAPTIONS, ClusterSpec(64, 8, 1000), cost, planner=planner, sync=sync)
-
-
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_a_larger_batch_far_from_the_bound_is_never_behind_a_tuned_baseline(sync):
-    """By the search alone it was 6 % behind `static_best` in step, 8 % in micro_batch."""
-    names = ("static_best", "pow2", "dhp_paper", "megatron")
-    best_s = min(captions_at(1.0, sync, name).predicted_time_s for name in names)
-    assert captions_at(1.0, sync).predicted_time_s <= best_s * (1 + 1e-9)
-    assert captions_at(10.0, sync).predicted_time_s > best_s / 10 * 1.04
-
-
-@pytest.mark.parametrize(("speed", "planner", "tuned"), [
-    (0.25, "dhp", ["megatron", "dhp_paper", "static_best", "pow2"]),
-    (1.0, "dhp", ["megatron", "dhp_paper", "static_best"]), (3.0, "dhp", ["megatron", "dhp_paper"]),
-    (8.0, "dhp", ["megatron"]), (100.0, "dhp", []), (1.0, "dhp_quick", [])])
-def test_baselines_are_tuned_as_far_as_the_step_is_long_enough_and_never_by_the_last_resort(
-    monkeypatch, speed, planner, tuned
-):
-    module, asked = sys.modules["dhp_ray.planner.dhp"], []
-    monkeypatch.setattr(module, "TUNING", {"micro_batch": [
-        (lambda problem, baseline=baseline: asked.append(baseline.__name__) or baseline(problem), seconds)
-        for baseline, seconds in module.TUNING["micro_batch"]]})
-    captions_at(speed, "micro_batch", planner)
-    assert asked == tuned
-
-
 def test_packs_of_more_ranks_where_those_leave_less_memory_unused():
     """A rank holds two sequences of 40 (of 100), two ranks hold five: 40 sequences on 8 ranks are two micro-batches of
     packs of two ranks, three of packs of one; without micro-batches, 8 packs that each pay pack_s, not 20."""

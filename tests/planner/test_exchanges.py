@@ -175,19 +175,31 @@ def test_a_batch_of_very_many_sequences_is_left_as_it_is() -> None:
     assert packs_of(exchanged(problem, before)) == packs_of(before)
 
 
-def test_no_more_exchanges_are_compared_than_asked_for() -> None:
-    """A turn compares the 4 x 8 exchanges of the pack that takes longest (and nothing for each of its sequences), and
-    times one for 8 sequences: with half of that nothing moves; with more the packs become as even as with EFFORT."""
+def test_no_more_exchanges_are_compared_than_there_is_time_for() -> None:
+    """The first turn would compare 50: those of the longest pack's nothing and four sequences with the nothing of both
+    packs and all eight sequences."""
     cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
     samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 5, 4, 4, 2, 2, 1, 1))]
     problem = checked_problem(samples, ClusterSpec(2, 2, 100), cost, sync="micro_batch")
     before = schedule_of([[0, 1, 2, 3], [4, 5, 6, 7]], [1, 1], [0, 0])
-    after, compared = with_exchanges(problem, before, 20.0)
-    assert (packs_of(after), compared) == (packs_of(before), 20.0)
-    after, compared = with_exchanges(problem, before)
+    after, compared = with_exchanges(problem, before, 49.0)
+    assert packs_of(after) == packs_of(before)
+    assert compared < 50.0  # parts were listed, nothing else
+    after, compared = with_exchanges(problem, before, 1e4)
     assert time_of(problem, after) == 12.0
-    assert 80.0 < compared < 1e4
-    assert packs_of(with_exchanges(problem, before, compared)[0]) == packs_of(after)
+    assert 50.0 < compared < 1e4
+
+
+def test_exchanges_that_undo_one_another_end() -> None:
+    """5 and 5 beside 10, and 5 and 4 beside 10 in another micro-batch, which may swap 5 and 4 for ever: the giver's
+    pack gets shorter, and no micro-batch longer."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 5, 10, 5, 4, 10))]
+    problem = checked_problem(samples, ClusterSpec(2, 2, 10), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2], [3, 4], [5]], [1, 1, 1, 1], [0, 0, 1, 1])
+    after, compared = with_exchanges(problem, before)
+    assert time_of(problem, after) == time_of(problem, before) == 20.0
+    assert compared < 2000.0
 
 
 def test_two_sequences_are_exchanged_for_one() -> None:

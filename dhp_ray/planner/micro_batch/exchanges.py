@@ -10,12 +10,14 @@ token takes 1 s, and 1 s more to encode in a sequence with images (i):
              t4 t3 t3         10 s                                               t4 i3 t3   3 s + 10 s
 
 The exchanges that memory allows are sorted by an estimate of how long the micro-batch then takes, and how much longer
-the other one, and then of how evenly the two packs are loaded: a pack's encoding and its rest change by the difference
-in work, divided by its ranks and their slowest speed, and by what the pack then recomputes. The first one is made that,
-by exact times, shortens the two micro-batches together; or, if several packs are equally long, after which the giver's
-encoding or rest is shorter and neither micro-batch longer than before.
-Micro-batches take turns, but for those that wait for their layers' parameters, until so many exchanges were compared
-as there is time for, or a whole round brings nothing. O(turns x sequences of a pack x sequences).
+the other one; if these are equal, by the longest encoding plus the longest rest of the micro-batch's packs that
+change. A pack's encoding and its rest change by the difference in work, divided by its ranks and their slowest speed,
+and by what the pack then recomputes (waits for copies to host memory are taken not to change). The first exchange is
+made that, by exact times, shortens the two micro-batches together. If several packs are equally long, an exchange is
+also made that shortens the giver's encoding or rest and lengthens neither micro-batch: at most as many in a row as
+there are packs, since one may undo another.
+Micro-batches take turns, except those that wait for their layers' parameters. The search ends after a round without an
+exchange, or once `effort` exchanges have been compared. O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ from dhp_ray.planner.schedule import Schedule
 TRIES = 6
 """The most exchanges of a micro-batch that are tried by exact times in one turn."""
 
+NONE, EVENER, SHORTER = 0, 1, 2
+"""What the exchange of a turn did."""
+
 
 class Longest(NamedTuple):
     """By micro-batch, the three packs that take longest for something, the longest first, and their seconds (-1 and 0
@@ -71,8 +76,7 @@ class Loads(NamedTuple):
 
 def with_exchanges(problem: Problem, schedule: Schedule, effort: float = EFFORT) -> tuple[Schedule, float]:
     """A schedule with the same groups in the same order that takes at most as long as `schedule` with the sequences of
-    each pack in the batch's order (in which images are dealt to members); and how many exchanges were compared, at most
-    `effort`."""
+    each pack in the batch's order (in which images are dealt to members); and how much of `effort` that took."""
     batch, groups, pack_of = described(problem, schedule)
     before = in_packs(schedule, pack_of)
     compared = exchange(
@@ -84,20 +88,22 @@ def with_exchanges(problem: Problem, schedule: Schedule, effort: float = EFFORT)
 def exchange(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray, effort: float,
 ) -> float:
-    """Exchange sequences; return how many exchanges were compared. `pack_of`: the pack of each sequence. `times` and
-    `held`: the times and tokens of each pack. All three are updated."""
+    """Exchange sequences, and compare `effort` exchanges at most (listing a part, or adding up a sequence, counts as
+    one); return how many were compared. `pack_of`: the pack of each sequence. `times` and `held`: the times and tokens
+    of each pack. All three are updated."""
     num_packs, num_micro_batches = len(groups.slowest), groups.micro_batch.max() + 1
-    left = num_micro_batches  # turns in a row that bring nothing
-    turn, compared, few = 0, 0.0, 1
+    left = num_micro_batches  # turns until a round has brought nothing
+    turn, compared, few, evened = 0, 0.0, 1, 0
     while left > 0 and compared < effort:
         parts = parts_of(batch, pack_of, num_packs, few)
-        shortened, num_compared = _shorten(
-            batch, groups, rates, pack_of, times, held, turn % num_micro_batches, parts, effort - compared)
-        left = num_micro_batches if shortened else left - 1
-        turn, compared = turn + 1, compared + num_compared
+        found, num_compared = _exchanged(batch, groups, rates, pack_of, times, held, turn % num_micro_batches, parts,
+                                         effort - compared, evened < num_packs)
+        left = left - 1 if found == NONE else num_micro_batches
+        evened = 0 if found == SHORTER else evened + (found == EVENER)
+        turn, compared = turn + 1, compared + num_compared + len(parts.pack)
         if left == 0 and few < FEW:
             left, few = num_micro_batches, FEW
-    return min(compared, effort)
+    return compared
 
 
 @inner
@@ -138,27 +144,28 @@ def _micro_batch_s(groups: Groups, times: PackTimes, number: int) -> float:
 
 
 @inner
-def _shorten(
+def _exchanged(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray, number: int,
-    parts: Parts, most: float,
-) -> tuple[bool, float]:
-    """Make one exchange of the packs of a micro-batch with the longest rest and the longest encoding; return whether
-    there was one, and how many were compared. If more than `most` would have to be compared: none, and infinitely many.
-    `times` and `held`: the times and tokens of each pack."""
+    parts: Parts, most: float, evens: bool,
+) -> tuple[int, float]:
+    """Make one exchange of the packs of a micro-batch with the longest rest and the longest encoding; return whether it
+    made the micro-batches SHORTER, or (if it `evens`) just EVENER, or there was NONE; and how many were compared. If
+    there are more than `most` to compare, there is none. `times` and `held`: the times and tokens of each pack."""
     encode, rest = _longest(groups, times.encode_s), _longest(groups, times.rest_s)
     if _micro_batch_s(groups, times, number) > (encode.seconds[number, 0] + rest.seconds[number, 0]) * (1.0 + 1e-9):
-        return False, 0.0  # it waits for its layers' parameters
+        return NONE, 0.0  # it waits for its layers' parameters
     found, compared, loads = np.full((4, TRIES), np.inf), 0.0, _loads(groups, batch.tokens_per_rank, rates, times, held)
-    for giver in (rest.pack[number, 0], encode.pack[number, 0]):
-        if giver < 0 or (compared > 0.0 and giver == rest.pack[number, 0]):
-            continue
+    givers = rest.pack[number, 0], encode.pack[number, 0] if encode.pack[number, 0] != rest.pack[number, 0] else -1
+    for giver in givers:
         compared += float((parts.pack == giver).sum() * len(parts.pack))
-        if compared > most:
-            return False, np.inf
-        _add_candidates(found, parts, groups, rates, loads, held, (encode, rest), giver)
+    if compared > most:
+        return NONE, 0.0
+    for giver in givers:
+        if giver >= 0:
+            _add_candidates(found, parts, groups, rates, loads, held, (encode, rest), giver)
     for place in range(TRIES):
         if found[0, place] == np.inf:
-            return False, compared
+            return NONE, compared
         given, taken = int(found[2, place]), int(found[3, place])
         giver, other = parts.pack[given], parts.pack[taken]
         elsewhere, inside = groups.micro_batch[other], groups.micro_batch[other] == number
@@ -179,14 +186,14 @@ def _shorten(
         less_s = before_s * BETTER
         closer = (giver == rest.pack[number, 0] and rest_s < mine[2] - less_s) or (
             giver == encode.pack[number, 0] and encode_s < mine[1] - less_s)
-        if rise_s + rise_there_s < -less_s or (rise_s <= 0.0 and rise_there_s <= 0.0 and closer):
+        if rise_s + rise_there_s < -less_s or (evens and rise_s <= 0.0 and rise_there_s <= 0.0 and closer):
             held[giver], held[other] = tokens, other_tokens
-            return True, compared
+            return SHORTER if rise_s + rise_there_s < -less_s else EVENER, compared
         times.pack_s[giver], times.encode_s[giver], times.rest_s[giver] = mine
         times.pack_s[other], times.encode_s[other], times.rest_s[other] = others
         move(parts, given, giver, pack_of)
         move(parts, taken, other, pack_of)
-    return False, compared
+    return NONE, compared
 
 
 @inner
@@ -205,8 +212,8 @@ def _loads(groups: Groups, tokens_per_rank: int, rates: Rates, times: PackTimes,
 
 @inner
 def _estimated(loads: Loads, pack: int, encoding: float, more: float, tokens: float, rate: Rate) -> tuple[float, float]:
-    """Seconds of a pack's encoding and of its rest, if it gets so much more work to encode, and of other work
-    (negative: less), and then has so many tokens."""
+    """Seconds of a pack's encoding and of its rest after it gets `encoding` and `more` seconds of work (of one nominal
+    rank; negative: less) and holds `tokens` tokens."""
     encode_s = loads.encode_s[pack] + encoding / loads.speed[pack]
     rest_s = loads.rest_s[pack] + more / loads.speed[pack]
     if rate.again == 0.0:
@@ -221,9 +228,9 @@ def _add_candidates(
     longest: tuple[Longest, Longest], giver: int,
 ) -> None:
     """Add the exchanges of a pack to `found` (4, TRIES), the best first: estimated seconds of its micro-batch then,
-    plus those that another one takes longer (infinite: there is no such exchange); the longer encoding plus the longer
-    rest of the two packs, or of the giver if they are in different micro-batches; the part that is given, and the one
-    that is taken. `longest`: encodings and rests."""
+    plus those that another one takes longer (infinite: there is no such exchange); the longest encoding plus the
+    longest rest of the two packs, or of the giver if the other pack is in another micro-batch; the part that is given,
+    and the one that is taken. `longest`: encodings and rests."""
     encode, rest = longest
     num_packs, number, size = len(held), groups.micro_batch[giver], 0
     before_s = encode.seconds[number, 0] + rest.seconds[number, 0]
