@@ -3,6 +3,7 @@
     DHP_RAY_TEST_DATA=FOLDER python benchmarks/ablation.py    all of benchmarks/variants.py, each alone
     ... benchmarks/ablation.py "step: one order" "pool: one slack"              these, each alone
     ... benchmarks/ablation.py --together "step: one order" "pool: one slack"   these as one planner
+    ... benchmarks/ablation.py --table "small: step"    on the batches of this table alone (or of several)
     ... benchmarks/ablation.py --beside FOLDER          this checkout's planner over another checkout's, old or new
 
 Constants are compiled into machine code, so each variant is a copy of the package. A process plans with it, row by row
@@ -203,8 +204,8 @@ def print_tables(by_table: Mapping[str, Loss]) -> None:
         )
 
 
-def ablate(variants: Sequence[Variant], together: bool) -> int:
-    """Print a row for each variant, or one for all of them and then their tables."""
+def ablate(variants: Sequence[Variant], together: bool, names: Sequence[str]) -> int:
+    """Print a row for each variant, or one for all of them and then their tables. `names`: of the tables that count."""
     head = [
         "variant",
         "makespan, mean of the worst table",
@@ -214,7 +215,7 @@ def ablate(variants: Sequence[Variant], together: bool) -> int:
     ]
     print(line(head) + "\n" + "|---" * len(head) + "|", flush=True)
     lists = [list(variants)] if together else [[variant] for variant in variants]
-    numbers = [number for number, row in enumerate(rows(1)) if row.table != UNEQUAL]
+    numbers = [number for number, row in enumerate(rows(1)) if row.table in names]
     tables = [rows(1)[number] for number in numbers]
     for begin in range(0, len(lists), AT_ONCE):
         now = lists[begin : begin + AT_ONCE]
@@ -254,6 +255,7 @@ def main(words: list[str]) -> int:
         help="all if none is named: " + "; ".join(variant.name for variant in VARIANTS).replace("%", "%%"),
     )
     parser.add_argument("--together", action="store_true")
+    parser.add_argument("--table", action="append", choices=list(dict.fromkeys(row.table for row in rows(1))))
     parser.add_argument("--beside", type=Path, metavar="FOLDER")
     options = parser.parse_args(words)
     known = {variant.name: variant for variant in VARIANTS}
@@ -264,7 +266,8 @@ def main(words: list[str]) -> int:
         return (
             beside(options.beside.resolve())
             if options.beside
-            else ablate([known[name] for name in options.variants] or VARIANTS, options.together)
+            else ablate([known[name] for name in options.variants] or VARIANTS, options.together,
+                        options.table or [row.table for row in rows(1) if row.table != UNEQUAL])
         )
     except VariantError as error:
         print(f"ablation.py: {error}", file=sys.stderr)
