@@ -6,6 +6,7 @@ import pytest
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
+from dhp_ray.measure.clock import QuietCores
 from dhp_ray.measure.links import MESSAGE_BYTES
 from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.rounds import Spec, rounds_of
@@ -82,6 +83,27 @@ def test_a_later_pass_adds_repeats_unless_the_steps_of_a_rank_are_slow() -> None
     first, second, third = run_processes(two_passes, 2, spec(sizes=SMALL), timeout_s=240)[0]
     assert all(both > one > 0 for one, both in zip(first, second))
     assert third == first
+
+
+def on_slow_cores(rank: int, port: int, of: Spec) -> tuple[int, int]:
+    """The repeats of a round where cores are slow, and after many waits for quiet ones in vain."""
+    config = load(["model.preset=tiny", "run.dir=unused"])
+    member = Rank(config, Membership(rank, of.num_ranks, 1, "127.0.0.1", port), CPU)
+    measuring = member_with(member, of, num_cores=64)
+    measuring.slowness = lambda: 2.0  # type: ignore[method-assign]
+    measuring.quiet = QuietCores(measuring.slowness, 1)
+    [round_, *_] = rounds_of("packs", of)
+    before = len(measuring.timed(round_))
+    while not measuring.quiet.hopeless:
+        measuring.quiet.wait()
+    after = len(measuring.timed(round_))
+    member.close()
+    return before, after
+
+
+def test_a_round_is_not_repeated_again_and_again_where_cores_are_always_slow() -> None:
+    for before, after in run_processes(on_slow_cores, 1, spec(1, sizes=SMALL, quick=False), timeout_s=240):
+        assert before > 2 * after > 0
 
 
 @pytest.mark.slow
