@@ -258,6 +258,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--table", action="append", choices=list(dict.fromkeys(row.table for row in rows(1))))
     parser.add_argument("--beside", type=Path, metavar="FOLDER")
     options = parser.parse_args(words)
+    if options.beside and options.table:
+        parser.error("--table: not with --beside")
     known = {variant.name: variant for variant in VARIANTS}
     unknown = [name for name in options.variants if name not in known]
     if unknown:

@@ -88,7 +88,7 @@ class Run(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The runs of a case that count, by run and rank, and how many did not: cores were slower than at their best."""
+    """The runs of a case that count, by run and rank, and how many of all its runs had slow cores."""
 
     case: Case
     runs: list[tuple[Run, ...]]
@@ -260,7 +260,7 @@ def main(words: Sequence[str]) -> int:
     corpus, passed, written = mixed_corpus(), True, list[dict[str, Any]]()
     batches = batches_of(corpus.samples, int(settings["batches"]))
     print("| ranks, sync, layout | step s | mean error % | bias % | worst % | spread of runs % | lost to others % | "
-          "runs left out | mean allowed % |\n|" + "---|" * 9)
+          "runs on slow cores | mean allowed % |\n|" + "---|" * 9)
     for num_ranks in map(int, settings["ranks"].split(",")):
         config = load(["model.preset=tiny", "run.dir=unused", "planner.sync=auto"])
         request = Request("reality", num_ranks, quick=settings["quick"] == "true", preempts=preempt)

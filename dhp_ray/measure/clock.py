@@ -127,7 +127,7 @@ def gauge_of_process() -> Gauge:
 class QuietCores:
     """Waits until cores are at their best: calls `slowness()` at most `looks` times, LOOK_S seconds apart. After VAIN
     waits in a row without success it calls it once per wait, because this machine's cores may never be at their best.
-    `slowness` returns that of the slowest core of all ranks (`Gauge.slowness`), so that all ranks wait equally long.
+    `slowness` returns the slowness of the slowest core of all ranks (`Gauge.slowness`), so all ranks wait equally long.
     """
 
     VAIN, LOOK_S = 30, 0.1

@@ -44,8 +44,8 @@ the bound, up to MANY also with less full packs, of one round more. A plan of mo
 
 TUNING = {"step": ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4)),
           "micro_batch": ((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}
-"""By mode, the baselines in the order in which they are tuned, and approximately how many seconds for each sequence it
-takes. (With sync=micro_batch `pow2` tunes seven or eight plans. A short step has time for one baseline alone.)
+"""By mode, the baselines in the order in which they are tuned, and approximately how many seconds each takes for each
+sequence. (With sync=micro_batch `pow2` tunes seven or eight plans. A short step has time for one baseline alone.)
 """
 
 CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15

@@ -21,7 +21,8 @@ BETTER = 1e-6
 """The share of a time that counts as shorter."""
 
 EFFORT = 1e7
-"""The most exchanges of a plan that are compared; an exact timing counts as one for each sequence of the batch."""
+"""The most exchanges of a plan that are compared; an exact timing counts as one for each sequence of the batch, and in
+`micro_batch` so does listing a part."""
 
 FEW = 6
 """The most sequences of a pack of which two may change packs together, once no exchange of single ones helps."""

@@ -190,6 +190,16 @@ def test_no_more_exchanges_are_compared_than_there_is_time_for() -> None:
     assert 50.0 < compared < 1e4
 
 
+def test_of_two_packs_that_take_equally_long_one_after_the_other_gets_shorter() -> None:
+    """5 and 4 twice, beside 1, 1 and 1: after the first exchange the micro-batch still takes 9 s."""
+    cost = CostModel(0.0, linear_s=1.0, comm_bytes_per_token=0.0, fixed_s=0.0, bandwidth_bytes_per_s={2: 1.0})
+    samples = [Sample(str(row), tokens) for row, tokens in enumerate((5, 4, 5, 4, 1, 1, 1))]
+    problem = checked_problem(samples, ClusterSpec(3, 3, 10), cost, sync="micro_batch")
+    before = schedule_of([[0, 1], [2, 3], [4, 5, 6]], [1, 1, 1], [0, 0, 0])
+    assert time_of(problem, before) == 9.0
+    assert time_of(problem, exchanged(problem, before)) <= 8.0
+
+
 def test_exchanges_that_undo_one_another_end() -> None:
     """5 and 5 beside 10, and 5 and 4 beside 10 in another micro-batch, which may swap 5 and 4 for ever: the giver's
     pack gets shorter, and no micro-batch longer."""

@@ -12,12 +12,13 @@ token takes 1 s, and 1 s more to encode in a sequence with images (i):
 The exchanges that memory allows are sorted by an estimate of how long the micro-batch then takes, and how much longer
 the other one; if these are equal, by the longest encoding plus the longest rest of the micro-batch's packs that
 change. A pack's encoding and its rest change by the difference in work, divided by its ranks and their slowest speed,
-and by what the pack then recomputes (waits for copies to host memory are taken not to change). The first exchange is
-made that, by exact times, shortens the two micro-batches together. If several packs are equally long, an exchange is
-also made that shortens the giver's encoding or rest and lengthens neither micro-batch: at most as many in a row as
-there are packs, since one may undo another.
-Micro-batches take turns, except those that wait for their layers' parameters. The search ends after a round without an
-exchange, or once `effort` exchanges have been compared. O(turns x sequences of a pack x sequences).
+and by what the pack then recomputes (waits for copies to host memory are taken not to change). The search makes the
+first exchange that shortens the two micro-batches together, by exact times. If several packs are equally long, it also
+makes an exchange that shortens the giver's encoding or rest and lengthens neither micro-batch. One such exchange may
+undo another, so it makes at most as many as there are packs until a micro-batch gets shorter.
+Micro-batches take turns, except those that wait for their layers' parameters. The search ends after a round of single
+sequences and then a round with pairs, both without an exchange, or once `effort` is used up.
+O(turns x sequences of a pack x sequences).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Loads(NamedTuple):
 
 def with_exchanges(problem: Problem, schedule: Schedule, effort: float = EFFORT) -> tuple[Schedule, float]:
     """A schedule with the same groups in the same order that takes at most as long as `schedule` with the sequences of
-    each pack in the batch's order (in which images are dealt to members); and how much of `effort` that took."""
+    each pack in the batch's order (in which images are dealt to members); and the effort that took (it may be a little
+    more than `effort`)."""
     batch, groups, pack_of = described(problem, schedule)
     before = in_packs(schedule, pack_of)
     compared = exchange(
@@ -88,9 +90,10 @@ def with_exchanges(problem: Problem, schedule: Schedule, effort: float = EFFORT)
 def exchange(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray, effort: float,
 ) -> float:
-    """Exchange sequences, and compare `effort` exchanges at most (listing a part, or adding up a sequence, counts as
-    one); return how many were compared. `pack_of`: the pack of each sequence. `times` and `held`: the times and tokens
-    of each pack. All three are updated."""
+    """Exchange sequences; return the effort: the exchanges that were compared, the parts that were listed, and the
+    sequences of exact timings. No turn begins once `effort` is used up, and none compares more than what is left of
+    it. `pack_of`: the pack of each sequence. `times` and `held`: the times and tokens of each pack. All three are
+    updated."""
     num_packs, num_micro_batches = len(groups.slowest), groups.micro_batch.max() + 1
     left = num_micro_batches  # turns until a round has brought nothing
     turn, compared, few, evened = 0, 0.0, 1, 0
@@ -148,8 +151,8 @@ def _exchanged(
     batch: Batch, groups: Groups, rates: Rates, pack_of: np.ndarray, times: PackTimes, held: np.ndarray, number: int,
     parts: Parts, most: float, evens: bool,
 ) -> tuple[int, float]:
-    """Make one exchange of the packs of a micro-batch with the longest rest and the longest encoding; return whether it
-    made the micro-batches SHORTER, or (if it `evens`) just EVENER, or there was NONE; and how many were compared. If
+    """Make one exchange of the packs of a micro-batch with the longest rest and the longest encoding. Return SHORTER if
+    the micro-batches got shorter, EVENER if only packs got more even (allowed if `evens`), or NONE; and the effort. If
     there are more than `most` to compare, there is none. `times` and `held`: the times and tokens of each pack."""
     encode, rest = _longest(groups, times.encode_s), _longest(groups, times.rest_s)
     if _micro_batch_s(groups, times, number) > (encode.seconds[number, 0] + rest.seconds[number, 0]) * (1.0 + 1e-9):
