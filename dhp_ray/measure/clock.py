@@ -141,6 +141,7 @@ class QuietCores:
         return self._vain >= self.VAIN
 
     def wait(self) -> None:
+        """Return once cores are at their best, or there are no looks left."""
         for left in range(1 if self.hopeless else self._looks, 0, -1):
             if self._slowness() <= AT_BEST:
                 self._vain = 0
