@@ -56,9 +56,11 @@ VARIANTS = (
     one("step: no `large` of 0", _VARIANTS, "VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0))"),
     one("step: half as many widenings", _WIDEN, "WIDEN = (1e-3, 1e-2, 4e-2, 0.16, 0.64, 2.6, 10.0, 1e4)"),
     one("step: widenings from 1 %", _WIDEN, "WIDEN = (1e-2, 4e-2, 0.16, 0.64, 2.6, 10.0, 1e4)"),
+    one("step: halved where what is left over tells little more", "max(span[2], min(self.expected_s, close_s))",
+        "span[2]"),
     Variant("step: makespans of the table, halved", (
         ("max(self.bound_s * (1 + share), self._ahead_s(tolerance * self.bound_s))", "self.bound_s * (1 + share)"),
-        ("if self.expected_s > span[0] and", "if False and"))),
+        ("if span[0] < self.expected_s < span[1]:", "if False:"))),
     one("step: groups without their list's head too", "np.where(alone, orders[start], -1)", "np.full_like(start, -1)"),
     one("step: no thorough pass", "if self.size <= LARGE and best", "if False and best"),
     one("step: no thorough pass above SMALL", _SIZES, "TINY, SMALL, LARGE = 2_000, 20_000, 20_000"),

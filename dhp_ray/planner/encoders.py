@@ -164,14 +164,12 @@ def _dealt(
     for order in orders:
         member, busy, held = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds)), np.zeros(len(speeds))
         for image in order:
-            one = -1
+            one, one_s = -1, np.inf
             for other in range(len(speeds)):
-                if held[other] + patches[image] <= most and (
-                        one < 0 or busy[other] + image_s[image] / speeds[other]
-                        < busy[one] + image_s[image] / speeds[one]):
-                    one = other
-            member[image] = one
-            busy[one] += image_s[image] / speeds[one]
+                other_s = busy[other] + image_s[image] / speeds[other]
+                if other_s < one_s and held[other] + patches[image] <= most:
+                    one, one_s = other, other_s
+            member[image], busy[one] = one, one_s
             held[one] += patches[image]
         if busy.max() < best_s:
             best, best_s = member, busy.max()
@@ -181,9 +179,10 @@ def _dealt(
 @inner
 def _deal(seconds: float, speeds: np.ndarray, busy: np.ndarray) -> int:
     """The member that an image goes to; its time is added to `busy`."""
-    best = 0
-    for other in range(1, len(speeds)):
-        if busy[other] + seconds / speeds[other] < busy[best] + seconds / speeds[best]:
-            best = other
-    busy[best] += seconds / speeds[best]
+    best, best_s = 0, np.inf
+    for other in range(len(speeds)):
+        other_s = busy[other] + seconds / speeds[other]
+        if other_s < best_s:
+            best, best_s = other, other_s
+    busy[best] = best_s
     return best

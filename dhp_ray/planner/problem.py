@@ -86,7 +86,7 @@ def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
         fullest = _fullest_s(packs.rows, packs.first, problem.first_image, problem.all_image_s,
                              problem.all_image_patches, problem.cluster.num_ranks)
     else:
-        fullest = np.maximum(vision[:, None] / np.arange(1, DEGREES + 1), image[:, None])
+        fullest = _evenly_s(vision, image)
     return items_of(tokens, language, attention, vision, image, host, fullest, problem.cluster.most_tokens_per_rank)
 
 
@@ -98,6 +98,12 @@ def _fullest_s(
     fullest = np.zeros((len(first) - 1, DEGREES))
     most = min(DEGREES, num_ranks)
     fullest[:, :most] = fullest_member_s(rows, first, first_image, all_image_s, all_patches, most)
+    return fullest
+
+
+def _evenly_s(vision_s: np.ndarray, image_s: np.ndarray) -> np.ndarray:
+    """`fullest_s` of items whose images are dealt out evenly, as far as the largest allows."""
+    fullest: np.ndarray = np.maximum(vision_s[:, None] / np.arange(1, DEGREES + 1), image_s[:, None])
     return fullest
 
 
@@ -119,9 +125,9 @@ def cheap_tokens(cost: CostModel, cluster: ClusterSpec) -> int:
 
 def problem_of(
     samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = (),
-    encoder: str = "group",
+    encoder: str = "group", deals_images: bool = True,
 ) -> Problem:
-    """Check a batch and lay it out in arrays.
+    """Check a batch and lay it out in arrays. `deals_images`: as for `packed`.
 
     Raises:
         PlanError: there is no sequence, or one without tokens.
@@ -148,7 +154,8 @@ def problem_of(
     of_sample = np.bincount(owner, patches, len(samples))
     host = cost.host_s(tokens.astype(np.float64), of_sample)
     each = np.arange(len(samples) + 1)
-    fullest = _fullest_s(each[:-1], each, firsts_of(counts), seconds, patches, cluster.num_ranks)
+    fullest = (_fullest_s(each[:-1], each, firsts_of(counts), seconds, patches, cluster.num_ranks) if deals_images
+               else _evenly_s(vision, image))
     items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host, fullest,
                      cluster.most_tokens_per_rank)
     rows = patches * (np.array([sample.vision_tokens for sample in samples]) / np.maximum(of_sample, 1.0))[owner]

@@ -147,7 +147,7 @@ class SimulatedRun:
         if not self.speeds.even:
             speeds = self.speeds.at(number)[list(self.generation.slots)]
             cluster = replace(cluster, speeds=tuple(speeds.tolist()))
-        problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync)
+        problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync, deals_images=False)
         copied = self.generation.mirrored[-1:]  # if the step before was mirrored, its copies travel during this one
         copies = bool(copied) and copied[0][0] == number - 1
         self.attempts += 1

@@ -55,6 +55,15 @@ def test_what_a_trial_leaves_over_saves_two_trials_of_five(monkeypatch, search, 
     assert told <= 0.6 * untold
 
 
+@pytest.mark.parametrize("shortest_s", [1.0043, 1.057, 1.0765])
+@pytest.mark.parametrize("told", [0.99, 0.999])
+def test_three_trials_are_enough_if_a_trial_tells_nearly_what_it_leaves_over(monkeypatch, search, shortest_s, told):
+    """The first fails and tells; the second is a step above that, and succeeds; the third is a step below it."""
+    first, second, third = tried(monkeypatch, search, shortest_s, told, from_the_bound)[0][:3]
+    assert first < third < shortest_s <= second
+    assert second - third <= TOLERANCE * (1 + 1e-9)
+
+
 def test_each_trial_lies_between_what_is_too_short_and_what_is_not(monkeypatch, search):
     best = Found(0, 1.5, None, None, None, None, np.inf, 1.5)
     for told in (0.0, 0.3, 0.9, 2.0):

@@ -10,7 +10,7 @@ from dhp_ray.planner.items import Item, Machine, time_s
 from dhp_ray.planner.primitives.compiled import inner
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.step.candidates import Candidate
+from dhp_ray.planner.step.candidates import ROUNDING, Candidate
 
 
 class CachedGroups(NamedTuple):
@@ -49,21 +49,29 @@ def best_cached_group(
     at most `limit`; degree 0 if there is none.
     """
     best = Candidate(limit, 0, 0.0)
+    ranks, first, speeds, node = cached.ranks, cached.first, machine.speeds, machine.node
+    of_degree, least_s = 0, 0.0  # seconds on this many ranks of the fastest speed, in one node
     for index in range(num_cached):
-        members = cached.ranks[cached.first[index] : cached.first[index + 1]]
-        degree = len(members)
+        begin, end = first[index], first[index + 1]
+        degree = end - begin
         if degree < lowest or degree > highest:
             continue
+        if degree != of_degree:
+            of_degree, least_s = degree, time_s(item, degree, False, machine.fastest, machine.rates[degree])
         start, slowest, speed_sum, used = 0.0, np.inf, 0.0, 0.0
-        for rank in members:
-            start, slowest = max(start, free[rank]), min(slowest, machine.speeds[rank])
-            speed_sum += machine.speeds[rank]
-            used += free[rank] * machine.speeds[rank]
-        time = time_s(
-            item, degree, machine.node[members[0]] != machine.node[members[-1]], slowest, machine.rates[degree]
-        )
+        for place in range(begin, end):
+            rank = ranks[place]
+            start, slowest = max(start, free[rank]), min(slowest, speeds[rank])
+            speed_sum += speeds[rank]
+            used += free[rank] * speeds[rank]
+        if start + least_s > makespan * (1.0 + ROUNDING):
+            continue  # most groups of this plan
+        crosses = node[ranks[begin]] != node[ranks[end - 1]]
+        time = least_s
+        if crosses or slowest != machine.fastest:
+            time = time_s(item, degree, crosses, slowest, machine.rates[degree])
         cost = gap_weight * (start * speed_sum - used) + time * speed_sum - item.language_s - item.vision_s
         if start + time <= makespan and cost <= best.cost:
             best = Candidate(cost, degree, start)
-            chosen[:degree] = members
+            chosen[:degree] = ranks[begin:end]
     return best

@@ -7,7 +7,7 @@ pack, which takes room as well:
 
     items of 5, 5 and 3 tokens and seconds    a pack holds 7 tokens and takes 1 s    |1|--5--|1|--5--|1|-3-|
 
-O(items x (log bins + shift + packs of a bin)).
+O(items x (log bins + shift + bins that are full but for a time shorter than `pack_s` + packs of a bin)).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, ro
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
+NONE = 2**62
+"""Tokens of the emptiest pack of a bin without packs."""
+
 
 class Backfilled(NamedTuple):
     """The packs in the bins: the pack of each item (-1: it has no bin), and each pack's rank and start."""
@@ -32,7 +35,8 @@ class Backfilled(NamedTuple):
 
 class BinPacks(NamedTuple):
     """Packs that are being filled: the bin of each, its tokens, whether it has images, and the previous pack in its
-    bin; the newest pack of each bin. -1 stands for none. `made[0]`: number of packs.
+    bin; the newest pack of each bin, and the tokens of its emptiest pack. -1 stands for none. `made[0]`: number of
+    packs.
     """
 
     bin_: np.ndarray
@@ -40,6 +44,7 @@ class BinPacks(NamedTuple):
     has_images: np.ndarray
     before: np.ndarray
     newest: np.ndarray
+    emptiest: np.ndarray
     made: np.ndarray
 
 
@@ -60,12 +65,16 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
     for bin_ in range(len(room)):
         add(rooms, state, room[bin_], bin_)
     packs, chosen = _no_packs(len(rest), len(room)), np.full(len(rest), -1)
+    emptiest, least_s = packs.emptiest, pack_s * machine.slowest  # read in the loop, arrays would be reference-counted
     for place in range(len(rest)):
         item = items[rest[place]]
         need = item.language_s + item.vision_s
-        found = first_with(rooms, state, need)
+        found, most, with_pack_s = first_with(rooms, state, need), machine.tokens_per_rank - item.tokens, need + least_s
         while found >= 0:
             bin_ = int(rooms[OWNER, found])
+            if emptiest[bin_] > most and rooms[ROOM, found] < with_pack_s:  # no pack has room, no time for another
+                found -= 1
+                continue
             into = _pack_with_room(packs, bin_, item.tokens, machine.tokens_per_rank)
             once_s = 0.0
             if into < 0:
@@ -136,6 +145,7 @@ def _no_packs(most: int, num_bins: int) -> BinPacks:
         np.zeros(most, dtype=np.bool_),
         np.zeros(most, dtype=np.int64),
         np.full(num_bins, -1),
+        np.full(num_bins, NONE),
         np.zeros(1, dtype=np.int64),
     )
 
@@ -158,4 +168,8 @@ def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
         packs.bin_[into], packs.before[into], packs.newest[bin_] = bin_, packs.newest[bin_], into
     packs.tokens[into] += item.tokens
     packs.has_images[into] |= item.image_s > 0.0
+    emptiest, one = NONE, packs.newest[bin_]
+    while one >= 0:
+        emptiest, one = min(emptiest, packs.tokens[one]), packs.before[one]
+    packs.emptiest[bin_] = emptiest
     return into
