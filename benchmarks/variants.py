@@ -56,8 +56,8 @@ VARIANTS = (
     one("step: no `large` of 0", _VARIANTS, "VARIANTS = ((1.0, 0.25), (1.0, 1.0), (0.25, 1.0))"),
     one("step: half as many widenings", _WIDEN, "WIDEN = (1e-3, 1e-2, 4e-2, 0.16, 0.64, 2.6, 10.0, 1e4)"),
     one("step: widenings from 1 %", _WIDEN, "WIDEN = (1e-2, 4e-2, 0.16, 0.64, 2.6, 10.0, 1e4)"),
-    one("step: halved where what is left over tells little more", "max(span[2], min(self.expected_s, close_s))",
-        "span[2]"),
+    one("step: halved where the expected makespan is close to the feasible one",
+        "max(span[2], min(self.expected_s, close_s))", "span[2]"),
     Variant("step: makespans of the table, halved", (
         ("max(self.bound_s * (1 + share), self._ahead_s(tolerance * self.bound_s))", "self.bound_s * (1 + share)"),
         ("if span[0] < self.expected_s < span[1]:", "if False:"))),

@@ -164,7 +164,7 @@ def _dealt(
     for order in orders:
         member, busy, held = np.zeros(len(image_s), dtype=np.int64), np.zeros(len(speeds)), np.zeros(len(speeds))
         for image in order:
-            one, one_s = -1, np.inf
+            one, one_s = -1, np.inf  # the member with the fewest patches has room: `held` has whole numbers
             for other in range(len(speeds)):
                 other_s = busy[other] + image_s[image] / speeds[other]
                 if other_s < one_s and held[other] + patches[image] <= most:

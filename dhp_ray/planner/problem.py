@@ -102,7 +102,7 @@ def _fullest_s(
 
 
 def _evenly_s(vision_s: np.ndarray, image_s: np.ndarray) -> np.ndarray:
-    """`fullest_s` of items whose images are dealt out evenly, as far as the largest allows."""
+    """`fullest_s` of items whose images are dealt out evenly, but at least the largest image."""
     fullest: np.ndarray = np.maximum(vision_s[:, None] / np.arange(1, DEGREES + 1), image_s[:, None])
     return fullest
 
@@ -127,7 +127,8 @@ def problem_of(
     samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel, sync: str, pool: Sequence[Ranks] = (),
     encoder: str = "group", deals_images: bool = True,
 ) -> Problem:
-    """Check a batch and lay it out in arrays. `deals_images`: as for `packed`.
+    """Check a batch and lay it out in arrays. `deals_images`: its images are dealt to ranks as they will be, which
+    planners need. Without, `fullest_s` counts them as dealt out evenly, which is quicker: for those who do not read it.
 
     Raises:
         PlanError: there is no sequence, or one without tokens.

@@ -70,7 +70,8 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
     """
     if not plan.vision.apart:
         return None
-    problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync)
+    problem = problem_of(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), plan.sync,
+                         deals_images=False)
     return timeline_apart(plan, problem, np.array([group.predicted_time_s for group in plan.groups]))
 
 

@@ -17,9 +17,13 @@ TOLERANCE = 1e-3
 
 @pytest.fixture
 def search():
+    return search_above(1.0)
+
+
+def search_above(bound_s):
     problem = problem_of([Sample(str(row), 100 + row) for row in range(40)], ClusterSpec(4, 4, 100), ALL_TO_ALL, "step")
     items, packs = next(item_sets(problem))
-    return Search(items, packs, problem.machine, rank_lists(problem.machine), cached_groups_of(problem), 1.0)
+    return Search(items, packs, problem.machine, rank_lists(problem.machine), cached_groups_of(problem), bound_s)
 
 
 def tried(monkeypatch, search, shortest_s, told, run):
@@ -57,11 +61,12 @@ def test_what_a_trial_leaves_over_saves_two_trials_of_five(monkeypatch, search, 
 
 @pytest.mark.parametrize("shortest_s", [1.0043, 1.057, 1.0765])
 @pytest.mark.parametrize("told", [0.99, 0.999])
-def test_three_trials_are_enough_if_a_trial_tells_nearly_what_it_leaves_over(monkeypatch, search, shortest_s, told):
+@pytest.mark.parametrize("bound_s", [1.0, 1.1, 1.7, 0.3])  # a step is rounded down from 1.0, up from others
+def test_three_trials_are_enough_if_a_trial_tells_nearly_what_it_leaves_over(monkeypatch, bound_s, told, shortest_s):
     """The first fails and tells; the second is a step above that, and succeeds; the third is a step below it."""
-    first, second, third = tried(monkeypatch, search, shortest_s, told, from_the_bound)[0][:3]
-    assert first < third < shortest_s <= second
-    assert second - third <= TOLERANCE * (1 + 1e-9)
+    makespans, _ = tried(monkeypatch, search_above(bound_s), shortest_s * bound_s, told, from_the_bound)
+    first, second, third = makespans
+    assert first < third < shortest_s * bound_s <= second
 
 
 def test_each_trial_lies_between_what_is_too_short_and_what_is_not(monkeypatch, search):

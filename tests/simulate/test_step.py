@@ -48,7 +48,7 @@ def whole_network(nodes: tuple[int, ...]) -> Network:
 
 def true_problem(plan: Plan, cost: CostModel = COST, speeds: tuple[float, ...] = ()) -> Problem:
     cluster = replace(plan.cluster, speeds=speeds or plan.cluster.speeds)
-    return problem_of(plan.samples, cluster, cost, plan.sync)
+    return problem_of(plan.samples, cluster, cost, plan.sync, deals_images=False)
 
 
 def simulated(plan: Plan, **true: object) -> SimulatedStep:

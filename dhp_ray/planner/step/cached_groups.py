@@ -65,7 +65,7 @@ def best_cached_group(
             speed_sum += speeds[rank]
             used += free[rank] * speeds[rank]
         if start + least_s > makespan * (1.0 + ROUNDING):
-            continue  # most groups of this plan
+            continue  # most groups: too late on ranks of the fastest speed, so on slower ones too (as in `candidates`)
         crosses = node[ranks[begin]] != node[ranks[end - 1]]
         time = least_s
         if crosses or slowest != machine.fastest:

@@ -7,7 +7,8 @@ pack, which takes room as well:
 
     items of 5, 5 and 3 tokens and seconds    a pack holds 7 tokens and takes 1 s    |1|--5--|1|--5--|1|-3-|
 
-O(items x (log bins + shift + bins that are full but for a time shorter than `pack_s` + packs of a bin)).
+O(items x (log bins + shift + bins tried)). Most bins that are tried have no time for another pack, and no pack with
+enough memory left for anything as large as the item: such a bin is refused in O(1), any other takes its packs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, ro
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.step.partial_schedule import PartialSchedule
 
-NONE = 2**62
-"""Tokens of the emptiest pack of a bin without packs."""
+NO_PACK = 2**62
+"""The tokens of the emptiest pack, for a bin without packs: more than any pack has."""
 
 
 class Backfilled(NamedTuple):
@@ -35,8 +36,7 @@ class Backfilled(NamedTuple):
 
 class BinPacks(NamedTuple):
     """Packs that are being filled: the bin of each, its tokens, whether it has images, and the previous pack in its
-    bin; the newest pack of each bin, and the tokens of its emptiest pack. -1 stands for none. `made[0]`: number of
-    packs.
+    bin; the newest pack of each bin. -1 stands for none. `made[0]`: number of packs.
     """
 
     bin_: np.ndarray
@@ -44,7 +44,6 @@ class BinPacks(NamedTuple):
     has_images: np.ndarray
     before: np.ndarray
     newest: np.ndarray
-    emptiest: np.ndarray
     made: np.ndarray
 
 
@@ -65,24 +64,28 @@ def backfill(items: Items, rest: np.ndarray, partial: PartialSchedule, makespan:
     for bin_ in range(len(room)):
         add(rooms, state, room[bin_], bin_)
     packs, chosen = _no_packs(len(rest), len(room)), np.full(len(rest), -1)
-    emptiest, least_s = packs.emptiest, pack_s * machine.slowest  # read in the loop, arrays would be reference-counted
+    fewest_tokens, least_pack_s = np.full(len(room), NO_PACK), pack_s * machine.slowest  # of a bin's emptiest pack
     for place in range(len(rest)):
         item = items[rest[place]]
         need = item.language_s + item.vision_s
-        found, most, with_pack_s = first_with(rooms, state, need), machine.tokens_per_rank - item.tokens, need + least_s
+        found = first_with(rooms, state, need)
         while found >= 0:
             bin_ = int(rooms[OWNER, found])
-            if emptiest[bin_] > most and rooms[ROOM, found] < with_pack_s:  # no pack has room, no time for another
+            if (fewest_tokens[bin_] + item.tokens > machine.tokens_per_rank
+                    and rooms[ROOM, found] < need + least_pack_s):
                 found -= 1
                 continue
             into = _pack_with_room(packs, bin_, item.tokens, machine.tokens_per_rank)
             once_s = 0.0
             if into < 0:
+                fewest_tokens[bin_] = _fewest_tokens(packs, bin_)  # packs may have been joined since
                 once_s = pack_s * (speeds[bin_ - num_gaps] if bin_ >= num_gaps else speeds[partial.ranks[bin_]])
             if item.image_s > 0.0 and (into < 0 or not packs.has_images[into]):
                 once_s += encoder_pass_s
             if rooms[ROOM, found] >= need + once_s:
                 chosen[place] = bin_
+                if into < 0:
+                    fewest_tokens[bin_] = min(fewest_tokens[bin_], item.tokens)
                 _join(packs, bin_, into, item)
                 shrink(rooms, state, found, rooms[ROOM, found] - need - once_s)
                 break
@@ -145,7 +148,6 @@ def _no_packs(most: int, num_bins: int) -> BinPacks:
         np.zeros(most, dtype=np.bool_),
         np.zeros(most, dtype=np.int64),
         np.full(num_bins, -1),
-        np.full(num_bins, NONE),
         np.zeros(1, dtype=np.int64),
     )
 
@@ -160,6 +162,15 @@ def _pack_with_room(packs: BinPacks, bin_: int, num_tokens: int, capacity: int) 
 
 
 @inner
+def _fewest_tokens(packs: BinPacks, bin_: int) -> int:
+    """Tokens of the emptiest pack of a bin."""
+    fewest, pack = NO_PACK, packs.newest[bin_]
+    while pack >= 0:
+        fewest, pack = min(fewest, packs.tokens[pack]), packs.before[pack]
+    return int(fewest)
+
+
+@inner
 def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
     """Add an item to a pack of a bin, or to a new pack if `into` is -1; return the pack's number."""
     if into < 0:
@@ -168,8 +179,4 @@ def _join(packs: BinPacks, bin_: int, into: int, item: Item) -> int:
         packs.bin_[into], packs.before[into], packs.newest[bin_] = bin_, packs.newest[bin_], into
     packs.tokens[into] += item.tokens
     packs.has_images[into] |= item.image_s > 0.0
-    emptiest, one = NONE, packs.newest[bin_]
-    while one >= 0:
-        emptiest, one = min(emptiest, packs.tokens[one]), packs.before[one]
-    packs.emptiest[bin_] = emptiest
     return into

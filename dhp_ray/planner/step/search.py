@@ -137,12 +137,13 @@ class Search:
     def bisect(self, best: Found, failed_s: float, tolerance: float, effort: Effort) -> Found:
         """Bisect to a makespan that is within a tolerance, a share of the bound, of an infeasible one. `best` is
         feasible; `failed_s` is infeasible or the bound. The next trial is halfway between them, or at `_ahead_s` if
-        that lies between. If that is within the tolerance of the feasible one, the next trial is at `expected_s`, or
-        as far below the feasible one as the tolerance: it mostly fails, which ends the bisection.
+        that is more than a step (the tolerance) below the feasible one. Otherwise it is at `expected_s`, if that lies
+        between them, but at least halfway and at most a step below the feasible one: it mostly fails, which ends the
+        bisection.
         """
         span, step_s = np.array([failed_s, best.makespan_s, 0.0]), tolerance * self.bound_s
-        while halve(span, step_s / best.makespan_s):
-            ahead_s, close_s = self._ahead_s(step_s), span[1] - step_s * (1 - 1e-9)
+        while halve(span, step_s * (1 + 1e-9) / best.makespan_s):  # a step that was rounded up is a step
+            ahead_s, close_s = self._ahead_s(step_s), span[1] - step_s
             if span[0] < self.expected_s < span[1]:
                 span[2] = ahead_s if ahead_s < close_s else max(span[2], min(self.expected_s, close_s))
             found = self.trial(float(span[2]), effort)
