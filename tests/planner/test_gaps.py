@@ -72,25 +72,25 @@ def test_an_item_goes_to_the_bin_with_the_least_room_that_holds_it(sequences, ra
     partial = PartialSchedule(True, np.zeros(count, dtype=np.int64), np.arange(count + 1), np.arange(count),
                               busy_s + idle_s, busy_s, busy_s + idle_s + 0.2)
     rest = np.argsort(-(items.language_s + items.vision_s), kind="stable")
-    room = [*(idle_s * speeds), *((makespan - partial.free) * speeds)]
+    room = [*((partial.start - partial.gap_start) * speeds), *((makespan - partial.free) * speeds)]
     packs = [[] for _ in room]  # of each bin: [tokens, whether it has images]
 
     def joined(bin_, item):
-        """The newest pack of a bin that has memory for an item, and what the item costs there."""
+        """The newest pack of a bin that has memory for an item; the item's seconds, and what is paid once for it."""
         into = next((pack for pack in reversed(packs[bin_]) if pack[0] + item.tokens <= CAPACITY), None)
         once_s = 0.0 if into else pack_s * speeds[bin_ % count]
         if item.image_s > 0.0 and not (into and into[1]):
             once_s += encoder_pass_s
-        return into, item.language_s + item.vision_s + once_s
+        return into, item.language_s + item.vision_s, once_s
 
     for row, bin_ in zip(rest.tolist(), backfilled(items, rest, partial, makespan, machine).tolist()):
         item = items[row]
-        fitting = [each for each in range(len(room)) if room[each] >= joined(each, item)[1]]
+        fitting = [each for each in range(len(room)) if room[each] >= sum(joined(each, item)[1:])]
         assert (bin_ < 0) == (not fitting)
         if fitting:
             assert room[bin_] == min(room[each] for each in fitting)
-            into, seconds = joined(bin_, item)
-            room[bin_] -= seconds
+            into, need, once_s = joined(bin_, item)
+            room[bin_] = room[bin_] - need - once_s
             if into is None:
                 packs[bin_].append(into := [0, False])
             into[0], into[1] = into[0] + item.tokens, bool(into[1] or item.image_s > 0.0)
