@@ -86,7 +86,7 @@ VARIANTS = (
     one("step: no packs made beforehand", _PACKED, "if False:"),
     one("step: of packs and sequences the better after the quick search", "elif not tiny:", "else:"),
     one("step: packs made beforehand with images as if dealt out evenly",
-        "yield packed(problem, packs, deals_images=True)", "yield packed(problem, packs)"),
+        "yield packed(problem, packs)", "yield packed(problem, packs, deals_images=False)"),
     one("step: packs made beforehand of whole memory", _HALF, "problem.machine.tokens_per_rank"),
     one("step: at most 2 ranks more than needed", _HIGHEST, "return min(num_ranks, more)"),
     one("step: no rank more than needed", _HIGHEST, "return degree"),

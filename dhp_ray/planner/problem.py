@@ -72,8 +72,8 @@ class Problem:
         return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
 
 
-def packed(problem: Problem, packs: Packs, deals_images: bool = False) -> Items:
-    """Make every pack of sequences an item. `deals_images`: its images are dealt to ranks as they will be; otherwise
+def packed(problem: Problem, packs: Packs, deals_images: bool = True) -> Items:
+    """Make every pack of sequences an item. `deals_images`: its images are dealt to ranks as they will be; if false,
     they count as dealt out evenly, which is quicker.
     """
     items, first = problem.items, packs.first[:-1]

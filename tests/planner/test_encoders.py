@@ -101,7 +101,7 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
     first = np.array([*sizes[sizes < len(samples)], len(samples)])
     packs = Packs(np.array(random.sample(range(len(samples)), len(samples))), first)
     for items, rows, begins in ((problem.items, np.arange(len(samples)), np.arange(len(samples) + 1)),
-                                (packed(problem, packs, deals_images=True), packs.rows, packs.first)):
+                                (packed(problem, packs), packs.rows, packs.first)):
         count = len(begins) - 1
         schedule = Schedule(rows, begins, np.tile(np.arange(degree), count), firsts_of([degree] * count),
                             np.zeros(count, dtype=np.int64))

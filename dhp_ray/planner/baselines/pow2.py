@@ -64,7 +64,7 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
         micro_batch.append(count + of_pack)
         count += added
     packs = Packs(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)))
-    items = packed(problem, packs)
+    items = packed(problem, packs, deals_images=False)
     items.minimum_degree = _powers(items.tokens, degree_cap, cluster.num_ranks)
     return dealt(problem, packs, items, np.concatenate(micro_batch), powers=True)
 
@@ -91,7 +91,7 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         packs = packs._replace(rows=rows[packs.rows])
         all_rows.append(packs.rows)
         sizes.append(np.diff(packs.first))
-        times.append(times_at(packed(problem, packs), each, machine))
+        times.append(times_at(packed(problem, packs, deals_images=False), each, machine))
         degree.append(np.full(len(sizes[-1]), each))
     seconds, need = np.concatenate(times), np.concatenate(degree)
     order = np.lexsort((-need, -seconds))

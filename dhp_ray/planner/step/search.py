@@ -242,7 +242,7 @@ def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
     yield items, Packs(each[:-1], each)
     if _packs_cost(problem.machine):
         packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.machine.tokens_per_rank // 2))
-        yield packed(problem, packs, deals_images=True), packs
+        yield packed(problem, packs), packs
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
