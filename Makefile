@@ -33,10 +33,12 @@ lint: install
 test: install lint
 	$(BIN)/python -m pytest -n 2 -o faulthandler_timeout=400
 
-# Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none). Screenshots stay in build/artifacts.
+# Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none); at last, with no other test
+# beside them, those that compare clock times. Screenshots stay in build/artifacts.
 test-all: install lint
 	mkdir -p build/artifacts
-	DHP_RAY_TEST_ARTIFACTS=$(CURDIR)/build/artifacts $(BIN)/python -m pytest -n 2 -m ''
+	DHP_RAY_TEST_ARTIFACTS=$(CURDIR)/build/artifacts $(BIN)/python -m pytest -n 2 -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 clean:
 	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -60,6 +60,7 @@ def test_costs_that_are_not_to_be_refitted_stay(common: list[str], tmp_path: Pat
     assert all("cost_error" in line for line in lines(tmp_path / "run", "metrics.jsonl"))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_costs_are_measured_before_the_first_step_and_kept(common: list[str], tmp_path: Path) -> None:
     words = [*common, *RUN, "planner.cost=measure", "planner.tokens_per_rank=1024"]

@@ -19,6 +19,7 @@ from tests.integration.jobs import lines
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
+@pytest.mark.alone
 def test_a_worker_slowed_from_outside_gets_less_until_it_is_well_again(start: Start) -> None:
     """It runs a third of the time. Two workers, so that nobody's share of the machine's cores is taken by a third.
 
