@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         print(f"error: out: {settings.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("error: stopped: Ctrl-C; simulate again, or fewer planners or batches", file=sys.stderr)
     return 1
 
 

@@ -30,7 +30,8 @@ class Batches:
         samples = self._drawn(step)
         too_long = {sample.id for sample in samples if sample.num_tokens > self.longest_tokens}
         self.left_out |= too_long
-        return [sample for sample in samples if sample.id not in too_long] if too_long else samples
+        fitting = [sample for sample in samples if sample.id not in too_long]
+        return fitting or self._drawn(self.longest_step)  # no batch is empty
 
     def _batch(self, step: int) -> list[Sample]:
         return self._workload.batch(step, self._num_samples, self._seed)

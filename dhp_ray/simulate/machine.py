@@ -14,6 +14,7 @@ from dhp_ray.config import CONF
 from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.mode import MEMORY_SHARE
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.nodes import numbered
@@ -44,8 +45,8 @@ class Machine:
         """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared.
 
         Raises:
-            PlanError: a file is damaged, the state or an image does not fit on a device, or the longest sequence does
-                not fit on all.
+            PlanError: a file is damaged, the state or an image does not fit on a device, the longest sequence does not
+                fit on all, or a node has no room for the activations that are moved there.
         """
         cluster = settings.cluster
         self.settings = settings
@@ -77,6 +78,21 @@ class Machine:
                 f"{cluster.num_ranks} ranks, in {first.mode}); allowed: a smaller workload.max_tokens, more ranks, "
                 "train.activation_checkpointing=auto (or packs) or train.activation_offload=auto")
         self.first = first
+        self._check_node_memory()
+
+    def _check_node_memory(self) -> None:
+        """Refuse a given share of activations for which a node has no room (`auto` moves no more than it has)."""
+        share, cluster = self.first.offload.share, self.settings.cluster
+        if cluster.kind == "cpu" or self.settings.train.activation_offload in ("off", "auto"):
+            return
+        terms = node_terms(self.first.memory, self.first.tokens_per_rank,
+                           min(cluster.ranks_per_node, cluster.num_ranks), share)
+        needed, limit = sum(terms.values()), MEMORY_SHARE * cluster.node_memory_gib * 2**30
+        if needed > limit:
+            raise PlanError(
+                f"train.activation_offload: got {self.settings.train.activation_offload}; the ranks of a node keep up "
+                f"to {needed / 2**30:.1f} GiB in its memory, and may keep {limit / 2**30:.1f} GiB ({MEMORY_SHARE:.0%} "
+                "of cluster.node_memory_gib); allowed: a smaller share, off or auto, or fewer ranks a node")
 
     @property
     def sync(self) -> str:

@@ -14,6 +14,7 @@ from dhp_ray.report.figures import svg
 from dhp_ray.report.page import document, picture, section, table, text
 from dhp_ray.report.step_picture import draw_step
 from dhp_ray.report.trace import trace_of_steps
+from dhp_ray.simulate.planning import LAYOUT_BATCHES
 from dhp_ray.simulate.records import RunRecord
 from dhp_ray.simulate.simulation import Simulated
 from dhp_ray.simulate.table import HEAD, rows_of
@@ -61,8 +62,9 @@ def page(simulation: Simulated, drawing: bytes | None) -> str:
     words = (f"{settings.model} on {cluster.num_ranks} {simulation.machine.device.name} of {cluster.memory_gib:g} GiB, "
              f"{cluster.ranks_per_node} a node; {training.mode}, {training.tokens_per_rank:,} tokens a rank; "
              f"{settings.global_samples} samples a batch, seed {settings.seed}. Every planner has the same batches, "
-             "memory, speeds and faults; baselines are at their best pack cap, static at the best layout for all "
-             "batches. All of it is modelled, nothing measured.")
+             "memory, speeds and faults; baselines are at their best pack cap, static at the best layout for the first "
+             f"{LAYOUT_BATCHES} batches and the one with the longest sequence. All of it is modelled, nothing "
+             "measured.")
     parts = [section("Planners", f"<p>{text(words)}</p>" + table(HEAD, rows_of(summaries), range(1, len(HEAD)))
                      + "".join(f"<p class=note>{text(row['planner'])}: {text(row['error'])}</p>"
                                for row in summaries if row["error"])

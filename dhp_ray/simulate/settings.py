@@ -88,7 +88,8 @@ class Event:
 
     time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
     kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
-    rank: int = key(0, "the rank, or one of the node", minimum=0, maximum=100_000)
+    rank: int = key(0, "the rank at the run's begin, or one of the node; if it is not there at that time, nothing is "
+                       "lost", minimum=0, maximum=100_000)
 
 
 @dataclass(kw_only=True)
@@ -187,6 +188,7 @@ def check_simulation(settings: Simulation) -> None:
         if name not in PLANNERS:
             raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
     check_offload(settings.train.activation_offload)
+    _check_device(settings)
     for part in settings.train.freeze:
         if part not in ("vision", "language"):
             raise ConfigError(f"train.freeze: got {part!r}; allowed: vision, language")
@@ -198,6 +200,20 @@ def check_simulation(settings: Simulation) -> None:
         if text != also and not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
             raise ConfigError(f"{name}: got {text!r}; allowed: {also}, or a whole number of at least {least}")
     _check_faults(settings)
+
+
+def _check_device(settings: Simulation) -> None:
+    """Refuse what a run refuses too (`dhp_ray/constraints.py`)."""
+    train, kind = settings.train, settings.cluster.kind
+    if train.sharding == "node" and settings.sync != "step":
+        raise ConfigError(f"train.sharding: got 'node' with sync={settings.sync}; allowed: whole, or node with "
+                          "sync=step")
+    if train.sharding == "node" and kind == "npu":
+        raise ConfigError("train.sharding: got 'node' with cluster.kind=npu; allowed: whole (NPU memory cannot be "
+                          "mapped by other ranks)")
+    if train.precision == "fp32" and kind == "cuda":
+        raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
+                          "fp32 kernel)")
 
 
 def _check_faults(settings: Simulation) -> None:
@@ -214,6 +230,9 @@ def _check_faults(settings: Simulation) -> None:
             raise ConfigError(f"faults.events[{index}].rank: got {event.rank}; allowed: less than cluster.num_ranks "
                               f"({num_ranks})")
     for index, slow in enumerate(faults.slow):
+        if not slow.ranks.strip() and not round(slow.share * num_ranks):
+            raise ConfigError(f"faults.slow[{index}].share: got {slow.share:g}, which is none of {num_ranks} ranks; "
+                              "allowed: a share that is at least one rank, or numbers in ranks")
         for word in filter(None, slow.ranks.split(",")):
             if not (word.isascii() and word.strip().isdigit() and int(word) < num_ranks):
                 raise ConfigError(f"faults.slow[{index}].ranks: got {word!r}; allowed: numbers below "

@@ -60,7 +60,8 @@ class Part:
 class WorkloadSettings:
     """`sources`, or a mixture of other workloads; and how their images and videos are cut into patches."""
 
-    mixture: list[Part] = key([], "workloads that are mixed: [{workload: llava_video, weight: 1}, ...]")
+    mixture: list[Part] = key([], "workloads whose sources are mixed: [{workload: llava_video, weight: 1}, ...]; the "
+                                  "keys below are this workload's own, those of the parts do not count")
     sources: list[SourceSettings] = key([], "samples of one kind each, mixed by weight")
     folder: str = key("", f"folder of files with relative names; empty: that of the variable {DATA_FOLDER}")
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
@@ -145,7 +146,8 @@ def _check_source(source: SourceSettings) -> None:
 def check_bins(bins: object, where: str) -> None:
     """Refuse anything but a list of [from, to, weight]."""
     fits = isinstance(bins, list) and bins and all(
-        isinstance(row, list) and len(row) == 3 and 0 <= row[0] <= row[1] and row[2] >= 0 for row in bins)
+        isinstance(row, list) and len(row) == 3 and all(isinstance(number, int | float) for number in row)
+        and 0 <= row[0] <= row[1] and row[2] >= 0 for row in bins)
     if not fits or not sum(row[2] for row in bins) > 0:  # type: ignore[attr-defined]
         raise ConfigError(f"{where}: bins: got {bins!r}; allowed: [[from, to, weight], ...], some weight above 0")
 

@@ -26,6 +26,16 @@ def test_the_default_file_and_overrides() -> None:
     assert settings.faults.events == [Event(time_s=5.0, kind="node", rank=9)]
 
 
+@pytest.mark.parametrize(("words", "line"), [
+    (["cluster=ascend_910b"], "train.sharding: got 'node' with cluster.kind=npu; allowed: whole (NPU memory"),
+    (["sync=micro_batch"], "train.sharding: got 'node' with sync=micro_batch; allowed: whole, or node with sync=step"),
+    (["sync=auto"], "train.sharding: got 'node' with sync=auto; allowed: whole, or node with sync=step")])
+def test_what_a_run_refuses_is_not_simulated(words: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_simulation(["train.sharding=node", *words])
+    assert str(raised.value).startswith(line)
+
+
 @pytest.mark.parametrize("path", sorted((CONF / "faults").glob("*.yaml"))
                          + sorted((CONF / "cluster" / "simulated").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_file_loads(path: Path) -> None:
@@ -76,6 +86,9 @@ def test_help_names_every_key() -> None:
     ("faults.slow=[{ranks: '3,x'}]", "faults.slow[0].ranks: got 'x'; allowed: numbers below cluster.num_ranks (64)"),
     ("faults.slow=[{ranks: '²'}]", "faults.slow[0].ranks: got '²'; allowed: numbers below cluster.num_ranks (64)"),
     ("faults.slow=[{speed: 0}]", "faults.slow[0].speed: got 0.0; allowed: more than 0"),
+    ("faults.slow=[{speed: 0.5}]", "faults.slow[0].share: got 0, which is none of 64 ranks; allowed: a share that is"),
+    ("faults.slow=[{share: 0.005}]", "faults.slow[0].share: got 0.005, which is none of 64 ranks; allowed: a share"),
+    ("train.precision=fp32", "train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16"),
     ("sync=async", "sync: got 'async'; allowed: step, micro_batch, auto"),
     ("steps", "steps: not understood; allowed:")])
 def test_a_wrong_key_is_one_line(word: str, line: str) -> None:

@@ -61,6 +61,8 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
      "error: workload.max_pixels: an image may have 1,280 tokens, and a rank has room for "),
     (["workload=long_documents", "train.tokens_per_rank=100"], "error: workload: the longest sequence has "),
     (["train.activation_offload=2"], "error: train.activation_offload: got '2'; allowed: off, auto, or a share above"),
+    (["train.activation_offload=0.9", "cluster.node_memory_gib=1"],
+     "error: train.activation_offload: got 0.9; the ranks of a node keep up to "),
     (["cluster.cost=none.yaml"], "error: none.yaml: cannot be read: FileNotFoundError"),
     (["cluster.cost=FOLDER/cost.yaml"], "error: FOLDER/cost.yaml: linear_s: got -1; allowed: a number of at least 0")])
 def test_bad_input_is_one_line(
@@ -93,6 +95,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "file").write_text("")
     assert job.main([*SMALL, "num_batches=1", f"out={tmp_path / 'file' / 'folder'}"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: out: ")
+
+
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "run", interrupted)
+    assert job.main([*SMALL]) == 1
+    assert capsys.readouterr().err == "error: stopped: Ctrl-C; simulate again, or fewer planners or batches\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

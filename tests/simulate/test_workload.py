@@ -150,6 +150,8 @@ SOME = Numbers(mean=5)
     (of(text_tokens=Numbers(kind="uniform")), "workload source a: text_tokens: kind uniform without a maximum"),
     (of(text_tokens=Numbers(kind="lognormal")), "workload source a: text_tokens: got mean 0; allowed: above 0"),
     (of(text_tokens=Numbers(kind="bins", bins=[[5, 1, 1]])), "workload source a: text_tokens: bins: got [[5, 1, 1]]"),
+    (of(text_tokens=Numbers(kind="bins", bins=[["a", "b", 1]])),  # type: ignore[list-item]
+     "workload source a: text_tokens: bins: got [['a', 'b', 1]]; allowed: [[from, to, weight], ...]"),
     (of(text_tokens=Numbers(kind="bins", bins=[[1, 5, 0]])), "workload source a: text_tokens: bins: got [[1, 5, 0]]"),
     (of(path="/no/such.csv"), "workload: /no/such.csv cannot be read: FileNotFoundError"),
     (of(text_tokens=SOME, images=Numbers(mean=1), image_width=Numbers(mean=8), image_height=Numbers(mean=4000)),

@@ -30,6 +30,7 @@ from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.runtime.worker.measuring import MAX_TOKENS, measured_part, member_with, spec_of
@@ -61,7 +62,7 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
     """Measure and fit the costs of a configuration on this machine.
 
     Raises:
-        ConfigError: a device, model or number that this machine does not have.
+        ConfigError: a device, model or number that this machine does not have, or a damaged file of known costs.
         MeasureError: too few packs.
         RunError: a rank failed; one line.
     """
@@ -72,11 +73,15 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
     memory = memory_here(config, size, accelerator, syncs[0], num_ranks)
     tokens = max_tokens(request, memory, accelerator)
     specs = [spec_of(config, size.shape, sync, ["here"] * num_ranks, tokens, request.quick) for sync in syncs]
+    try:
+        known = known_cost(config, memory, accelerator)
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
     sessions = _collected(config, specs, accelerator, request.preempts, progress)
     origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks,
                        fused_operators(config) is not None)
     origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
-    return measured_cost(sessions, origin, memory, known_cost(config, memory, accelerator), request.name)
+    return measured_cost(sessions, origin, memory, known, request.name)
 
 
 def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, int]:

@@ -18,6 +18,7 @@ from dhp_ray.config import load
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.runtime.job import measuring
 from dhp_ray.runtime.job.measuring import _rank_main
 from tests.packs import TOKEN_IDS
 
@@ -89,6 +90,18 @@ def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFi
         pytest.skip("this machine has a CUDA device")
     assert job.main(["cluster.device=cuda", "train.precision=bf16"]) == 2
     assert capsys.readouterr().err.startswith("error: cluster.device: got 'cuda', but this machine has no cuda device")
+
+
+def test_a_damaged_file_of_known_costs_is_refused_before_anything_is_measured(
+    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cost").mkdir()
+    (tmp_path / "cost" / "cpu.yaml").write_text("linear_s: -1\n")
+    monkeypatch.setattr(measuring, "CONF", tmp_path)
+    assert job.main(["cluster.device=cpu", "model.preset=tiny"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"error: {tmp_path / 'cost' / 'cpu.yaml'}: ")
 
 
 @pytest.mark.slow
