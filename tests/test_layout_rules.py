@@ -36,7 +36,6 @@ COVERED_BY = {
     "simulate/pack_work.py": "simulate/test_step.py",
     "simulate/planning.py": "simulate/test_simulated_run.py",
     "simulate/records.py": "simulate/test_simulated_run.py",
-    "simulate/recovery.py": "simulate/test_simulated_run.py",
     "simulate/results_page.py": "simulate/test_simulate_job.py",
     "simulate/run.py": "simulate/test_simulated_run.py",
     "simulate/simulation.py": "simulate/test_simulate_job.py",

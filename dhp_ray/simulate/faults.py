@@ -5,6 +5,8 @@ the seed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -17,31 +19,24 @@ WHEN, SPEED, NOISE = 1, 2, 3
 
 
 class Fault(NamedTuple):
-    """A fault, `time_s` after the first step began. It strikes the rank that is at the share `place` (0: the first;
-    below 1) of all ranks of the group at that time.
+    """A fault, `time_s` after the first step began. It strikes the worker of `slot`, or the node that has that slot.
+    `slot` None: the rank that is at the share `place` (0: the first; below 1) of all ranks of the group at that time.
     """
 
     time_s: float
     kind: str
-    place: float
+    place: float = 0.0
+    slot: int | None = None
 
 
-def faults_of(settings: FaultSettings, num_ranks: int, seed: int) -> Iterator[Fault]:
+def faults_of(settings: FaultSettings, seed: int) -> Iterator[Fault]:
     """All faults in order of time; endless if some are drawn."""
-    given = sorted((event.time_s, KINDS.index(event.kind), event.rank / num_ranks) for event in settings.events)
-    following = iter(given)
-    event = next(following, None)
-    for time_s, kind, place in _drawn(settings, seed):
-        while event and event[0] <= time_s:
-            yield Fault(event[0], KINDS[event[1]], event[2])
-            event = next(following, None)
-        yield Fault(time_s, kind, place)
-    while event:
-        yield Fault(event[0], KINDS[event[1]], event[2])
-        event = next(following, None)
+    given = [Fault(event.time_s, event.kind, slot=event.rank) for event in settings.events]
+    given.sort(key=lambda fault: (fault.time_s, KINDS.index(fault.kind), fault.slot))
+    return merge(given, _drawn(settings, seed), key=attrgetter("time_s"))
 
 
-def _drawn(settings: FaultSettings, seed: int) -> Iterator[tuple[float, str, float]]:
+def _drawn(settings: FaultSettings, seed: int) -> Iterator[Fault]:
     """Independent faults: the time to the next one is exponentially distributed."""
     if not settings.every_s:
         return
@@ -50,7 +45,7 @@ def _drawn(settings: FaultSettings, seed: int) -> Iterator[tuple[float, str, flo
     while True:
         now_s += float(random.exponential(settings.every_s))
         kind = KINDS[int(random.choice(len(KINDS), p=shares / shares.sum()))]
-        yield now_s, kind, float(random.random())
+        yield Fault(now_s, kind, float(random.random()))
 
 
 class Speeds:

@@ -127,7 +127,7 @@ def _run_groups(
         if event == num_groups:
             load -= beside
             load_of_all -= beside.sum()
-            changed = beside_s > 0.0
+            changed = True
         elif event < 0:
             free[0], num_free = -1 - event, 1
         elif number == turn[event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dhp_ray.runtime.driver.elastic import replica_ranks_of
 from dhp_ray.runtime.messages import HeldShards
@@ -46,10 +47,21 @@ class Generation:
             return set()
         if fault.kind == "all":
             return set(self.slots)
-        rank = min(int(fault.place * self.size + 1e-9), self.size - 1)
+        slot = self.slots[min(int(fault.place * self.size), self.size - 1)] if fault.slot is None else fault.slot
         if fault.kind == "node":
-            return {slot for slot, node in zip(self.slots, self.nodes) if node == self.nodes[rank]}
-        return {self.slots[rank]}
+            return {other for other in self.slots if self.node_of(other) == self.node_of(slot)}
+        return {slot} & {*self.slots}
+
+    def node_of(self, slot: int) -> int:
+        return slot // self.ranks_per_node
+
+
+class HeldState(NamedTuple):
+    """The state of a generation as far as these slots still hold it, with the copies that had arrived at `time_s`."""
+
+    generation: Generation
+    slots: frozenset[int]
+    time_s: float
 
 
 def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool) -> Generation:
@@ -59,15 +71,13 @@ def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: 
                       mirrors)
 
 
-def held_by(
-    survivors: Sequence[int], generations: Sequence[Generation], now_s: float
-) -> list[list[HeldShards]]:
-    """The shard versions that each of these slots holds, of the state of some generations."""
+def held_by(survivors: Sequence[int], states: Sequence[HeldState]) -> list[list[HeldShards]]:
+    """The shard versions that each of these slots holds, of some states."""
     found: list[list[HeldShards]] = [[] for _ in survivors]
-    for generation in generations:
-        rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
+    for generation, holders, time_s in states:
+        rank_of = {slot: rank for rank, slot in enumerate(generation.slots) if slot in holders}
         own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
-        twice = {step for step, arrived_s in generation.mirrored if arrived_s <= now_s}
+        twice = {step for step, arrived_s in generation.mirrored if arrived_s <= time_s}
         twice = set(sorted(twice)[-KEPT:])
         replicas: dict[int, list[int]] = {}
         for owner, rank in enumerate(generation.replica_ranks() if twice else ()):

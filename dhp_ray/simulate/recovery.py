@@ -4,6 +4,8 @@ The decisions are those of `runtime/driver/elastic.py`; the durations are given 
 
     fault ---- seen_s ----| ---- form_s ----| the group is formed     a fault in between starts this again
                           | ---- return_s --------------| lost ranks can join, between two steps (join_s)
+
+If the driver was lost, the workers end their step meanwhile, and form_s begins no earlier than that.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.driver.elastic import Condition, Failures, Form, GoOn, Stop, Wait, decide, surviving_state
 from dhp_ray.simulate.faults import Fault
-from dhp_ray.simulate.membership import Generation, generation_of, held_by
+from dhp_ray.simulate.membership import Generation, HeldState, generation_of, held_by
 from dhp_ray.simulate.settings import FaultKind, FaultSettings
 
 Formed = tuple[Generation, float, str]
@@ -37,7 +39,7 @@ class Recovery:
     saves: list[tuple[int, float]] = field(default_factory=list)
     _coming: dict[int, float] = field(default_factory=dict)  # when each of these slots can join
     _evicted: set[int] = field(default_factory=set)
-    _before: Generation | None = None  # its state counts until the present generation has taken a step
+    _before: HeldState | None = None  # of the generation before; counts until the present one has taken a step
     _failures: Failures = field(default_factory=Failures)
 
     def changed(
@@ -67,7 +69,7 @@ class Recovery:
             return self._after_fault(generation, fault, max(now_s, stands_s), mirrors, another, why)
         joining = self._ready(stands_s)
         why = [f"{len(joining)} join"] * bool(joining) + why
-        formed = self._formed(generation, stay, stands_s, generation.newest, mirrors)
+        formed = self._formed(generation, stay, now_s, stands_s, generation.newest, mirrors)
         return formed, stands_s + self.faults.join_s, " and ".join(why)
 
     def recovered(
@@ -98,10 +100,16 @@ class Recovery:
             if self.faults.policy == "restart" and following.kind != "driver":
                 struck = set(generation.slots)
             survivors -= struck
-            begun_s = max(now_s, following.time_s)
-            for slot in struck:  # with its node a slot is lost that was about to return
-                self._coming[slot] = max(self._coming.get(slot, 0.0), begun_s + kind.seen_s + kind.return_s)
-            now_s, following = self._stands_s(begun_s + kind.seen_s + kind.form_s, survivors, len(struck), another)
+            seen_s = max(now_s, following.time_s) + kind.seen_s
+            if following.kind == "driver":  # steps go on without it until it is back
+                seen_s = max(now_s, following.time_s + kind.seen_s)
+            gone = set(struck)  # with its node a slot is lost that was about to return
+            if following.kind == "node":
+                nodes = {generation.node_of(slot) for slot in struck}
+                gone |= {slot for slot in self._coming if generation.node_of(slot) in nodes}
+            for slot in gone:
+                self._coming[slot] = max(self._coming.get(slot, 0.0), seen_s + kind.return_s)
+            now_s, following = self._stands_s(seen_s + kind.form_s, survivors, len(struck), another)
             if following:
                 seen.append(following.kind)
         self.saves = [(step, whole_s) for step, whole_s in self.saves if whole_s <= broken_s]  # others are given up
@@ -109,17 +117,17 @@ class Recovery:
         step = self._surviving_step(generation, survivors, broken_s)
         if step < saved:
             step, now_s = saved, now_s + self.faults.load_s
-        formed = self._formed(generation, sorted(survivors), now_s, step, mirrors)
+        formed = self._formed(generation, sorted(survivors), broken_s, now_s, step, mirrors)
         return formed, now_s, " and ".join([*why, f"{', '.join(seen)} lost"])
 
     def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
         """The newest step whose state survives in memory; -1: none."""
         if len(survivors) == generation.size:
             return generation.newest
-        states = [generation]
+        states = [HeldState(generation, frozenset(survivors), broken_s)]
         if generation.newest == generation.first and self._before:  # the one before counts until the first step
             states.append(self._before)
-        state = surviving_state(held_by(sorted(survivors), states, broken_s))
+        state = surviving_state(held_by(sorted(survivors), states))
         return state.version if state else -1
 
     def _stands_s(
@@ -154,13 +162,17 @@ class Recovery:
     def _ready(self, now_s: float) -> list[int]:
         return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]
 
-    def _formed(self, generation: Generation, stay: list[int], now_s: float, step: int, mirrors: bool) -> Generation:
-        """The next generation, of the slots that stay and those that are ready."""
+    def _formed(
+        self, generation: Generation, stay: list[int], broken_s: float, now_s: float, step: int, mirrors: bool
+    ) -> Generation:
+        """The next generation, of the slots that stay and those that are ready. The one before ended at `broken_s`."""
         joining = self._ready(now_s)
         for slot in joining:
             del self._coming[slot]
         if generation.newest > generation.first or self._before is None:
-            self._before = generation
+            self._before = HeldState(generation, frozenset(stay), broken_s)
+        else:  # it has taken no step: the state before it counts still, as far as it survives
+            self._before = self._before._replace(slots=self._before.slots & {*stay})
         slots = [*stay, *joining]
         return generation_of(generation.number + 1, slots, generation.ranks_per_node, step,
                              mirrors and len(slots) > 1)

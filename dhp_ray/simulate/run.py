@@ -49,7 +49,7 @@ class SimulatedRun:
         self.settings, self.machine, self.batches, self.progress = machine.settings, machine, batches, progress
         self.record, self.scale, faults = RunRecord(planner), TimeScale(), self.settings.faults
         num_ranks, seed = self.settings.cluster.num_ranks, self.settings.seed
-        self.speeds, self.faults = Speeds(faults, num_ranks, seed), faults_of(faults, num_ranks, seed)
+        self.speeds, self.faults = Speeds(faults, num_ranks, seed), faults_of(faults, seed)
         self.next_fault = next(self.faults, None)
         self.mirroring = Mirroring("0" if faults.policy == "restart" else faults.mirror_every_steps)
         self.step_times_s: deque[float] = deque(maxlen=RECENT)
@@ -81,7 +81,7 @@ class SimulatedRun:
         return self.generation.newest >= self.settings.num_batches
 
     def _entered(self, generation: Generation) -> Generation:
-        """Enter a membership: make its planner, its meter and its pool of groups."""
+        """Enter a membership: make its planner, its meter and its pool of groups, and begin to copy its state."""
         self.place = self.machine.place(generation.nodes)
         planner = Planner(self.record.planner, self.machine.sync, self.settings.planning.encoder, self.place.cluster,
                           self.place.training.cost, self._layout_batches)
@@ -89,6 +89,8 @@ class SimulatedRun:
                                      self.settings.data)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below, Elastic().patience)
         self.mirroring.enter()
+        if self._mirrors and generation.size > 1:
+            generation.mirrored.append((generation.first, self.now_s + self.place.copy_s))
         return generation
 
     def _layout_batches(self) -> list[list[Sample]]:
@@ -108,12 +110,15 @@ class SimulatedRun:
             if fault:
                 return self._broken(fault)
             step = self._run(prepared.step, sent)
-            end_s = self._end_s(sent.ready_s + step.time_s)
+            end_s = self._end_s(prepared.step, sent.ready_s + step.time_s)
             is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
             following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
             fault = self._fault_before(end_s)
-            if fault and fault.kind != "driver":  # workers finish their step without the driver
+            if fault and fault.kind != "driver":
                 return self._broken(fault)
+            also = self.next_fault if fault else None  # workers finish their step without the driver, if none is lost
+            if fault and also and also.time_s < end_s and self.generation.struck(also):
+                return self._broken(fault, also.time_s)
             if self.settings.duration_s and end_s > self.settings.duration_s:
                 self.now_s = self.settings.duration_s
                 return None
@@ -132,12 +137,13 @@ class SimulatedRun:
         return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
 
     def _fault_before(self, time_s: float) -> Fault | None:
-        """Take the next fault if it strikes before `time_s`."""
-        fault = self.next_fault
-        if fault is None or fault.time_s >= time_s:
-            return None
-        self.next_fault = next(self.faults, None)
-        return fault
+        """Take the next fault if it strikes before `time_s` and the run's end, and strikes anybody."""
+        time_s = min(time_s, self.settings.duration_s or time_s)
+        while (fault := self.next_fault) and fault.time_s < time_s:
+            self.next_fault = next(self.faults, None)
+            if fault.kind == "driver" or self.generation.struck(fault):
+                return fault
+        return None
 
     def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
@@ -148,18 +154,22 @@ class SimulatedRun:
             speeds = self.speeds.at(number)[list(self.generation.slots)]
             cluster = replace(cluster, speeds=tuple(speeds.tolist()))
         problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync, deals_images=False)
-        copied = self.generation.mirrored[-1:]  # if the step before was mirrored, its copies travel during this one
-        copies = bool(copied) and copied[0][0] == number - 1
+        arrived_s = self.generation.mirrored[-1][1] if self.generation.mirrored else 0.0
+        copies_s = max(0.0, arrived_s - sent.ready_s)  # copies of the state travel for so long beside this step
+        network = place.copying._replace(beside_s=copies_s) if copies_s else place.network
         self.attempts += 1
-        step = simulate_step(plan, problem, place.copying if copies else place.network, made=made,
+        step = simulate_step(plan, problem, network, made=made,
                              stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)),
                              least_s=place.training.gather_s)
         self.record.planning_s.append(plan.planning_time_s)
         return step
 
-    def _end_s(self, end_s: float) -> float:
-        """When a step ends whose work ends at `end_s`: with every step mirrored, it also waits for the last copies."""
-        if self.mirroring.every == 1 and self.generation.mirrored:
+    def _end_s(self, step: int, end_s: float) -> float:
+        """When a step ends whose work ends at `end_s`. One that is mirrored, or its generation's first, also waits for
+        the last copies.
+        """
+        waits = step == self.generation.first + 1 or self.mirroring.due(step)
+        if waits and self.generation.mirrored:
             return max(end_s, self.generation.mirrored[-1][1])
         return end_s
 
@@ -182,10 +192,11 @@ class SimulatedRun:
             self.generation.mirrored.append((number, end_s + self.place.copy_s))
             self.mirroring.observe([[self.place.copy_s]] * self.generation.size, statistics.median(self.step_times_s))
         if faults.checkpoint_every_s and end_s - self.saved_s >= faults.checkpoint_every_s:
-            self.saved_s = end_s
-            self.now_s += faults.stage_s
+            self.saved_s, begun_s = end_s, self.now_s
+            whole_s = max((whole_s for _, whole_s in self.recovery.saves), default=0.0)
+            self.now_s = max(self.now_s, whole_s) + faults.stage_s  # one checkpoint is written at a time
             self.recovery.saves.append((number, self.now_s + faults.write_s))
-            self.record.events.append(RunEvent(end_s, "checkpoint", f"after step {number}", faults.stage_s))
+            self.record.events.append(RunEvent(end_s, "checkpoint", f"after step {number}", self.now_s - begun_s))
         self.progress(number, self.now_s)
 
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
@@ -203,15 +214,17 @@ class SimulatedRun:
         formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors, self._another)
         return formed is not None and self._formed(*formed)
 
-    def _broken(self, fault: Fault) -> None:
-        """Continue after a fault with the ranks that are left, once there are enough of them."""
+    def _broken(self, fault: Fault, broken_s: float = 0.0) -> None:
+        """Continue after a fault with the ranks that are left, once there are enough of them. `broken_s`: when the step
+        ended, if later than the fault.
+        """
         self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
-        begun_s = max(self.now_s, fault.time_s)
+        begun_s = max(self.now_s, fault.time_s, broken_s)
         self._formed(*self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, self._another))
 
     def _another(self, time_s: float) -> Fault | None:
-        """Take the next fault if it strikes before `time_s`, and before the run's end; record it."""
-        found = self._fault_before(min(time_s, self.settings.duration_s or time_s))
+        """Take the next fault if it strikes before `time_s`, and record it."""
+        found = self._fault_before(time_s)
         if found:
             self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
         return found
@@ -223,7 +236,8 @@ class SimulatedRun:
         self.record.events.append(RunEvent(
             self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
             f"{generation.first + 1}" + (f", {undone} steps run again" if undone else ""), now_s - self.now_s))
-        self.now_s, self.generation = now_s, self._entered(generation)
+        self.now_s = now_s
+        self.generation = self._entered(generation)
         return True
 
     def _holds(self, num_ranks: int) -> bool:

@@ -45,6 +45,16 @@ def test_two_rings_over_one_link_have_half_of_it_each() -> None:
     assert run([a, b], nodes, Links(np.array([2.0, 2.0]), 2.0)) == run([a, b], nodes, one)
 
 
+def test_other_traffic_that_has_ended_costs_nothing() -> None:
+    nodes, one = [0, 0, 1, 1], Links(np.array([1.0, 1.0]), 2.0)
+    groups = [Group(ranks, Fraction(2), Fraction(4), Fraction(1)) for ranks in ((0, 2), (1, 3))]
+    work = work_of(groups, nodes)
+    uses, beside = uses_of(work, np.array(nodes), True), np.array([2.0, 2.0])
+    for beside_s, end_s in ((0.0, 9.0), (100.0, 17.0)):
+        _, ends = run_groups(np.zeros(4), work, uses, one, beside, beside_s)
+        assert ends.tolist() == [end_s, end_s]
+
+
 def test_what_hides_under_attention_may_go_on_hiding() -> None:
     hidden = [Group(ranks, Fraction(5), Fraction(2), Fraction(4)) for ranks in ((0, 2), (1, 3))]
     assert run(hidden, [0, 0, 1, 1], Links(np.array([1.0, 1.0]), 2.0)) == [(0.0, 5.0), (0.0, 5.0)]

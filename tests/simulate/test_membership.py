@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from dhp_ray.runtime.driver.elastic import surviving_state
+from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.faults import Fault
-from dhp_ray.simulate.membership import generation_of, held_by
+from dhp_ray.simulate.membership import Generation, HeldState, generation_of, held_by
+
+
+def held(survivors: list[int], *generations: Generation, time_s: float = 9.0) -> list[list[HeldShards]]:
+    """What they hold if all of them are still what they were in these generations."""
+    return held_by(survivors, [HeldState(one, frozenset(survivors), time_s) for one in generations])
 
 
 def test_whom_a_fault_strikes() -> None:
@@ -17,6 +23,10 @@ def test_whom_a_fault_strikes() -> None:
     assert generation.struck(Fault(0, "node", 0.0)) == {0, 1, 2}
     assert generation.struck(Fault(0, "driver", 0.0)) == set()
     assert generation.struck(Fault(0, "all", 0.0)) == {0, 1, 2, 4, 5, 9}
+    # a given one strikes the same worker or node whatever the membership is, and nobody who is not there
+    assert generation.struck(Fault(0, "worker", slot=4)) == {4}
+    assert generation.struck(Fault(0, "worker", slot=3)) == set()
+    assert generation.struck(Fault(0, "node", slot=7)) == {4, 5}
 
 
 @pytest.mark.parametrize(("lost", "version"), [([], 9), ([0], 7), ([4, 5, 6, 7], 7), ([0, 4], None)])
@@ -28,11 +38,11 @@ def test_what_survives(lost: list[int], version: int | None) -> None:
     if lost == [0, 4]:
         lost = [0, replica[0]]  # owner and replica
     survivors = [slot for slot in range(8) if slot not in lost]
-    state = surviving_state(held_by(survivors, [generation], 35.0))
+    state = surviving_state(held(survivors, generation, time_s=35.0))
     assert (state.version if state else None) == version
     if version == 7:  # version 5 is the other one that was mirrored; older ones are gone
-        held = held_by(survivors, [generation], 35.0)
-        assert all(set(versions) <= {5, 7, 8, 9} for found in held for shards in found
+        assert all(set(versions) <= {5, 7, 8, 9} for found in held(survivors, generation, time_s=35.0)
+                   for shards in found
                    for versions in shards.versions.values())
 
 
@@ -40,13 +50,17 @@ def test_the_state_before_counts_until_a_step_has_been_taken() -> None:
     before = generation_of(1, range(4), 2, 0, mirrors=True)
     before.newest, before.mirrored = 5, [(5, 1.0)]
     now = generation_of(2, [0, 1, 2], 2, 5, mirrors=True)  # nothing is mirrored yet
-    assert surviving_state(held_by([0, 1], [now], 9.0)) is None
-    state = surviving_state(held_by([1, 2], [now, before], 9.0))
-    assert state is None or state.version == 5
+    assert surviving_state(held([0, 1], now)) is None
+    state = surviving_state(held([1, 2, 3], now, before))
+    assert state is not None
+    assert state.version == 5
+    # a worker that was lost since, and is there again, no longer has it; copies that came later do not count
+    assert surviving_state(held_by([1, 2, 3], [HeldState(before, frozenset({1, 3}), 9.0)])) is None
+    assert surviving_state(held_by([1, 2, 3], [HeldState(before, frozenset({1, 2, 3}), 0.5)])) is None
 
 
 def test_without_mirroring_nothing_survives_a_loss() -> None:
     generation = generation_of(1, range(4), 2, 0, mirrors=False)
     generation.newest = 3
-    assert surviving_state(held_by([0, 1, 2], [generation], 9.0)) is None
-    assert surviving_state(held_by([0, 1, 2, 3], [generation], 9.0)).version == 3  # type: ignore[union-attr]
+    assert surviving_state(held([0, 1, 2], generation)) is None
+    assert surviving_state(held([0, 1, 2, 3], generation)).version == 3  # type: ignore[union-attr]
