@@ -6,6 +6,7 @@ packs beside steps with images in them, in turns; measured and predicted.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def measured(rank: int, port: int, config: Config, planned: dict[str, Plan]) -> 
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     planned = plans()
     assert set(planned["group"].degrees()) == {1}
     config = load(["model.preset=tiny", "run.dir=unused", "comm.timeout_s=120"])
