@@ -48,7 +48,7 @@ class System(NamedTuple):
 
 
 SYSTEMS = (
-    System("dhp_ray", "elastic", 1.1, 10.1, "benchmarks/README.md, Recovery: 2 to 4 CPU workers"),
+    System("dhp_ray", "elastic", 1.7, 10.1, "benchmarks/README.md, Recovery: 2 to 4 CPU workers"),
     System("dhp_ray, as slow as at scale", "elastic", 20.0, 20.0, "1,024 GPUs: TrainMover, arXiv 2412.12636, abstract"),
     System("restart, Ray Train", "restart", 16.6, 72.9, "benchmarks/README.md, Recovery: 2 to 4 CPU workers"),
     System("restart at scale", "restart", 150.0, 150.0, "4,800 devices: FlashRecovery, arXiv 2509.03047, abstract"),

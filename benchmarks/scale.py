@@ -15,7 +15,7 @@ A row is the sum over one batch of each seed, 8 samples a rank, on nodes of 8. T
 memory model, costs from the model's shape and the device's description. A step is simulated with the links that packs
 share and, in micro_batch, with what its layers' parameters take to travel; process groups are taken to be there. Images
 are encoded in their packs, for all planners alike; `study` also has `dhp` as it runs by default, with `encoder=auto`.
-`--quick`: one seed and the models of QUICK for `study`.
+`--quick`: one seed in `study`, `ablation` and `slices`, and the models of QUICK in `study`.
 
 In `study` each planner has recomputation on or off, whichever is faster for it; `dhp` also plans it pack by pack, which
 the systems that the baselines follow do not. `static` has one degree and one pack cap for all batches of a row, the

@@ -29,11 +29,21 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         settings = load_simulation(argv)
-        from dhp_ray.planner import PlanError, warm_up  # takes half a second to import
-        from dhp_ray.simulate.simulation import prepared
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        return simulate(settings)
+    except KeyboardInterrupt:
+        print("error: stopped: Ctrl-C; simulate again, or fewer planners or batches", file=sys.stderr)
+        return 1
+
+
+def simulate(settings: Simulation) -> int:
+    from dhp_ray.config import ConfigError
+    from dhp_ray.planner import PlanError, warm_up  # takes half a second to import
+    from dhp_ray.simulate.simulation import prepared
+
     try:
         simulation = prepared(settings)
     except (ConfigError, PlanError) as error:
@@ -47,8 +57,6 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         print(f"error: out: {settings.out} cannot be written: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("error: stopped: Ctrl-C; simulate again, or fewer planners or batches", file=sys.stderr)
     return 1
 
 

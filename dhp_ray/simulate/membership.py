@@ -41,16 +41,9 @@ class Generation:
             self._replica_ranks = replica_ranks_of([str(node) for node in self.nodes])
         return self._replica_ranks
 
-    def struck(self, fault: Fault) -> set[int]:
-        """The slots that are lost by a fault."""
-        if fault.kind == "driver":
-            return set()
-        if fault.kind == "all":
-            return set(self.slots)
-        slot = self.slots[min(int(fault.place * self.size), self.size - 1)] if fault.slot is None else fault.slot
-        if fault.kind == "node":
-            return {other for other in self.slots if self.node_of(other) == self.node_of(slot)}
-        return {slot} & {*self.slots}
+    def slot_of(self, fault: Fault) -> int:
+        """The slot that a fault strikes; a given one need not be a member."""
+        return self.slots[min(int(fault.place * self.size), self.size - 1)] if fault.slot is None else fault.slot
 
     def node_of(self, slot: int) -> int:
         return slot // self.ranks_per_node
@@ -72,13 +65,15 @@ def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: 
 
 
 def held_by(survivors: Sequence[int], states: Sequence[HeldState]) -> list[list[HeldShards]]:
-    """The shard versions that each of these slots holds, of some states."""
+    """The shard versions that each of these slots holds, of some states. The copies that a generation began with count
+    once it has taken a step, which waits for them.
+    """
     found: list[list[HeldShards]] = [[] for _ in survivors]
     for generation, holders, time_s in states:
         rank_of = {slot: rank for rank, slot in enumerate(generation.slots) if slot in holders}
         own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
-        twice = {step for step, arrived_s in generation.mirrored if arrived_s <= time_s}
-        twice = set(sorted(twice)[-KEPT:])
+        arrived = [step for step, arrived_s in generation.mirrored if arrived_s <= time_s]
+        twice = set(sorted(arrived)[-KEPT:]) if generation.newest > generation.first else set[int]()
         replicas: dict[int, list[int]] = {}
         for owner, rank in enumerate(generation.replica_ranks() if twice else ()):
             replicas.setdefault(rank, []).append(owner)

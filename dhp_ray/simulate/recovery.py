@@ -5,7 +5,7 @@ The decisions are those of `runtime/driver/elastic.py`; the durations are given 
     fault ---- seen_s ----| ---- form_s ----| the group is formed     a fault in between starts this again
                           | ---- return_s --------------| lost ranks can join, between two steps (join_s)
 
-If the driver was lost, the workers end their step meanwhile, and form_s begins no earlier than that.
+If the driver is lost, workers end their step meanwhile; form_s begins once they have, and the driver is back.
 """
 
 from __future__ import annotations
@@ -80,38 +80,51 @@ class Recovery:
         Raises:
             PlanError: the run cannot go on.
         """
-        running = generation.newest + 1
-        self._failures = self._failures.with_one(running, raised=False)
-        if self._failures.hopeless(running):
-            raise PlanError(f"step {running} has failed {self._failures.steps.count(running)} times")
+        self._failed(generation.newest + 1)
         return self._after_fault(generation, fault, now_s, mirrors, another, [])
+
+    def lost_by(self, generation: Generation, fault: Fault) -> set[int]:
+        """The slots that a fault takes: members that are there (all of them, where all restart together), and with a
+        node also those that were to return.
+        """
+        there = {*generation.slots} - (self._coming.keys() if self.faults.policy == "elastic" else set())
+        match fault.kind:
+            case "driver":
+                return set()
+            case "all":
+                return there
+            case "node":
+                node = generation.node_of(generation.slot_of(fault))
+                return {slot for slot in there | self._coming.keys() if generation.node_of(slot) == node}
+            case _:
+                return {generation.slot_of(fault)} & there
 
     def _after_fault(
         self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault, why: list[str]
     ) -> Formed:
         """The generation that follows a fault. Slots that have left the group already are not among its survivors."""
         broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
-        following: Fault | None = fault
-        while following:
+        driver_back_s, following = 0.0, fault
+        while True:
             kind: FaultKind = getattr(self.faults, following.kind)
-            struck = generation.struck(following)
-            if following.kind == "worker":
-                struck &= survivors
-            if self.faults.policy == "restart" and following.kind != "driver":
-                struck = set(generation.slots)
-            survivors -= struck
+            lost = self.lost_by(generation, following)
+            if self.faults.policy == "restart" and lost:
+                lost = {*generation.slots}
+            survivors -= lost
             seen_s = max(now_s, following.time_s) + kind.seen_s
-            if following.kind == "driver":  # steps go on without it until it is back
-                seen_s = max(now_s, following.time_s + kind.seen_s)
-            gone = set(struck)  # with its node a slot is lost that was about to return
-            if following.kind == "node":
-                nodes = {generation.node_of(slot) for slot in struck}
-                gone |= {slot for slot in self._coming if generation.node_of(slot) in nodes}
-            for slot in gone:
+            if following.kind == "driver":  # workers end their step meanwhile
+                driver_back_s = following.time_s + kind.seen_s
+                seen_s = now_s
+            for slot in lost:
                 self._coming[slot] = max(self._coming.get(slot, 0.0), seen_s + kind.return_s)
-            now_s, following = self._stands_s(seen_s + kind.form_s, survivors, len(struck), another)
-            if following:
-                seen.append(following.kind)
+            form_s = max(seen_s, driver_back_s) + kind.form_s
+            now_s, another_fault = self._stands_s(form_s, survivors, len(lost), another)
+            if another_fault is None:
+                break
+            following = another_fault
+            seen.append(following.kind)
+            if following.time_s < form_s:
+                self._failed(generation.newest + 1)
         self.saves = [(step, whole_s) for step, whole_s in self.saves if whole_s <= broken_s]  # others are given up
         saved = max((step for step, _ in self.saves), default=0)
         step = self._surviving_step(generation, survivors, broken_s)
@@ -119,6 +132,16 @@ class Recovery:
             step, now_s = saved, now_s + self.faults.load_s
         formed = self._formed(generation, sorted(survivors), broken_s, now_s, step, mirrors)
         return formed, now_s, " and ".join([*why, f"{', '.join(seen)} lost"])
+
+    def _failed(self, step: int) -> None:
+        """Count a generation that broke in a step, or while the next one formed.
+
+        Raises:
+            PlanError: that has happened too often.
+        """
+        self._failures = self._failures.with_one(step, raised=False)
+        if self._failures.hopeless(step):
+            raise PlanError(f"step {step} has failed {self._failures.steps.count(step)} times")
 
     def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
         """The newest step whose state survives in memory; -1: none."""

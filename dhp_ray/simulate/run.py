@@ -54,6 +54,7 @@ class SimulatedRun:
         self.mirroring = Mirroring("0" if faults.policy == "restart" else faults.mirror_every_steps)
         self.step_times_s: deque[float] = deque(maxlen=RECENT)
         self.now_s, self.saved_s, self.last_read, self.attempts = 0.0, 0.0, 0, 0
+        self.ended_s = 0.0  # the last step ended then, or the group was formed
         self.recovery = Recovery(faults, self.settings.cluster.num_ranks, self._holds)
         self.generation = self._entered(generation_of(1, range(num_ranks), self._node_size, 0, self._mirrors))
 
@@ -113,15 +114,12 @@ class SimulatedRun:
             end_s = self._end_s(prepared.step, sent.ready_s + step.time_s)
             is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
             following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
-            fault = self._fault_before(end_s)
-            if fault and fault.kind != "driver":
-                return self._broken(fault)
-            also = self.next_fault if fault else None  # workers finish their step without the driver, if none is lost
-            if fault and also and also.time_s < end_s and self.generation.struck(also):
-                return self._broken(fault, also.time_s)
+            fault, broken_s = self._fault_in_step(end_s)
+            if fault and broken_s is not None:
+                return self._broken(fault, broken_s)
             if self.settings.duration_s and end_s > self.settings.duration_s:
                 self.now_s = self.settings.duration_s
-                return None
+                return self._note(fault)
             if not is_last:  # before the checkpoint, as the driver does
                 taken = self.dispatcher.take(following, end_s, self.scale.known())
             self._commit(prepared, sent, step, free_s, end_s)
@@ -137,13 +135,31 @@ class SimulatedRun:
         return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
 
     def _fault_before(self, time_s: float) -> Fault | None:
-        """Take the next fault if it strikes before `time_s` and the run's end, and strikes anybody."""
+        """Take the next fault if it strikes before `time_s`."""
+        fault = self._coming_before(time_s)
+        if fault:
+            self.next_fault = next(self.faults, None)
+        return fault
+
+    def _coming_before(self, time_s: float) -> Fault | None:
+        """The next fault if it strikes before `time_s` and the run's end. Those that strike nobody are passed over."""
         time_s = min(time_s, self.settings.duration_s or time_s)
         while (fault := self.next_fault) and fault.time_s < time_s:
-            self.next_fault = next(self.faults, None)
-            if fault.kind == "driver" or self.generation.struck(fault):
+            if fault.kind == "driver" or self.recovery.lost_by(self.generation, fault):
                 return fault
+            self.next_fault = next(self.faults, None)
         return None
+
+    def _fault_in_step(self, end_s: float) -> tuple[Fault | None, float | None]:
+        """Take the first fault before the end of a step, and say when the step breaks off. None: it ends; workers do
+        that without the driver.
+        """
+        fault = self._fault_before(end_s)
+        if fault is None or fault.kind != "driver":
+            return fault, fault and fault.time_s
+        while (also := self._coming_before(end_s)) and also.kind == "driver":
+            self._another(end_s)
+        return fault, also and also.time_s
 
     def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
@@ -185,7 +201,8 @@ class SimulatedRun:
         if len(self.record.kept) < KEPT_STEPS:
             self.record.kept[number] = (sent.ready_s, step)
         self._observe(plan, step)
-        self.generation.newest, self.now_s = number, end_s + self.settings.planning.between_s
+        self.generation.newest, self.ended_s = number, end_s
+        self.now_s = end_s + self.settings.planning.between_s
         self.step_times_s.append(end_s - sent.ready_s)
         if self._mirrors and self.mirroring.due(number) and self.generation.size > 1:
             self.mirroring.begun(number)
@@ -196,6 +213,7 @@ class SimulatedRun:
             whole_s = max((whole_s for _, whole_s in self.recovery.saves), default=0.0)
             self.now_s = max(self.now_s, whole_s) + faults.stage_s  # one checkpoint is written at a time
             self.recovery.saves.append((number, self.now_s + faults.write_s))
+            self.now_s = min(self.now_s, self.settings.duration_s or self.now_s)
             self.record.events.append(RunEvent(end_s, "checkpoint", f"after step {number}", self.now_s - begun_s))
         self.progress(number, self.now_s)
 
@@ -216,18 +234,23 @@ class SimulatedRun:
 
     def _broken(self, fault: Fault, broken_s: float = 0.0) -> None:
         """Continue after a fault with the ranks that are left, once there are enough of them. `broken_s`: when the step
-        ended, if later than the fault.
+        broke off, if later than the fault.
         """
-        self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
+        self._note(fault)
+        if fault.kind != "driver":  # a checkpoint that was waited for, or staged, is given up
+            self.now_s = min(self.now_s, max(self.ended_s, fault.time_s))
         begun_s = max(self.now_s, fault.time_s, broken_s)
         self._formed(*self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, self._another))
 
     def _another(self, time_s: float) -> Fault | None:
         """Take the next fault if it strikes before `time_s`, and record it."""
         found = self._fault_before(time_s)
-        if found:
-            self.record.events.append(RunEvent(found.time_s, "fault", found.kind))
+        self._note(found)
         return found
+
+    def _note(self, fault: Fault | None) -> None:
+        if fault:
+            self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
 
     def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
         """Enter a generation that is formed at `now_s`, or the run's end if that is before. Always true."""
@@ -236,7 +259,7 @@ class SimulatedRun:
         self.record.events.append(RunEvent(
             self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
             f"{generation.first + 1}" + (f", {undone} steps run again" if undone else ""), now_s - self.now_s))
-        self.now_s = now_s
+        self.now_s = self.ended_s = now_s
         self.generation = self._entered(generation)
         return True
 

@@ -88,8 +88,8 @@ class Event:
 
     time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
     kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
-    rank: int = key(0, "the rank at the run's begin, or one of the node; if it is not there at that time, nothing is "
-                       "lost", minimum=0, maximum=100_000)
+    rank: int = key(0, "the rank at the run's begin, or one of the node; nothing happens if it, or all of the node, "
+                       "is gone by then", minimum=0, maximum=100_000)
 
 
 @dataclass(kw_only=True)

@@ -60,8 +60,8 @@ class Part:
 class WorkloadSettings:
     """`sources`, or a mixture of other workloads; and how their images and videos are cut into patches."""
 
-    mixture: list[Part] = key([], "workloads whose sources are mixed: [{workload: llava_video, weight: 1}, ...]; the "
-                                  "keys below are this workload's own, those of the parts do not count")
+    mixture: list[Part] = key([], "workloads whose sources are mixed: [{workload: llava_video, weight: 1}, ...]; "
+                                  "`folder` to `max_tokens` are this workload's own, those of the parts do not count")
     sources: list[SourceSettings] = key([], "samples of one kind each, mixed by weight")
     folder: str = key("", f"folder of files with relative names; empty: that of the variable {DATA_FOLDER}")
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from dhp_ray.simulate.records import RunRecord
 from dhp_ray.simulate.run import SimulatedRun
 from dhp_ray.simulate.settings import load_simulation
@@ -22,7 +24,13 @@ def small(*overrides: str) -> Simulated:
     return prepared(load_simulation([*SMALL, *overrides]))
 
 
+@cache
 def run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
+    """The same run is simulated once; nobody changes its record."""
+    return fresh_run_of(*overrides, planner=planner)
+
+
+def fresh_run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
     simulation = small(*overrides)
     return SimulatedRun(planner, simulation.machine, simulation.batches).simulate()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from dhp_ray.runtime.driver.elastic import surviving_state
 from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.faults import Fault
 from dhp_ray.simulate.membership import Generation, HeldState, generation_of, held_by
+from dhp_ray.simulate.recovery import Recovery
+from dhp_ray.simulate.settings import FaultSettings
 
 
 def held(survivors: list[int], *generations: Generation, time_s: float = 9.0) -> list[list[HeldShards]]:
@@ -18,15 +22,17 @@ def held(survivors: list[int], *generations: Generation, time_s: float = 9.0) ->
 def test_whom_a_fault_strikes() -> None:
     generation = generation_of(1, [0, 1, 2, 4, 5, 9], 4, 0, mirrors=True)
     assert generation.nodes == (0, 0, 0, 1, 1, 2)
-    assert generation.struck(Fault(0, "worker", 3 / 6)) == {4}
-    assert generation.struck(Fault(0, "stopped", 0.999)) == {9}
-    assert generation.struck(Fault(0, "node", 0.0)) == {0, 1, 2}
-    assert generation.struck(Fault(0, "driver", 0.0)) == set()
-    assert generation.struck(Fault(0, "all", 0.0)) == {0, 1, 2, 4, 5, 9}
+    lost_by = partial(Recovery(FaultSettings(), 12, lambda size: True).lost_by, generation)
+    assert lost_by(Fault(0, "worker", 3 / 6)) == {4}
+    assert lost_by(Fault(0, "stopped", 0.999)) == {9}
+    assert lost_by(Fault(0, "node", 0.0)) == {0, 1, 2}
+    assert lost_by(Fault(0, "driver", 0.0)) == set()
+    assert lost_by(Fault(0, "all", 0.0)) == {0, 1, 2, 4, 5, 9}
     # a given one strikes the same worker or node whatever the membership is, and nobody who is not there
-    assert generation.struck(Fault(0, "worker", slot=4)) == {4}
-    assert generation.struck(Fault(0, "worker", slot=3)) == set()
-    assert generation.struck(Fault(0, "node", slot=7)) == {4, 5}
+    assert lost_by(Fault(0, "worker", slot=4)) == {4}
+    assert lost_by(Fault(0, "worker", slot=3)) == set()
+    assert lost_by(Fault(0, "node", slot=7)) == {4, 5}
+    assert lost_by(Fault(0, "node", slot=12)) == set()
 
 
 @pytest.mark.parametrize(("lost", "version"), [([], 9), ([0], 7), ([4, 5, 6, 7], 7), ([0, 4], None)])
@@ -49,7 +55,8 @@ def test_what_survives(lost: list[int], version: int | None) -> None:
 def test_the_state_before_counts_until_a_step_has_been_taken() -> None:
     before = generation_of(1, range(4), 2, 0, mirrors=True)
     before.newest, before.mirrored = 5, [(5, 1.0)]
-    now = generation_of(2, [0, 1, 2], 2, 5, mirrors=True)  # nothing is mirrored yet
+    now = generation_of(2, [0, 1, 2], 2, 5, mirrors=True)
+    now.mirrored = [(5, 2.0)]  # which counts once the first step has waited for it
     assert surviving_state(held([0, 1], now)) is None
     state = surviving_state(held([1, 2, 3], now, before))
     assert state is not None

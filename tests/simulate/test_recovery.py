@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dhp_ray.simulate.membership import generation_of
 from dhp_ray.simulate.records import RunRecord
 from tests.simulate.simulations import QUICK, events_of, run_of, within
 
@@ -29,6 +30,19 @@ def test_a_generation_copies_the_state_that_it_began_with() -> None:
     second = in_generation(once, 2, 6)
     record = run_of(*SELDOM, faults((first, "worker", 5), (second, "worker", 1)))
     assert events_of(record)[1] == "3: worker lost; 6 ranks go on with step 5, 1 steps run again"
+
+
+def test_copies_that_a_generation_began_with_count_once_it_has_taken_a_step() -> None:
+    """Before, what the generation before kept counts alone: of slot 5's shard that was worker 1's copy."""
+    first = within(run_of(*TWICE), 5)
+    once = run_of(*TWICE, faults((first, "worker", 5)))
+    assert events_of(once)[0] == "2: worker lost; 7 ranks go on with step 5"
+    assert generation_of(1, range(8), 4, 0, mirrors=True).replica_ranks()[5] == 1
+    second = in_generation(once, 2, 5)
+    record = run_of(*TWICE, faults((first, "worker", 5), (second, "worker", 1)))
+    assert events_of(record)[1] == "3: worker lost; 6 ranks go on with step 1, 4 steps run again"
+    other = run_of(*TWICE, faults((first, "worker", 5), (second, "worker", 2)))
+    assert events_of(other)[1] == "3: worker lost; 6 ranks go on with step 5"
 
 
 def test_who_was_lost_has_nothing_of_the_state_before() -> None:
@@ -57,13 +71,19 @@ def test_copies_that_a_fault_cut_off_never_arrive() -> None:
 
 
 def test_a_lost_node_takes_with_it_who_was_to_return_there() -> None:
-    words = ["num_batches=200", "faults.mirror_every_steps='1'", *QUICK]
+    words = ["num_batches=40", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=8",
+             "faults.node.return_s=12"]
     first = within(run_of("faults.mirror_every_steps='1'", *QUICK), 3)
-    record = run_of(*words, faults((first, "worker", 5), (first + 20, "node", 4)))
-    words = events_of(record)
-    assert words[0].startswith("2: worker lost; 7 ranks")
-    assert words[1].startswith("3: node lost; 4 ranks")
-    assert words[2].startswith("4: 4 join; 8 ranks")
+    record = run_of(*words, faults((first, "worker", 5), (first + 6, "node", 4)))
+    said = events_of(record)
+    assert said[0].startswith("2: worker lost; 7 ranks")
+    assert said[1].startswith("3: node lost; 4 ranks")
+    assert said[2].startswith("4: 4 join; 8 ranks")
+    # also where none of its ranks is there
+    each = [(first + 0.1 * rank, "worker", rank) for rank in (4, 5, 6, 7)]
+    record = run_of(*words, faults(*each, (first + 6, "node", 4)))
+    joined = next(event for event in record.events if "4 join" in event.text)
+    assert joined.time_s > first + 6 + 2 + 12
 
 
 def test_a_fault_strikes_its_node_whatever_the_membership_is() -> None:
@@ -72,7 +92,9 @@ def test_a_fault_strikes_its_node_whatever_the_membership_is() -> None:
     record = run_of(*TWICE, faults(*events))
     later = in_generation(record, 2, 4)
     assert events_of(run_of(*TWICE, faults(*events, (later, "node", 4))))[1].startswith("3: node lost; 4 ranks")
-    nobody = run_of(*TWICE, faults(*events, (later, "worker", 6)))  # which is lost already
+    # one that is lost already
+    again = [*events, (first + 0.3, "worker", 6), (later, "worker", 6)]
+    nobody = run_of(*TWICE, faults(*again))
     assert nobody.steps == record.steps
     assert nobody.events == record.events
 
@@ -88,6 +110,18 @@ def test_a_driver_is_back_once_the_step_has_ended_and_it_was_missed() -> None:
     both = run_of(faults((step.begin_s + 0.01, "driver", 0), (step.end_s - 0.01, "worker", 3)), *QUICK,
                   "faults.mirror_every_steps='1'")
     assert events_of(both)[0] == "2: driver, worker lost; 7 ranks go on with step 2"
+    assert both.steps[1].begin_s == pytest.approx(max(step.end_s - 0.01 + 1, step.begin_s + 0.01 + 4) + 2, abs=0.1)
+    # also where another driver is lost in between, or a worker that is lost already
+    words = [(step.begin_s + 0.01, "driver", 0), (step.begin_s + 0.02, "driver", 0), (step.end_s - 0.01, "worker", 3)]
+    thrice = run_of(faults(*words), *QUICK, "faults.mirror_every_steps='1'")
+    assert thrice.steps[1].step == 2
+    assert thrice.steps[1].num_ranks == 7
+    assert sum(event.kind == "fault" for event in thrice.events) == 3
+    # it is missed at once, and the group that forms without the worker waits until it is back
+    soon = run_of(faults((step.begin_s + 0.01, "driver", 0), (step.begin_s + 0.02, "worker", 3)), *QUICK,
+                  "faults.mirror_every_steps='1'")
+    first = next(one for one in soon.steps if one.generation == 2)
+    assert first.begin_s == pytest.approx(step.begin_s + 0.01 + 4 + 2, abs=0.1)
 
 
 def test_what_strikes_after_the_end_costs_nothing() -> None:
@@ -105,6 +139,23 @@ def test_one_checkpoint_is_written_at_a_time() -> None:
     assert saved[0] == pytest.approx(2)
     assert all(90 < seconds < 102 for seconds in saved[1:])
     assert record.summary(1.0, 8)["checkpoint_s"] == pytest.approx(sum(saved))
+    for_a_time = run_of(*words, "faults.write_s=100", "duration_s=20")
+    assert for_a_time.time_s == 20.0
+
+
+def test_a_fault_ends_the_wait_for_a_checkpoint_which_is_given_up() -> None:
+    words = ["faults.checkpoint_every_s=0.001", "faults.stage_s=2", "faults.mirror_every_steps='0'",
+             "faults.write_s=100", *QUICK]
+    record = run_of(*words, faults((50, "worker", 2)))
+    lost = next(event for event in record.events if event.kind == "generation")
+    assert lost.text == "2: worker lost; 7 ranks go on with step 1, 2 steps run again"
+    assert lost.time_s + lost.seconds == pytest.approx(50 + 3 + 8)
+
+
+def test_groups_that_break_while_they_form_are_given_up_in_the_end() -> None:
+    record = run_of("faults.every_s=0.2", "faults.worker.share=1", "faults.worker.form_s=30",
+                    "faults.worker.return_s=0.01", "faults.mirror_every_steps='1'")
+    assert "has failed 9 times" in record.error
 
 
 def test_copies_slow_every_step_beside_which_they_travel() -> None:

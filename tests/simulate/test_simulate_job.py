@@ -103,7 +103,7 @@ def test_an_interrupt_is_one_line(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "run", interrupted)
+    monkeypatch.setattr(job, "simulate", interrupted)
     assert job.main([*SMALL]) == 1
     assert capsys.readouterr().err == "error: stopped: Ctrl-C; simulate again, or fewer planners or batches\n"
 
