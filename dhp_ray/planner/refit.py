@@ -53,12 +53,16 @@ class Observed(NamedTuple):
 
     def usable(self) -> Observed:
         """Without rows that no rank has reported, or in which nothing was computed."""
-        kept = np.isfinite(self.seconds) & (self.seconds > 0) & (self.amounts.sum(axis=1) > 0)
+        return self.of(np.isfinite(self.seconds) & (self.seconds > 0) & (self.amounts.sum(axis=1) > 0))
+
+    def of(self, kept: np.ndarray) -> Observed:
         return Observed(*(array[kept] for array in self))
 
 
 class Refit(NamedTuple):
-    """Factors by term for the prior's constants, and the typical relative error of all rows before and after."""
+    """Factors by term for the prior's constants, and the typical error of all rows before and after: 1.0 if they are
+    predicted twice, or half, of what they take.
+    """
 
     factors: dict[str, float]
     error_before: float
@@ -68,6 +72,7 @@ class Refit(NamedTuple):
 def refit(prior: CostModel, factors: dict[str, float], observed: Observed) -> Refit | None:
     """New factors, starting from those in force (missing ones are 1); None if the rows give no reason to change."""
     rows = observed.usable()
+    rows = rows.of(rows.amounts @ constants_of(prior) > 0)  # without a price nothing can be scaled
     if len(rows.seconds) < FEWEST:
         return None
     parts = rows.amounts * constants_of(prior)  # seconds of each term under the prior
@@ -113,4 +118,6 @@ def slowness_of(rows: Observed, predicted: np.ndarray) -> np.ndarray:
 
 
 def _typical_error(predicted: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> float:
-    return weighted_median(np.abs(predicted / seconds - 1.0), weight)
+    """By how much rows are off, either way: a prediction that is far too low has a large error too."""
+    ratio = np.maximum(predicted, 1e-12) / seconds
+    return weighted_median(np.maximum(ratio, 1.0 / ratio) - 1.0, weight)

@@ -59,16 +59,23 @@ class Work(NamedTuple):
     amounts: np.ndarray
     waits_s: np.ndarray
 
-    def seconds(self, cost: CostModel) -> np.ndarray:
-        """Seconds of each row at nominal speed."""
-        found: np.ndarray = self.amounts @ constants_of(cost) + self.waits_s
+    def seconds(self, cost: CostModel, terms: Sequence[str] = (*TERMS, WAITS)) -> np.ndarray:
+        """Seconds of each row at nominal speed, summed over these terms."""
+        counted = np.where(np.isin(TERMS, terms), constants_of(cost), 0.0)
+        found: np.ndarray = self.amounts @ counted + (self.waits_s if WAITS in terms else 0.0)
         return found
 
     def seconds_of_ranks(self, cost: CostModel, num_ranks: int, terms: Sequence[str] = (*TERMS, WAITS)) -> list[float]:
         """Seconds of each rank at nominal speed, summed over its rows and these terms."""
-        counted = np.where(np.isin(TERMS, terms), constants_of(cost), 0.0)
-        seconds = self.amounts @ counted + (self.waits_s if WAITS in terms else 0.0)
-        return np.bincount(self.rank, seconds, num_ranks).tolist()  # type: ignore[no-any-return]
+        return np.bincount(self.rank, self.seconds(cost, terms), num_ranks).tolist()  # type: ignore[no-any-return]
+
+    def growth(self, before: CostModel, after: CostModel) -> float:
+        """The median factor by which the seconds of rows grow from one cost to another; rows without a price do not
+        count.
+        """
+        old_s = self.seconds(before)
+        priced = old_s > 0
+        return float(np.median(self.seconds(after)[priced] / old_s[priced])) if priced.any() else 1.0
 
 
 def constants_of(cost: CostModel) -> np.ndarray:

@@ -68,8 +68,9 @@ def world(
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2), MIXED, {"quadratic_s": 8.0}],
-                         ids=["tenfold", "a fifth", "mixed", "attention"])
+@pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 50.0), dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2),
+                                  MIXED, {"quadratic_s": 8.0}],
+                         ids=["fiftyfold", "tenfold", "a fifth", "mixed", "attention"])
 def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> None:
     """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds."""
     worlds = [world(true, sync=sync, seed=seed) for seed in (1, 2, 3)]
@@ -123,6 +124,17 @@ def test_few_packs_and_those_without_a_time_change_nothing() -> None:
     assert refit(PRIOR, {}, Observed(ranks, amounts, seconds, np.ones(FEWEST))) is not None
     seconds[0] = np.nan
     assert refit(PRIOR, {}, Observed(ranks, amounts, seconds, np.ones(FEWEST))) is None
+
+
+def test_rows_without_a_price_do_not_count() -> None:
+    """Phases of the encoder under a cost that has no terms of images."""
+    priced = np.tile([1e6, 1e3, 0.0, 0.0, 0.0, 1.0], (FEWEST, 1))
+    of_images = np.tile([0.0, 0.0, 1e6, 1e3, 1.0, 0.0], (2 * FEWEST, 1))
+    seconds = np.concatenate([3.0 * (priced @ [getattr(PRIOR, name) for name in TERMS]), np.full(2 * FEWEST, 0.1)])
+    amounts, prior = np.concatenate([priced, of_images]), CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, pack_s=5e-3)
+    found = refit(prior, {}, Observed(np.arange(len(seconds)) % 2, amounts, seconds, np.ones(len(seconds))))
+    assert found is not None
+    assert found.factors["linear_s"] == pytest.approx(STEP)
 
 
 def test_slowness_is_beside_the_typical_rank() -> None:

@@ -171,3 +171,11 @@ def test_measured_seconds_find_their_rows() -> None:
             assert busy_s != busy_s  # rank 1 has not reported
         else:
             assert busy_s == {ENCODE: 0.25, BACKWARD: 0.75}.get(number, 2.5)
+
+
+def test_how_much_rows_grow_from_one_cost_to_another() -> None:
+    work = work_of(planned(encoder="world"))
+    twice = replace(COST, **{name: 2 * getattr(COST, name) for name in TERMS})
+    assert work.growth(COST, twice) == pytest.approx(2.0)
+    of_text = {name: 0.0 for name in TERMS if name.startswith(("vision", "encoder"))}  # phases of images cost nothing
+    assert work.growth(replace(COST, **of_text), replace(twice, **of_text)) == pytest.approx(2.0)

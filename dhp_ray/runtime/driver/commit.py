@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
+from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.work import PAID_ONCE, TERMS, Work, work_of
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.measures import cost_error, step_extra, step_metrics
@@ -63,7 +62,9 @@ class Commits:
         if (error := cost_error(plan, work, finished.results)) is not None:
             metrics["cost_error"] = error
         extra = step_extra(plan, finished.results, finished.data_wait_s, finished.epoch)
-        session.history.scale.observe(metrics["measured_makespan_s"], plan.makespan_s)
+        refits = session.history.refits  # the plan may have been made before the last refit
+        growth = work.growth(CostModel.from_json(plan.inputs["cost"]), refits.cost) if refits.on else 1.0
+        session.history.scale.observe(metrics["measured_makespan_s"], growth * plan.makespan_s)
         session.history.step_times_s.append(finished.step_time_s)
         for sample_id, reason in [*finished.skipped, *finished.placeholders.items()]:
             if records.skip(sample_id, reason, finished.step, finished.epoch):
@@ -75,7 +76,8 @@ class Commits:
         records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders],
                        metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
-        if plan.cluster.num_ranks == session.group.size and len(finished.results) == session.group.size:
+        # after a recovery ranks may be others, though there are as many
+        if finished.generation == session.current.number and len(finished.results) == session.group.size:
             yield from self._observe_speeds(finished, work)
             self._refit(finished, work)
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.current.meter.planned())}
@@ -159,7 +161,7 @@ class Commits:
         before = refits.cost
         if found := refits.observe(work, busy_s_of(work, finished.results)):
             session.current.dispatcher.cost = refits.cost
-            session.history.scale.rescale(float(np.median(work.seconds(refits.cost) / work.seconds(before))))
+            session.history.scale.rescale(work.growth(before, refits.cost))
             terms = {name: [float(f"{getattr(cost, name):.4g}") for cost in (before, refits.cost)] for name in TERMS}
             session.records.event(
                 "refit", step=finished.step, terms={name: pair for name, pair in terms.items() if pair[0] != pair[1]},

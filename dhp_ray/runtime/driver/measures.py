@@ -10,7 +10,7 @@ import numpy as np
 
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.work import Work
+from dhp_ray.planner.work import PAID_ONCE, Work
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
 
@@ -42,7 +42,9 @@ def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float |
     work: that of the plan.
     """
     measured_s = busy_s_of(work, results)
-    predicted_s = work.seconds(CostModel.from_json(plan.inputs["cost"])) / np.array(plan.cluster.speeds)[work.rank]
+    cost = CostModel.from_json(plan.inputs["cost"])
+    once_s = work.seconds(cost, PAID_ONCE)
+    predicted_s = (work.seconds(cost) - once_s) / np.array(plan.cluster.speeds)[work.rank] + once_s
     known = np.isfinite(measured_s) & (measured_s > 0)
     return float(np.median(np.abs(predicted_s[known] / measured_s[known] - 1.0))) if known.any() else None
 

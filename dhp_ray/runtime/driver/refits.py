@@ -46,6 +46,7 @@ class CostRefits:
     factors: Terms = field(default_factory=dict)
     on: bool = False
     _recorded: tuple[Terms, Terms | None] | None = None
+    _num_observed: int = 0
     _window: deque[Observed] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
@@ -81,8 +82,9 @@ class CostRefits:
         if not self.on or self.prior is None:
             return None
         busy_s = np.where(work.waits_s > 0, np.nan, busy_s)
-        every = 1 + len(busy_s) // MOST_ROWS
-        rows = [array[::every] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
+        every = -(-len(busy_s) // MOST_ROWS)
+        first, self._num_observed = self._num_observed % max(1, every), self._num_observed + 1  # phases alternate
+        rows = [array[first :: max(1, every)] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
         self._window = deque((seen._replace(weight=DECAY * seen.weight) for seen in self._window), maxlen=WINDOW)
         self._window.append(Observed(*rows).usable())
         found = refit(self.prior, self.factors, Observed(*map(np.concatenate, zip(*self._window))))

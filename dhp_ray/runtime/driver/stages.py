@@ -73,6 +73,11 @@ class FinishedStep:
     evaluated: Mapping[str, float] = field(default_factory=dict)
     """The results of the evaluation after the step, by their names in metrics.jsonl; empty if there was none."""
 
+    @property
+    def generation(self) -> int:
+        """Whose ranks ran it."""
+        return int(self.plan_id.split(".")[0])
+
     @classmethod
     def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:
         """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""

@@ -61,10 +61,10 @@ def test_the_cost_error_is_the_median_of_parts_of_packs_at_the_speeds_that_the_p
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20, (1.0, 0.5)), (Sample("a", 9), Sample("b", 4), Sample("c", 8)),
                 (GroupPlan((0,), Pack((0,)), 1.0), GroupPlan((1,), Pack((1,)), 1.0),
                  GroupPlan((0, 1), Pack((2,)), 1.0)), 1.0, 0.9, inputs={"cost": cost.to_json()})
-    work = work_of(plan)  # of rank 0: 10 s and 5 s; of rank 1, half as fast: 10 s and 10 s
+    work = work_of(plan)  # of rank 0: 10 s and 5 s; of rank 1, half as fast but for what a pack pays once: 9 s, 9 s
     results = [result(0, PackTime(0, 0.0, 8.0, 0.0), PackTime(2, 8.0, 14.0, 1.0)),
                result(1, PackTime(1, 0.0, 12.5, 0.0), PackTime(2, 12.5, 30.0, 5.0))]
-    assert cost_error(plan, work, results) == pytest.approx(np.median([10 / 8 - 1, 0.0, 1 - 10 / 12.5, 1 - 10 / 12.5]))
+    assert cost_error(plan, work, results) == pytest.approx(np.median([10 / 8 - 1, 0.0, 1 - 9 / 12.5, 1 - 9 / 12.5]))
     assert cost_error(plan, work, results[:1]) == pytest.approx(0.125)  # rank 1 was lost
     assert cost_error(plan, work, []) is None
 

@@ -11,7 +11,7 @@ import pytest
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.layer_share import Offload
 from dhp_ray.planner.refit import with_factors
-from dhp_ray.planner.work import TERMS, constants_of, work_of
+from dhp_ray.planner.work import TERMS, Work, constants_of, work_of
 from dhp_ray.runtime.driver.refits import MOST_ROWS, CostRefits, wanted
 from tests.runtime.driver.groups import config_of
 
@@ -53,6 +53,19 @@ def test_packs_that_wait_for_host_memory_say_nothing_of_compute() -> None:
         assert refits.observe(work, work.seconds(cost) + work.waits_s) is None
     plain = work._replace(waits_s=0.0 * work.waits_s)
     assert refits.observe(plain, 1.5 * plain.seconds(cost)) is not None
+
+
+def test_rows_of_a_large_step_are_kept_in_turns() -> None:
+    """Phases of the encoder alternate, so that every second row would be of the same one."""
+    refits = CostRefits()
+    refits.enter(PRIOR, True)
+    amounts = np.ones((2 * MOST_ROWS, len(TERMS)))
+    work = Work(np.arange(2 * MOST_ROWS) // 2, np.zeros(2 * MOST_ROWS), amounts, np.zeros(2 * MOST_ROWS))
+    seconds = np.tile([1.0, 2.0], MOST_ROWS)
+    for _ in range(2):
+        refits.observe(work, seconds)
+    assert [set(seen.seconds.tolist()) for seen in refits._window] == [{1.0}, {2.0}]
+    assert {len(seen.seconds) for seen in refits._window} == {MOST_ROWS}
 
 
 def test_where_it_is_off_nothing_changes() -> None:
