@@ -90,6 +90,7 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
                TimeRemainingColumn())
     console = Console(stderr=True)
     try:
+        check_writable(target)
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("starting the ranks", total=1.0)
             measured = measure_here(config, request,
@@ -107,6 +108,15 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
     print(measured.table())
     print(f"written: {target}, {target.with_suffix('.png')}")
     return 0
+
+
+def check_writable(target: Path) -> None:
+    """Raise OSError before minutes of measuring, not after them."""
+    there = target.exists()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.open("a").close()
+    if not there:
+        target.unlink()
 
 
 if __name__ == "__main__":

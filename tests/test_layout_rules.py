@@ -27,7 +27,7 @@ COVERED_BY = {
     "measure/payloads.py": "measure/test_member.py",
     "measure/picture.py": "measure/test_cost_file.py",
     "measure/timings.py": "measure/test_member.py",
-    "runtime/driver/measuring.py": "integration/test_measured_costs.py",
+    "runtime/driver/measuring.py": "runtime/driver/test_kept_costs.py",
     "runtime/origins.py": "runtime/driver/test_modes.py",
     "runtime/worker/measuring.py": "measure/test_member.py",
     "simulate/batches.py": "simulate/test_simulated_run.py",

@@ -22,6 +22,10 @@ class NodeMemoryError(ValueError):
     """Ranks of a node cannot share memory; the message is one line."""
 
 
+class NodeMemoryRefusedError(NodeMemoryError):
+    """The same, raised on all ranks of the node alike."""
+
+
 class NodeMemory(ABC):
     """The parts of all ranks of a node, equally long and zero at first.
 
@@ -85,9 +89,9 @@ def of_all(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 def check_all(refusal: str, group: dist.ProcessGroup | None) -> None:
-    """Raise NodeMemoryError on all ranks of a node if one of them has a reason, `refusal`, that keeps it from mapping
-    another's memory. A peer that has died has no memory to map: then this raises as a collective does.
+    """Raise NodeMemoryRefusedError on all ranks of a node if one of them has a reason, `refusal`, that keeps it from
+    mapping another's memory. A peer that has died has no memory to map: then this raises as a collective does.
     """
     if any(bool(refused) for refused in of_all(torch.tensor(int(bool(refusal))), group)):
-        raise NodeMemoryError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
-                              "allowed here: train.sharding=whole")
+        raise NodeMemoryRefusedError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
+                                "allowed here: train.sharding=whole")

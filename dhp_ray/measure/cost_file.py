@@ -33,9 +33,10 @@ from dhp_ray.measure.fitting import (
 from dhp_ray.measure.observations import Observations, observed
 from dhp_ray.measure.rounds import Spec
 from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.bandwidth import links_of
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.cost_origin import Origin, device_words
-from dhp_ray.planner.derived_cost import ring_bytes_per_token
+from dhp_ray.planner.derived_cost import forward_pass_share, ring_bytes_per_token, vision_forward_share
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 
@@ -125,8 +126,12 @@ def measured_cost(
     constants: dict[str, Any] = dict(compute.constants) | {"attention_block": compute.block}
     points = [Points("packs on one rank", compute.predicted, compute.measured)]
     errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute.relative_errors)}
+    constants |= {"forward": forward_pass_share(memory), "vision_forward": vision_forward_share(memory)}
+    of_shape = ["forward"]
     if share := forward_share(seen):
         constants["vision_forward"], intervals["vision_forward"] = share
+    elif memory.shape.vision:
+        of_shape.append("vision_forward")
     fixed, seen_in = dict[str, float](), dict[str, Observations]()
     for session in sessions:
         sync = session.spec.sync
@@ -140,12 +145,14 @@ def measured_cost(
              for sync, of_mode in seen_in.items() if any(pack.degree > 1 for pack in of_mode.packs)}
     ring = fit_ring(rings[main.spec.sync]) if main.spec.sync in rings else None
     bandwidth, not_measured = _bandwidth(links, ring, derived)
+    not_measured += of_shape
     constants["bandwidth_bytes_per_s"] = bandwidth
     if ring is None:
         constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
         not_measured += ["latency_s", "overlap"]
     else:
-        intervals |= links.intervals | ring.intervals
+        intervals |= {key: (low / ring.slowness, high / ring.slowness)
+                      for key, (low, high) in links.intervals.items()} | ring.intervals
         latency = {main.spec.sync: ring.latency_s}
         if main.spec.sync == "step" and "micro_batch" in rings:
             intervals["latency_s.step"] = intervals.pop("latency_s")
@@ -185,8 +192,10 @@ def _rings(
 
 
 def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
-    """The bandwidths of the file, and the names of those that were not measured."""
-    known = derived.bandwidth_bytes_per_s
+    """The bandwidths of the file, and the names of those that were not measured. If only one of the two was, the other
+    one follows from it as in the derived cost.
+    """
+    inside, across = (min(table.values()) for table in links_of(derived.bandwidth_bytes_per_s))
     slowness = ring.slowness if ring else 1.0
     found: dict[str, Any] = {}
     missing = []
@@ -194,10 +203,14 @@ def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dic
         if table:
             found[name] = {degree: rate / slowness for degree, rate in table.items()}
         else:
-            # without any measurement the derived bandwidth is used, otherwise that of the other table
-            found[name] = known.get(name, known) if not links.intra and not links.inter else None
             missing.append(f"bandwidth_bytes_per_s.{name}")
-    return {name: table or found["intra"] or found["inter"] for name, table in found.items()}, missing
+    if not found:
+        known = derived.bandwidth_bytes_per_s
+        return {name: known.get(name, known) for name in ("intra", "inter")}, missing
+    if "inter" not in found:
+        slower = min(1.0, across / inside)
+        found["inter"] = {degree: slower * rate for degree, rate in found["intra"].items()}
+    return {"intra": found.get("intra", found["inter"]), "inter": found["inter"]}, missing
 
 
 def _group_s(results: Sequence[PartResult]) -> list[float]:

@@ -21,11 +21,18 @@ def constants_of_file(path: str | Path) -> dict[str, Any]:
         PlanError: one line that names the file, which is not a mapping or cannot be read.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
-    except yaml.YAMLError as error:
+    return constants_of_text(text, path)
+
+
+def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
+    """The same of the text of a file."""
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
-        raise PlanError(f"{path}: no constants; a cost file is a mapping from names to numbers")
+        raise PlanError(f"{path}: no constants; it is a mapping from names to values")
     return tree

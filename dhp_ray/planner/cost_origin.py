@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.planner.checks import PlanError
-from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.model_shape import ModelShape
@@ -80,9 +80,14 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
     for name in ("name", "shape"):
         if name not in sections["model"]:
             raise PlanError(f"model.{name}: missing")
+    if not isinstance(sections["model"]["shape"], Mapping):
+        raise PlanError(f"model.shape: got {sections['model']['shape']!r}; allowed: the numbers of a model's shape")
     for name in ("sync", *SETTINGS):
         if name not in sections["settings"]:
             raise PlanError(f"settings.{name}: missing")
+    syncs = sections["settings"]["sync"]
+    if not isinstance(syncs, list) or not all(sync in SYNCS for sync in syncs):
+        raise PlanError(f"settings.sync: got {syncs!r}; allowed: a list of {', '.join(SYNCS)}")
     for name in ("intervals", "errors"):
         for key, value in _leaves(sections.get(name, {}), name):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:

@@ -29,14 +29,14 @@ CPU's adds do not run during compute; its costs are measured.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import yaml
-
+from dhp_ray.planner.bandwidth import constant
 from dhp_ray.planner.cost import SYNCS, CostModel
+from dhp_ray.planner.cost_constants import constants_of_file
 from dhp_ray.planner.layer_traffic import layer_traffic
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
@@ -79,20 +79,31 @@ class Device:
         Raises:
             PlanError: one line that names the file and the key.
         """
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = constants_of_file(path)
         names = [item.name for item in fields(cls)]
-        if not isinstance(tree, dict) or sorted(tree) != sorted(names):
-            raise PlanError(f"{path}: got {sorted(tree) if isinstance(tree, dict) else tree!r}; allowed: {names}")
-        numbers = {name: float(tree[name]) for name in names[2:]}
-        if any(not math.isfinite(value) or value <= 0 for value in numbers.values()):
+        if sorted(map(str, tree)) != sorted(names):
+            raise PlanError(f"{path}: got {sorted(map(str, tree))}; allowed: {names}")
+        matches = tree["matches"]
+        if not isinstance(matches, list) or not matches or not all(isinstance(part, str) and part for part in matches):
+            raise PlanError(f"{path}: matches: got {matches!r}; allowed: a list of parts of names")
+        try:
+            numbers = {name: constant(name, tree[name]) for name in names[2:]}
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+        if not all(numbers.values()):
             raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
-        return cls(name=str(tree["name"]), matches=tuple(map(str, tree["matches"])), **numbers)
+        return cls(name=str(tree["name"]), matches=tuple(matches), **numbers)
+
+    def is_called(self, part: str, device_name: str) -> bool:
+        """Whether a part of `matches` stands in the name by itself: A100 is not part of A1000, nor H200 of GH200."""
+        before, after = r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)", r"(?!\d)" if part[-1].isdigit() else ""
+        return re.search(before + re.escape(part.lower()) + after, device_name.lower()) is not None
 
 
 def described(folder: Path, device_name: str) -> Device | None:
     """The description of the device with this driver name: the one with the longest match; None if none matches."""
     found = [(len(part), device) for device in map(Device.load, sorted(folder.glob("*.yaml")))
-             for part in device.matches if part.lower() in device_name.lower()]
+             for part in device.matches if device.is_called(part, device_name)]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
@@ -152,14 +163,14 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         vision_linear_s=vision_rest + windows + adapters("vision") + sum(
             layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
             for layer in shape.vision),
-        vision_forward=forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
+        vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
         latency_s=language_layers * (3 + again) * device.message_s,
         pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
                 + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},
-        host_bytes_per_s=device.host_bytes_per_s, forward=1 / (2 + settings.trains_weights("language") + again),
+        host_bytes_per_s=device.host_bytes_per_s, forward=forward_pass_share(memory),
         offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
         offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
 
@@ -171,7 +182,12 @@ def ring_bytes_per_token(memory: MemoryModel) -> float:
     return float(key_values * (COMPUTE_BYTES[settings.precision] * (2 + settings.recomputes) + 4))
 
 
-def forward_share(memory: MemoryModel) -> float:
+def forward_pass_share(memory: MemoryModel) -> float:
+    """The forward pass's share of a token's time: one of two to four equal passes."""
+    return 1 / (2 + memory.settings.trains_weights("language") + memory.settings.recomputes)
+
+
+def vision_forward_share(memory: MemoryModel) -> float:
     """The forward pass's share of an image's time: one of three or four equal passes; 1 without a backward pass."""
     return 1 / (3 + memory.settings.recomputes) if memory.settings.trains("vision") else 1.0
 

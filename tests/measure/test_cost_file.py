@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dhp_ray.measure import cost_file
+from dhp_ray.measure.communication import Ring, RingSeconds
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost, write
 from dhp_ray.measure.picture import draw
 from dhp_ray.planner import CostModel
@@ -46,8 +48,9 @@ def test_a_file_that_is_written_is_read_as_it_was_fitted(tmp_path: Path) -> None
     assert read.cost.group_s == TRUE.group_s
     assert not read.cost.estimated
     tree = yaml.safe_load((tmp_path / "new" / "cost.yaml").read_text())
-    assert tree["measured"]["derived"] == ["bandwidth_bytes_per_s.inter"]
-    assert tree["bandwidth_bytes_per_s"]["inter"] == tree["bandwidth_bytes_per_s"]["intra"]
+    assert tree["measured"]["derived"] == ["bandwidth_bytes_per_s.inter", "forward"]
+    inside, across = tree["bandwidth_bytes_per_s"]["intra"], tree["bandwidth_bytes_per_s"]["inter"]
+    assert {degree: pytest.approx(rate * 4e10 / 3e11) for degree, rate in inside.items()} == across  # as KNOWN has it
     for name in ("linear_s", "vision_forward", "fixed_s.step", "latency_s", "group_s", "bandwidth_bytes_per_s.intra.2"):
         low, high = tree["intervals"][name]
         assert 0 <= low <= high
@@ -78,17 +81,17 @@ def test_the_table_has_every_constant_that_was_measured() -> None:
     found = measured("step", "micro_batch", nodes=(0, 0, 1, 1))
     lines = found.table().splitlines()
     assert lines[0] == "known: 2 ranks of cuda NVIDIA H100, sync=step, bf16, packs of up to 2048 tokens"
-    values = {words[0]: words[1:] for words in map(str.split, lines[2:-2])}
+    values = {words[0]: words[1:] for words in map(str.split, lines[2:-3])}
     assert set(found.sections["intervals"]) < set(values)
     low, high = found.sections["intervals"]["linear_s"]
     assert values["linear_s"] == [f"{found.cost.linear_s:.4g}", f"{low:.4g}", "to", f"{high:.4g}",
                                   f"{100 * found.sections['errors']['linear_s']:.1f}", "%"]
     assert float(values["fixed_s.micro_batch"][0]) == pytest.approx(GATHER_S, rel=0.2)
     assert float(values["bandwidth_bytes_per_s.inter.2"][0]) == pytest.approx(1e8, rel=0.1)
-    assert lines[-1].startswith(f"{found.sections['measured']['packs']} packs, ")
+    assert lines[-2].startswith(f"{found.sections['measured']['packs']} packs, ")
     assert measured(nodes=(0,)).table().splitlines()[-1] == (
-        "not measured here, but derived: bandwidth_bytes_per_s.intra, bandwidth_bytes_per_s.inter, latency_s, overlap, "
-        "group_s")
+        "not measured here, but derived: bandwidth_bytes_per_s.intra, bandwidth_bytes_per_s.inter, forward, latency_s, "
+        "overlap, group_s")
 
 
 def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
@@ -97,20 +100,44 @@ def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
     assert (cost.bandwidth_bytes_per_s, cost.latency_s, cost.overlap, cost.group_s) == (
         KNOWN.bandwidth_bytes_per_s, KNOWN.latency_s, KNOWN.overlap, KNOWN.group_s)
     assert found.sections["measured"]["derived"] == ["bandwidth_bytes_per_s.intra", "bandwidth_bytes_per_s.inter",
-                                                     "latency_s", "overlap", "group_s"]
+                                                     "forward", "latency_s", "overlap", "group_s"]
 
 
 def test_links_across_nodes_are_their_own() -> None:
     found = measured(nodes=(0, 0, 1, 1))
     assert found.cost.bandwidth_bytes_per_s["intra"][2] == pytest.approx(5e8, rel=0.1)
     assert found.cost.bandwidth_bytes_per_s["inter"][2] == pytest.approx(1e8, rel=0.1)
-    assert found.sections["measured"]["derived"] == []
+    assert found.sections["measured"]["derived"] == ["forward"]
 
 
 def test_a_frozen_encoder_has_no_backward_pass() -> None:
     frozen = MemoryModel(MEMORY.shape, replace(MEMORY.settings, frozen=("vision",)))
     found = measured_cost([Session(SPEC, results_of(SPEC))], origin(), frozen, KNOWN, "known")
     assert found.cost.vision_forward == 1.0
+
+
+def test_shares_of_the_forward_pass_that_are_not_measured_follow_from_the_passes() -> None:
+    again = MemoryModel(MEMORY.shape, replace(MEMORY.settings, recomputes=True, frozen=("language",)))
+    of_mode = replace(SPEC, sync="micro_batch")
+    found = measured_cost([Session(of_mode, results_of(of_mode))], origin(), again, KNOWN, "known")
+    assert found.cost.forward == 1 / 3  # forward, again, and a backward pass without weights
+    assert found.cost.vision_forward == 1 / 4
+    assert found.sections["measured"]["derived"][-2:] == ["forward", "vision_forward"]
+
+
+def test_a_ring_slower_than_exchanges_alone_has_intervals_about_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fitted = measured(), cost_file.fit_ring
+
+    def four_times_slower(rings: RingSeconds) -> Ring:
+        ring = fitted(rings)
+        return ring._replace(slowness=4.0 * ring.slowness)
+
+    monkeypatch.setattr(cost_file, "fit_ring", four_times_slower)
+    slow = measured()
+    name = "bandwidth_bytes_per_s.intra.2"
+    rate, (low, high) = slow.cost.bandwidth_bytes_per_s["intra"][2], slow.sections["intervals"][name]
+    assert low <= rate <= high
+    assert (low, high) == pytest.approx([bound / 4.0 for bound in plain.sections["intervals"][name]])
 
 
 def test_the_picture_is_one(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 
 from dhp_ray.comm.device import CPU
+from dhp_ray.comm.node_memory import NodeMemoryError, NodeMemoryRefusedError
 from dhp_ray.config import load
 from dhp_ray.measure import member as timed_member
+from dhp_ray.measure import parts as measured_parts
 from dhp_ray.measure.clock import QuietCores
 from dhp_ray.measure.links import MESSAGE_BYTES
 from dhp_ray.measure.loads import Sizes
@@ -140,3 +145,19 @@ def test_pairs_on_two_nodes_are_links_across() -> None:
         assert found["rings across"].rounds
 
 
+
+
+def test_ranks_that_cannot_share_memory_measure_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all of them are refused alike; what one rank raises alone is an error, since the others wait for it."""
+    def refused(member: Any, group: Any) -> Any:
+        raise NodeMemoryRefusedError("train.sharding=node: no peer access")
+
+    monkeypatch.setattr(measured_parts, "one_sided", refused)
+    assert measured_parts.measure_part("one-sided", None, None, timedelta(seconds=1)) == PartResult()  # type: ignore[arg-type]
+
+    def failed(member: Any, group: Any) -> Any:
+        raise NodeMemoryError("no room")
+
+    monkeypatch.setattr(measured_parts, "one_sided", failed)
+    with pytest.raises(NodeMemoryError, match="no room"):
+        measured_parts.measure_part("one-sided", None, None, timedelta(seconds=1))  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ SHAPE = shape_of("3B", 3)
 CONSTANTS = {"quadratic_s": 2e-6, "linear_s": 1e-3, "comm_bytes_per_token": 100, "fixed_s": 0.5,
              "bandwidth_bytes_per_s": 1000}
 SETTINGS = MemorySettings(sync="step", world_size=2, precision="fp32", recomputes=False)
+ALL_SETTINGS = {"sync": ["step"], "precision": "fp32", "activation_checkpointing": False, "freeze": [], "lora": {},
+                "sharding": "whole"}
 CPU = {"kind": "cpu", "name": "AMD EPYC", "count": 2, "threads": 1}
 
 
@@ -91,7 +93,10 @@ def test_as_many_ranks_as_there_are() -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"device": None}, "device: got None; allowed: a section"), ({"model": {"name": "tiny"}}, "model.shape: missing"),
+    ({"model": {"name": "tiny", "shape": None}}, "model.shape: got None; allowed: the numbers of a model's shape"),
     ({"settings": {"sync": ["step"]}}, "settings.precision: missing"),
+    ({"settings": ALL_SETTINGS | {"sync": "step"}}, "settings.sync: got 'step'; allowed: a list of step, micro_batch"),
+    ({"settings": ALL_SETTINGS | {"sync": None}}, "settings.sync: got None; allowed: a list of step, micro_batch"),
     ({"intervals": {"linear_s": [float("nan"), 1.0]}}, "intervals.linear_s: got nan; allowed: a number of at least 0"),
     ({"intervals": {"linear_s": [-1.0, 1.0]}}, "intervals.linear_s: got -1.0"),
     ({"errors": {"packs": {"median": "small"}}}, "errors.packs.median: got 'small'"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
@@ -108,6 +109,28 @@ def test_a_device_is_found_by_its_drivers_name(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("name: bad\n")
     with pytest.raises(PlanError, match=r"bad\.yaml: got \['name'\]; allowed: "):
         Device.load(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA A10"])
+def test_a_device_of_a_longer_name_is_another_one(name: str) -> None:
+    assert described(DEVICES, name) is None
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("matrix_flops", "fast", "matrix_flops: got 'fast'; allowed: a number of at least 0"),
+    ("matrix_flops", None, "matrix_flops: got None; allowed: a number of at least 0"),
+    ("matrix_flops", 0, "got {'matrix_flops': 0.0"),
+    ("matches", "A100", "matches: got 'A100'; allowed: a list of parts of names"),
+    ("matches", [], "matches: got []; allowed: a list of parts of names"), ("extra", 1, "got ['attention_flops', ")])
+def test_a_damaged_description_is_one_line(tmp_path: Path, key: str, value: object, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load((DEVICES / "h100.yaml").read_text()) | {key: value}))
+    with pytest.raises(PlanError) as raised:
+        Device.load(path)
+    assert str(raised.value).startswith(f"{path}: {message}")
+    path.write_text("name: [\n")
+    with pytest.raises(PlanError, match=r"bad\.yaml: not YAML: "):
+        Device.load(path)
 
 
 def test_published_collectives_are_near() -> None:

@@ -21,6 +21,8 @@ from dhp_ray.measure.observations import MeasureError
 from dhp_ray.measure.picture import draw
 from dhp_ray.measure.rounds import PARTS, Spec
 from dhp_ray.measure.timings import PartResult
+from dhp_ray.planner.checks import PlanError
+from dhp_ray.planner.cost_constants import constants_of_text
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE
@@ -37,9 +39,14 @@ def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) ->
     """
     if not folder.exists(COST_FILE):
         return None, ""
-    file = CostFile.parsed(yaml.safe_load(folder.read(COST_FILE)), COST_FILE)
-    other = difference_from(file.origin, config, group, memory_of(config, group, mode)) if file.origin else ""
-    return (None, other) if other else (file, "")
+    try:
+        file = CostFile.parsed(constants_of_text(folder.read(COST_FILE), COST_FILE), COST_FILE)
+    except PlanError as error:
+        return None, str(error)
+    if file.origin is None:
+        return None, f"{COST_FILE}: it does not say what it was measured on"
+    other = difference_from(file.origin, config, group, memory_of(config, group, mode))
+    return (None, f"{COST_FILE}: {other}") if other else (file, "")
 
 
 def measure_costs(

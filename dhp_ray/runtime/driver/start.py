@@ -104,7 +104,9 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
                       total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if config.planner.cost == MEASURE:
-        group.measured_cost, _ = kept_cost(config, folder, group, choice.mode)
+        group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
+        if reason and not takes_over:
+            yield Notice(f"costs are measured again: {reason}")
     if takes_over:
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())

@@ -92,6 +92,20 @@ def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("error: cluster.device: got 'cuda', but this machine has no cuda device")
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(measuring, "measure_here", never)
+    (tmp_path / "file").write_text("")
+    assert job.main(["cluster.device=cpu", "model.preset=tiny", f"out={tmp_path / 'file' / 'cost.yaml'}"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file' / 'cost.yaml'}: ")
+    assert job.check_writable(tmp_path / "folder" / "cost.yaml") is None
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
 def test_a_damaged_file_of_known_costs_is_refused_before_anything_is_measured(
     job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,49 @@
+"""Costs that an earlier start left in the run folder, for groups of described workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dhp_ray.planner import CostModel
+from dhp_ray.planner.mode import Mode
+from dhp_ray.runtime.driver.measuring import kept_cost
+from dhp_ray.runtime.driver.modes import memory_of
+from dhp_ray.runtime.origins import origin_of
+from dhp_ray.storage import Folder
+from tests.runtime.driver.groups import config_of, group_of
+
+COST = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, pack_s=5e-3)
+STEP = Mode("step", False)
+
+
+def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "planner.cost=measure")
+    group, folder = group_of(2, 8.0, config), Folder(str(tmp_path))
+    assert kept_cost(config, folder, group, STEP) == (None, "")
+    memory = memory_of(config, group, STEP)
+    origin = origin_of(config, memory, "cuda", "NVIDIA H100 80GB HBM3", 2, True)
+    (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | origin.to_json()))
+    found, reason = kept_cost(config, folder, group, STEP)
+    assert found is not None
+    assert (found.cost.linear_s, reason) == (COST.linear_s, "")
+    other = replace(origin, device=dict(origin.device) | {"name": "NVIDIA L40S"})
+    (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | other.to_json()))
+    assert kept_cost(config, folder, group, STEP) == (
+        None, "cost.yaml: measured on cuda NVIDIA L40S, and this run is on cuda NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "cost.yaml: no constants; it is a mapping from names to values"),
+    ("linear_s: [\n", "cost.yaml: not YAML: "), ("linear_s: -1\n", "cost.yaml: quadratic_s: missing"),
+    (yaml.safe_dump(COST.to_json()), "cost.yaml: it does not say what it was measured on")])
+def test_a_damaged_file_is_a_reason_to_measure_again(tmp_path: Path, text: str, reason: str) -> None:
+    config = config_of(str(tmp_path), "planner.cost=measure")
+    (tmp_path / "cost.yaml").write_text(text)
+    found, said = kept_cost(config, Folder(str(tmp_path)), group_of(2, 8.0, config), STEP)
+    assert found is None
+    assert said.startswith(reason)
+    assert "\n" not in said
