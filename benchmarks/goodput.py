@@ -30,8 +30,10 @@ from dhp_ray.simulate.settings import Event, FaultKind, FaultSettings, Simulatio
 from dhp_ray.simulate.simulation import prepared
 
 HOUR_S, EVERY_S = 3600.0, 600.0
-INTERVALS_S = (120.0, 300.0)
-"""Between two checkpoints, of which a restarting system has the best one."""
+INTERVALS_S = (45.0, 75.0, 130.0, 290.0)
+"""Between two checkpoints, of which a restarting system has the best one: from about as long as one is written, the
+shortest that can be kept. None divides the time between two faults, which would then all strike at one moment of it.
+"""
 WRITE_S = 40.0
 """Until a checkpoint is written, beside steps: bigscience-workshop, train/tr11-176B-ml/chronicles.md, of 176B
 parameters."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from errno import EISDIR
+from os import strerror
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -111,12 +113,13 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
 
 
 def check_writable(target: Path) -> None:
-    """Raise OSError before minutes of measuring, not after them."""
-    there = target.exists()
+    """Raise OSError before minutes of measuring, not after them. (The file is written beside its place, then moved.)"""
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.open("a").close()
-    if not there:
-        target.unlink()
+    if target.is_dir():
+        raise IsADirectoryError(EISDIR, strerror(EISDIR))
+    probe = target.with_name(f".{target.name}.unfinished")
+    probe.open("w").close()
+    probe.unlink()
 
 
 if __name__ == "__main__":

@@ -192,8 +192,9 @@ def _rings(
 
 
 def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
-    """The bandwidths of the file, and the names of those that were not measured. If only one of the two was, the other
-    one follows from it as in the derived cost.
+    """The bandwidths of the file, and the names of those that were not measured. If only links
+    inside a node were, those across nodes are as fast as described, or as much slower as described, whichever is
+    faster; if only those across were, links inside count as them.
     """
     inside, across = (min(table.values()) for table in links_of(derived.bandwidth_bytes_per_s))
     slowness = ring.slowness if ring else 1.0
@@ -208,8 +209,8 @@ def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dic
         known = derived.bandwidth_bytes_per_s
         return {name: known.get(name, known) for name in ("intra", "inter")}, missing
     if "inter" not in found:
-        slower = min(1.0, across / inside)
-        found["inter"] = {degree: slower * rate for degree, rate in found["intra"].items()}
+        found["inter"] = {degree: min(rate, max(rate * across / inside, across / slowness))
+                          for degree, rate in found["intra"].items()}
     return {"intra": found.get("intra", found["inter"]), "inter": found["inter"]}, missing
 
 

@@ -110,8 +110,8 @@ def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: L
 
 
 def drop_by_pack(decoder_layer: nn.Module) -> None:
-    """Let the adapters inside a layer use the dropout keys of the pack in its `context`, also when the backward pass
-    recomputes the layer after the forward pass of another pack.
+    """Let the adapters inside a layer use the dropout keys of the pack in its `context`. A layer that the backward pass
+    recomputes takes those of the last forward pass, so a pack's backward pass ends before the next forward pass.
     """
     adapted = [layer for layer in decoder_layer.modules() if isinstance(layer, LoraLinear)]
 

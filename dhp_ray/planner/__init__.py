@@ -112,9 +112,7 @@ def plan_batch(
     """
     begin = time.perf_counter()
     problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool, encoder=encoder)
-    plan = _shortest(problem, planner)
-    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
-    return plan
+    return _timed(_shortest(problem, planner, PLANNERS[planner]), begin)
 
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
@@ -133,10 +131,15 @@ def static_layout(problems: Sequence[Problem]) -> Layout:
 
 
 def plan_uniform(problem: Problem, layout: Layout) -> Plan:
-    """The plan of a batch under a given layout."""
-    problem = problem if problem.lower_bound_s else bounded(problem)
-    seen, order = _in_node_order(problem)
-    return _plan(problem, "static", _priced(problem, uniform(seen, layout), order))
+    """The plan of a batch under a given layout, with images in the packs or apart from them as `problem.encoder` says.
+    """
+    begin = time.perf_counter()
+    return _timed(_shortest(problem, "static", lambda seen: uniform(seen, layout)), begin)
+
+
+def _timed(plan: Plan, begin: float) -> Plan:
+    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
+    return plan
 
 
 class _Candidate(NamedTuple):
@@ -151,11 +154,11 @@ class _Candidate(NamedTuple):
     world: World | None = None
 
 
-def _shortest(problem: Problem, planner: str) -> Plan:
+def _shortest(problem: Problem, name: str, planner: Callable[[Problem], Schedule]) -> Plan:
     """The plan with images in the packs or apart from them, whichever is shorter including the creation of its process
     groups; in the packs if both are equal. The plan with images apart is not made if it could hardly be shorter.
     """
-    problem, found = bounded(problem), list[_Candidate]()
+    problem, found = problem if problem.lower_bound_s else bounded(problem), list[_Candidate]()
     apart = problem.encoder != "group" and len(problem.all_image_s) > 0
     if problem.encoder != "world" or not apart:
         found.append(_in_packs(problem, planner))
@@ -168,21 +171,21 @@ def _shortest(problem: Problem, planner: str) -> Plan:
             found += _apart(problem, without, planner)
     if not found:
         found.append(_in_packs(problem, planner))
-    return _plan(problem, planner, min(found, key=lambda candidate: candidate.makespan_s + candidate.making_s))
+    return _plan(problem, name, min(found, key=lambda candidate: candidate.makespan_s + candidate.making_s))
 
 
-def _in_packs(problem: Problem, planner: str) -> _Candidate:
+def _in_packs(problem: Problem, planner: Callable[[Problem], Schedule]) -> _Candidate:
     seen = problem if problem.encoder == "group" else bounded(replace(problem, encoder="group"))
     seen, order = _in_node_order(seen)
-    return _priced(problem, PLANNERS[planner](seen), order)
+    return _priced(problem, planner(seen), order)
 
 
-def _apart(problem: Problem, without: Problem, planner: str) -> list[_Candidate]:
+def _apart(problem: Problem, without: Problem, planner: Callable[[Problem], Schedule]) -> list[_Candidate]:
     """The candidate with images apart from the packs; none if the ranks have no memory for that. `without`: the batch
     without its images, with its bound.
     """
     seen, order = _in_node_order(without)
-    packs = _priced(without, PLANNERS[planner](seen), order)
+    packs = _priced(without, planner(seen), order)
     world = world_of(problem, packs.schedule, packs.times.pack_s)
     if world is None:
         return []

@@ -84,7 +84,7 @@ class Device:
         if sorted(map(str, tree)) != sorted(names):
             raise PlanError(f"{path}: got {sorted(map(str, tree))}; allowed: {names}")
         matches = tree["matches"]
-        if not isinstance(matches, list) or not matches or not all(isinstance(part, str) and part for part in matches):
+        if not isinstance(matches, list) or not matches or not all(str(part) for part in matches):
             raise PlanError(f"{path}: matches: got {matches!r}; allowed: a list of parts of names")
         try:
             numbers = {name: constant(name, tree[name]) for name in names[2:]}
@@ -92,10 +92,10 @@ class Device:
             raise PlanError(f"{path}: {error}") from None
         if not all(numbers.values()):
             raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
-        return cls(name=str(tree["name"]), matches=tuple(matches), **numbers)
+        return cls(name=str(tree["name"]), matches=tuple(map(str, matches)), **numbers)
 
     def is_called(self, part: str, device_name: str) -> bool:
-        """Whether a part of `matches` stands in the name by itself: A100 is not part of A1000, nor H200 of GH200."""
+        """Whether a part of `matches` stands in the name by itself: A100 is not part of A1000."""
         before, after = r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)", r"(?!\d)" if part[-1].isdigit() else ""
         return re.search(before + re.escape(part.lower()) + after, device_name.lower()) is not None
 

@@ -31,7 +31,7 @@ def largest_offload(
     def held(share: float) -> int:
         return memory.tokens_that_fit(memory_bytes, share)
 
-    shares = shares[:bisect_left(shares, True, key=lambda share: not has_room(held(share), share))]
+    shares = shares[:bisect_left(shares, True, key=lambda share: not has_room(min(held(share), most), share))]
     largest = min(held(shares[-1]), most) if shares else 0
     if largest <= tokens:
         return NO_OFFLOAD

@@ -134,7 +134,8 @@ class Machine:
         else:  # at most as many as at the start, or as the longest sequence needs on fewer ranks
             most = max(self.first.most_tokens, math.ceil(self._longest_tokens / len(nodes)))
             limit = self.first.memory.settings.image_limit or 0
-            training = self._training(nodes, str(most), self.sync, limit)
+            given = settings.train.tokens_per_rank
+            training = self._training(nodes, str(most) if given == "auto" else given, self.sync, limit)
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
         cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload,
                                        recomputation=training.recomputation)

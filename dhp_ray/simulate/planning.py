@@ -53,14 +53,15 @@ class Planner:
             if self._layout is None:
                 self._layout = static_layout([checked_problem(batch, self.cluster, self.cost, sync=self.sync)
                                               for batch in self.layout_batches()])
-            problem = checked_problem(samples, cluster, self.cost, sync=self.sync, pool=pool)
+            problem = checked_problem(samples, cluster, self.cost, sync=self.sync, pool=pool, encoder=self.encoder)
             return plan_uniform(problem, self._layout)
         return plan_batch(samples, cluster, self.cost, planner=name or self.name, sync=self.sync, pool=pool,
                           encoder=self.encoder)
 
 
 class Prepared(NamedTuple):
-    """A batch and its plan in the making, with the planner's inputs: when the batch is read, and when the plan is made.
+    """A batch and its plan in the making, with the planner's inputs: when the batch is read, and when the plan is begun
+    and made.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Prepared(NamedTuple):
     speeds: tuple[float, ...]
     pool: list[tuple[int, ...]]
     read_s: float
+    begun_s: float
     planned_s: float
 
 
@@ -94,6 +96,7 @@ class Dispatcher:
     planning: PlanningSettings
     data: DataSettings
     expectation: Expectation = field(default_factory=Expectation)
+    _planner_free_s: float = 0.0  # one plan is made at a time, also one that nobody waits for any more
 
     def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float, is_read: bool
               ) -> Prepared:
@@ -102,16 +105,16 @@ class Dispatcher:
         read_s = now_s + (len(samples) / rate if rate and not is_read else 0.0)
         pool = self.book.held()
         plan = self.planner.plan(samples, speeds, pool)
-        self.expectation.observe(plan)
-        return Prepared(step, samples, plan, speeds, pool, read_s, read_s + self._planning_s(plan,
-                                                                                             self.planning.item_s))
+        begun_s = max(read_s, self._planner_free_s)
+        self._planner_free_s = begun_s + self._planning_s(plan, self.planning.item_s)
+        return Prepared(step, samples, plan, speeds, pool, read_s, begun_s, self._planner_free_s)
 
     def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
         """The plan that is sent to the ranks, which are free from `free_s` on; `scale`: measured over predicted
         seconds, once known.
         """
         asked_s = max(free_s, prepared.read_s)
-        sent_s, plan, late = max(asked_s, prepared.planned_s), prepared.plan, False
+        sent_s, plan, late, begun = max(asked_s, prepared.planned_s), prepared.plan, False, True
         if prepared.planned_s > asked_s:
             resort = self.planner.plan(prepared.samples, prepared.speeds, prepared.pool, LAST_RESORT)
             resort_s = asked_s + self._planning_s(resort, self.planning.last_resort_item_s)
@@ -119,6 +122,11 @@ class Dispatcher:
             given_up_s = max(resort_s, asked_s + patience_s(resort.predicted_time_s, expected_s, scale))
             late = prepared.planned_s > given_up_s
             sent_s, plan = (given_up_s, resort) if late else (max(resort_s, prepared.planned_s), plan)
+            begun = prepared.begun_s < given_up_s
+        if begun:
+            self.expectation.observe(prepared.plan)
+        else:
+            self._planner_free_s = prepared.begun_s
         decoded_s = (sent_s if late else prepared.planned_s) + self._decoding_s(plan)
         ready_s = max(sent_s, decoded_s)
         return Dispatched(plan, ready_s, late, max(0.0, asked_s - free_s) + ready_s - sent_s, sent_s - asked_s)

@@ -126,7 +126,8 @@ def simulate_step(
         end_s = float(ends_s.max())
         return SimulatedStep(plan, work, made_s, starts_s, ends_s, ends_s, None, end_s, fixed_s, end_s + fixed_s)
     apart = timeline_apart(plan, problem, work.times_s())
-    starts_s, ends_s = _run(apart.ready_s, problem, work, network)  # packs do not affect when features arrive
+    rest = network._replace(beside_s=max(0.0, network.beside_s - begin_s))
+    starts_s, ends_s = _run(apart.ready_s, problem, work, rest)  # packs do not affect when features arrive
     apart = timeline_apart(plan, problem, ends_s - starts_s)
     end_s = begin_s + apart.makespan_s
     return SimulatedStep(plan, work, made_s, begin_s + starts_s, begin_s + ends_s, begin_s + ends_s, apart, end_s,

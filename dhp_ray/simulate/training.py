@@ -158,6 +158,8 @@ def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measu
     tokens = min(memory.tokens_that_fit(MEMORY_SHARE * ranks.memory_bytes, _share_of_every_pack(wanted)), most)
     offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
+    if ranks.kind != "cpu" and cost.host_bytes_per_s == 0.0:  # no cost file has it
+        cost = replace(cost, host_bytes_per_s=ranks.device.host_bytes_per_s)
     return Training(mode=mode, tokens_per_rank=tokens, memory=memory, cost=cost,
                     gather_s=gather_s(memory, ranks.device, ranks.num_nodes), offload=offload,
                     recomputation=_recomputation(memory, ranks, wanted, offload, tokens, most))

@@ -67,6 +67,19 @@ def test_the_share_makes_packs_of_any_size_fit(
     assert needed[-1] > 0.99 * limit_bytes
 
 
+def test_a_node_needs_no_room_for_packs_that_are_not_run() -> None:
+    """The last layers make room for far more than the largest pack; the node has room for that pack alone."""
+    memory = MemoryModel(shape_of("3B"), MemorySettings(sync="step", world_size=64, precision="bf16",
+                                                        recomputes=False))
+    limit_bytes = 0.9 * 80 * 2**30
+    held, count = memory.tokens_that_fit(limit_bytes), memory.shape.language[0].count
+    ample, close = (memory.tokens_that_fit(limit_bytes, number / count) for number in (count - 1, count - 2))
+    assert ample > 1.1 * close
+    wanted = (ample + close) // 2
+    offload = largest_offload(memory, limit_bytes, held, wanted, lambda tokens, share: tokens <= wanted)
+    assert offload.tokens_per_rank == wanted
+
+
 def cost_of(host_bytes_per_s: float) -> CostModel:
     """1 ms a token, a third of it forward; on two ranks 0.2 ms more; a token's activations are 1 MB."""
     return CostModel(0.0, 1e-3, 1e6, 0.0, {2: 2.5e9, 8: 1e9}, offload_bytes_per_token=1e6,

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from dhp_ray.simulate.run import SimulatedRun
 from tests.simulate.simulations import QUICK, events_of, fresh_run_of, run_of, small, within
 
 
@@ -225,3 +226,34 @@ def test_a_plan_is_taken_before_the_checkpoint() -> None:
     record = run_of(*words, "faults.checkpoint_every_s=0.001", "faults.stage_s=100")
     assert [step.late for step in record.steps] == [False] * 2 + [True] * 4
     assert all(after.begin_s >= before.end_s + 100 for before, after in pairwise(record.steps))
+
+
+def test_one_plan_is_made_at_a_time() -> None:
+    """Also one that nobody waits for any more; a plan that has not even been begun by then is not made."""
+    simulation = small("planning.item_s=1", "planning.last_resort_item_s=0.001")
+    dispatcher = SimulatedRun("dhp", simulation.machine, simulation.batches).dispatcher
+    even = (1.0,) * 8
+    first = dispatcher.begin(1, simulation.batches(1), even, 0.0, True)
+    assert first.begun_s == 0.0
+    assert dispatcher.take(first, 1.0, 1.0).late
+    second = dispatcher.begin(2, simulation.batches(2), even, 4.0, True)
+    assert second.begun_s == first.planned_s > 24
+    assert dispatcher.take(second, 5.0, 1.0).late
+    third = dispatcher.begin(3, simulation.batches(3), even, 8.0, True)
+    assert third.begun_s == first.planned_s
+    assert not dispatcher.take(third, third.planned_s - 0.1, 1.0).late
+
+
+def test_static_too_encodes_images_apart_and_takes_time_to_plan() -> None:
+    record = run_of("planning.encoder=world", planner="static")
+    assert record.kept[1][1].plan.vision.apart
+    assert min(record.planning_s) > 0
+    assert not run_of(planner="static").kept[1][1].plan.vision.apart
+
+
+def test_given_tokens_hold_after_a_fault_too() -> None:
+    longest = small().batches.longest_tokens
+    given, auto = (small(f"train.tokens_per_rank={tokens}").machine for tokens in (longest // 8 + 1, "auto"))
+    assert given.holds(8, longest)
+    assert not given.holds(4, longest)
+    assert auto.holds(4, longest)

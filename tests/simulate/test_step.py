@@ -222,3 +222,19 @@ def test_memory_is_the_plans() -> None:
     plan = plan_batch([Sample("a", 100)], ClusterSpec(2, 2, 200), cost)
     used = plan.groups[0].ranks
     assert [value > 100.0 for value in simulated(plan, cost=cost).memory_bytes()] == [rank in used for rank in (0, 1)]
+
+
+def test_other_traffic_ends_at_its_time_while_groups_are_made_before_the_packs() -> None:
+    """A step whose groups take a second to make is the same step a second later, with a second less of the traffic."""
+    cost = replace(COST, group_s=1.0, overlap=0.0)
+    long = [Sample(f"long {row}", 9000) for row in range(2)]
+    plan = plan_batch([*long, *batch(3, 20, 2000)], cluster_of(8), cost, planner="static_best", encoder="world")
+    assert plan.vision.apart
+    network = whole_network(plan.cluster.nodes)
+    busy = network._replace(beside=2.0 * network.links.of_node)
+    problem, groups = true_problem(plan, cost), [tuple(range(8))]
+    calm = simulate_step(plan, problem, network)
+    with_groups = simulate_step(plan, problem, busy._replace(beside_s=1.5), made=groups)
+    without = simulate_step(plan, problem, busy._replace(beside_s=0.5))
+    assert without.time_s > calm.time_s
+    assert with_groups.time_s == pytest.approx(1.0 + without.time_s)

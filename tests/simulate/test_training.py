@@ -104,3 +104,14 @@ def test_the_last_resort_is_close_where_packs_recompute(median: float) -> None:
     quick, best = (plan_batch(samples, cluster, replace(training.cost, group_s=0.0), planner=planner)
                    for planner in ("dhp_quick", "dhp"))
     assert quick.predicted_time_s <= 1.12 * best.predicted_time_s
+
+
+@pytest.mark.parametrize("offload", ["auto", "0.5"])
+def test_a_measured_cost_takes_the_devices_link_to_host_memory(offload: str) -> None:
+    """No cost file has it; without it copies would cost nothing."""
+    shape = ModelShape.load(CONF / "model_shape" / "qwen2_5_vl_3b.yaml")
+    cost = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", pack_s=5e-3)
+    ranks = Ranks(device=H100, kind="cuda", memory_bytes=80.0 * GIB, nodes=(0,) * 8, node_memory_bytes=2000.0 * GIB)
+    training = training_of(shape, ranks, Wanted(activation_offload=offload), cost)
+    assert training.cost.host_bytes_per_s == H100.host_bytes_per_s
+    assert training.cost.host_s(1000.0) > 0

@@ -217,7 +217,7 @@ def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:
         other = file.origin is not None and difference_from(file.origin, config, group, memory)
         cost = replace(file.cost, estimated=True) if other else file.cost
         kind = group.members[0].described["device"]
-        if config.train.activation_offload == "auto" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
+        if config.train.activation_offload != "off" and kind in STAND_INS and cost.host_bytes_per_s == 0.0:
             cost = replace(cost, host_bytes_per_s=_slowest(memory, group)[1].host_bytes_per_s)
     # the parent transport never makes a group
     return replace(cost, group_s=0.0) if config.comm.transport == "parent" else cost

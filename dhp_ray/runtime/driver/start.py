@@ -105,8 +105,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                       total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if config.planner.cost == MEASURE:
         group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
-        if reason and not takes_over:
-            yield Notice(f"costs are measured again: {reason}")
+        if reason:
+            yield Notice(f"costs are {'derived' if takes_over else 'measured again'}: {reason}")
     if takes_over:
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())

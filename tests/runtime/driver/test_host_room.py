@@ -181,5 +181,7 @@ def test_a_cost_file_without_the_link_takes_the_devices(tmp_path: Path) -> None:
     path.write_text("{quadratic_s: 0, linear_s: 1, comm_bytes_per_token: 1, fixed_s: 0, bandwidth_bytes_per_s: {2: 1}}")
     config, group = described(tmp_path, (*AUTO, f"planner.cost={path}"))
     assert cost_of(config, group, MODE).host_bytes_per_s > 1e10
+    half = replace(config, train=replace(config.train, activation_offload="0.5"))
+    assert cost_of(half, group, MODE).host_bytes_per_s > 1e10
     assert cost_of(replace(config, train=replace(config.train, activation_offload="off")), group,
                    MODE).host_bytes_per_s == 0

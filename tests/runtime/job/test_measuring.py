@@ -102,6 +102,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     assert job.main(["cluster.device=cpu", "model.preset=tiny", f"out={tmp_path / 'file' / 'cost.yaml'}"]) == 1
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file' / 'cost.yaml'}: ")
+    with pytest.raises(IsADirectoryError):
+        job.check_writable(tmp_path)
     assert job.check_writable(tmp_path / "folder" / "cost.yaml") is None
     assert list((tmp_path / "folder").iterdir()) == []
 
