@@ -30,7 +30,7 @@ from dhp_ray.simulate.settings import Event, FaultKind, FaultSettings, Simulatio
 from dhp_ray.simulate.simulation import prepared
 
 HOUR_S, EVERY_S = 3600.0, 600.0
-INTERVALS_S = (45.0, 75.0, 130.0, 290.0)
+INTERVALS_S = (45.0, 70.0, 130.0, 290.0)
 """Between two checkpoints, of which a restarting system has the best one: from about as long as one is written, the
 shortest that can be kept. None divides the time between two faults, which would then all strike at one moment of it.
 """
