@@ -194,7 +194,7 @@ def _rings(
 def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
     """The bandwidths of the file, and the names of those that were not measured. If only links
     inside a node were, those across nodes are as fast as described, or as much slower as described, whichever is
-    faster; if only those across were, links inside count as them.
+    faster, but never faster than those inside; if only those across were, links inside count as them.
     """
     inside, across = (min(table.values()) for table in links_of(derived.bandwidth_bytes_per_s))
     slowness = ring.slowness if ring else 1.0

@@ -117,7 +117,7 @@ def plan_batch(
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
     """Plans of all batches of a data set (`checked_problem`'s, on equal clusters) under one static layout, as static
-    systems run: the degree and the pack cap with the least sum of makespans. These plans have the name `static` and do
+    systems run (`static_layout`): one degree and one pack cap. These plans have the name `static` and do
     not replay, since each depends on all batches.
     """
     problems = [bounded(problem) for problem in problems]
@@ -126,8 +126,17 @@ def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
 
 
 def static_layout(problems: Sequence[Problem]) -> Layout:
-    """The layout that is best for all of these batches together."""
-    return best_layout([_in_node_order(problem)[0] for problem in problems])
+    """The layout that is best for all of these batches together, with images where the problems say. `auto`: of the
+    best layouts for packs with images and for packs without, the one whose plans are shorter in sum.
+    """
+    places = {problem.encoder for problem in problems if len(problem.all_image_s)} or {"group"}
+    layouts = []
+    if places != {"world"}:
+        layouts.append(best_layout([_in_node_order(problem)[0] for problem in problems]))
+    if places != {"group"}:
+        layouts.append(best_layout([_in_node_order(without_images(problem))[0] for problem in problems]))
+    return min(layouts, key=lambda layout: sum(plan_uniform(problem, layout).predicted_time_s for problem in problems)
+               ) if len(layouts) > 1 else layouts[0]
 
 
 def plan_uniform(problem: Problem, layout: Layout) -> Plan:

@@ -84,7 +84,9 @@ class Device:
         if sorted(map(str, tree)) != sorted(names):
             raise PlanError(f"{path}: got {sorted(map(str, tree))}; allowed: {names}")
         matches = tree["matches"]
-        if not isinstance(matches, list) or not matches or not all(str(part) for part in matches):
+        if not isinstance(matches, list) or not matches or not all(
+            isinstance(part, str | int) and not isinstance(part, bool) and str(part) for part in matches
+        ):
             raise PlanError(f"{path}: matches: got {matches!r}; allowed: a list of parts of names")
         try:
             numbers = {name: constant(name, tree[name]) for name in names[2:]}

@@ -51,8 +51,9 @@ class Planner:
         cluster = replace(self.cluster, speeds=speeds)
         if (name or self.name) == "static":
             if self._layout is None:
-                self._layout = static_layout([checked_problem(batch, self.cluster, self.cost, sync=self.sync)
-                                              for batch in self.layout_batches()])
+                self._layout = static_layout([
+                    checked_problem(batch, self.cluster, self.cost, sync=self.sync, encoder=self.encoder)
+                    for batch in self.layout_batches()])
             problem = checked_problem(samples, cluster, self.cost, sync=self.sync, pool=pool, encoder=self.encoder)
             return plan_uniform(problem, self._layout)
         return plan_batch(samples, cluster, self.cost, planner=name or self.name, sync=self.sync, pool=pool,

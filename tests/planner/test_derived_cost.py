@@ -125,6 +125,7 @@ def test_a_device_of_a_longer_name_is_another_one(name: str) -> None:
     ("matrix_flops", 0, "got {'matrix_flops': 0.0"),
     ("matches", "A100", "matches: got 'A100'; allowed: a list of parts of names"),
     ("matches", [], "matches: got []; allowed: a list of parts of names"),
+    ("matches", [None], "matches: got [None]; allowed: a list of parts of names"),
     ("matches", [""], "matches: got ['']; allowed: a list of parts of names"),
     ("extra", 1, "got ['attention_flops', ")])
 def test_a_damaged_description_is_one_line(tmp_path: Path, key: str, value: object, message: str) -> None:

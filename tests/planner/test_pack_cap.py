@@ -1,6 +1,8 @@
 """The baselines at their best pack cap: never worse than packed to memory, and one static layout for a whole data set.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -108,6 +110,23 @@ def test_one_layout_for_a_data_set(sync):
     for plan in plans:
         plan.validate()
         assert plan.lower_bound_s <= plan.predicted_time_s
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_one_layout_for_a_data_set_with_images_apart(sync):
+    """`world` encodes all images apart, `auto` where that is shorter: it is never longer than either, here."""
+    cluster, cost = ClusterSpec(8, 8, 4096), replace(ALL_TO_ALL, vision_linear_s=2e-5, feature_bytes=1e3)
+    batches = [[Sample(str(row), 300 + 97 * (row % 7), 64, ((1, 16, 16),) * (1 + 12 * (row % 5 == 0)))
+                for row in range(24 + seed)] for seed in range(2)]
+    total_s = {}
+    for encoder in ("group", "world", "auto"):
+        problems = [checked_problem(samples, cluster, cost, sync=sync, encoder=encoder) for samples in batches]
+        plans = plan_data_set(problems)
+        total_s[encoder] = sum(plan.predicted_time_s for plan in plans)
+        if encoder != "auto":
+            assert {plan.vision.apart for plan in plans} == {encoder == "world"}
+        assert all(plan.planning_time_s > 0 for plan in plans)
+    assert total_s["auto"] <= min(total_s["group"], total_s["world"]) * (1 + 1e-3)
 
 
 def test_a_data_set_with_a_long_sequence_needs_its_degree_in_every_batch():

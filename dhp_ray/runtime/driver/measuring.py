@@ -42,11 +42,11 @@ def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) ->
     try:
         file = CostFile.parsed(constants_of_text(folder.read(COST_FILE), COST_FILE), COST_FILE)
     except PlanError as error:
-        return None, str(error)
+        return None, str(error).removeprefix(f"{COST_FILE}: ")
     if file.origin is None:
-        return None, f"{COST_FILE}: it does not say what it was measured on"
+        return None, "it does not say what it was measured on"
     other = difference_from(file.origin, config, group, memory_of(config, group, mode))
-    return (None, f"{COST_FILE}: {other}") if other else (file, "")
+    return (None, other) if other else (file, "")
 
 
 def measure_costs(

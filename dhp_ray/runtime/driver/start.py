@@ -18,7 +18,7 @@ from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.plan import Sample
 from dhp_ray.planner.sample import samples_from_json
-from dhp_ray.run_folder import TENSORBOARD_FOLDER
+from dhp_ray.run_folder import COST_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
@@ -106,7 +106,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     if config.planner.cost == MEASURE:
         group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
         if reason:
-            yield Notice(f"costs are {'derived' if takes_over else 'measured again'}: {reason}")
+            yield Notice(f"{COST_FILE} is not used{'' if takes_over else ', costs are measured again'}: {reason}")
     if takes_over:
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())

@@ -33,13 +33,13 @@ def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
     other = replace(origin, device=dict(origin.device) | {"name": "NVIDIA L40S"})
     (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | other.to_json()))
     assert kept_cost(config, folder, group, STEP) == (
-        None, "cost.yaml: measured on cuda NVIDIA L40S, and this run is on cuda NVIDIA H100 80GB HBM3")
+        None, "measured on cuda NVIDIA L40S, and this run is on cuda NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("", "cost.yaml: no constants; it is a mapping from names to values"),
-    ("linear_s: [\n", "cost.yaml: not YAML: "), ("linear_s: -1\n", "cost.yaml: quadratic_s: missing"),
-    (yaml.safe_dump(COST.to_json()), "cost.yaml: it does not say what it was measured on")])
+    ("", "no constants; it is a mapping from names to values"),
+    ("linear_s: [\n", "not YAML: "), ("linear_s: -1\n", "quadratic_s: missing"),
+    (yaml.safe_dump(COST.to_json()), "it does not say what it was measured on")])
 def test_a_damaged_file_is_a_reason_to_measure_again(tmp_path: Path, text: str, reason: str) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure")
     (tmp_path / "cost.yaml").write_text(text)
