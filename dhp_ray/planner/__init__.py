@@ -130,13 +130,12 @@ def static_layout(problems: Sequence[Problem]) -> Layout:
     best layouts for packs with images and for packs without, the one whose plans are shorter in sum.
     """
     places = {problem.encoder for problem in problems if len(problem.all_image_s)} or {"group"}
-    layouts = []
-    if places != {"world"}:
-        layouts.append(best_layout([_in_node_order(problem)[0] for problem in problems]))
-    if places != {"group"}:
-        layouts.append(best_layout([_in_node_order(without_images(problem))[0] for problem in problems]))
-    return min(layouts, key=lambda layout: sum(plan_uniform(problem, layout).predicted_time_s for problem in problems)
-               ) if len(layouts) > 1 else layouts[0]
+    seen = [problems] if places != {"world"} else []
+    seen += [[without_images(problem) for problem in problems]] if places != {"group"} else []
+    layouts = [best_layout([_in_node_order(problem)[0] for problem in each]) for each in seen]
+    if len(layouts) == 1:
+        return layouts[0]
+    return min(layouts, key=lambda layout: sum(plan_uniform(problem, layout).predicted_time_s for problem in problems))
 
 
 def plan_uniform(problem: Problem, layout: Layout) -> Plan:
