@@ -94,4 +94,4 @@ def check_all(refusal: str, group: dist.ProcessGroup | None) -> None:
     """
     if any(bool(refused) for refused in of_all(torch.tensor(int(bool(refusal))), group)):
         raise NodeMemoryRefusedError(f"train.sharding=node: {refusal or 'a rank cannot open the memory of another'}; "
-                                "allowed here: train.sharding=whole")
+                                     "allowed here: train.sharding=whole")

@@ -96,17 +96,20 @@ class Device:
             raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
         return cls(name=str(tree["name"]), matches=tuple(map(str, matches)), **numbers)
 
-    def is_called(self, part: str, device_name: str) -> bool:
-        """Whether a part of `matches` stands in the name by itself: A100 is not part of A1000."""
-        before, after = r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)", r"(?!\d)" if part[-1].isdigit() else ""
-        return re.search(before + re.escape(part.lower()) + after, device_name.lower()) is not None
+    def match_length(self, device_name: str) -> int:
+        """Letters of the longest part of `matches` that stands in the name by itself; 0: none. (A100 is not part of
+        A1000.)
+        """
+        return max((len(part) for part in self.matches if re.search(
+            (r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)") + re.escape(part.lower())
+            + (r"(?!\d)" if part[-1].isdigit() else ""), device_name.lower())), default=0)
 
 
 def described(folder: Path, device_name: str) -> Device | None:
     """The description of the device with this driver name: the one with the longest match; None if none matches."""
-    found = [(len(part), device) for device in map(Device.load, sorted(folder.glob("*.yaml")))
-             for part in device.matches if device.is_called(part, device_name)]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    devices = [Device.load(path) for path in sorted(folder.glob("*.yaml"))]
+    found = max(devices, key=lambda device: device.match_length(device_name), default=None)
+    return found if found and found.match_length(device_name) else None
 
 
 def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: bool = True) -> CostModel:
@@ -153,7 +156,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
     lockstep = MemoryModel(shape, replace(settings, sync="micro_batch", sharding="whole"))
     gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}
-    return CostModel(
+    cost = CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
         quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
@@ -172,9 +175,14 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},
-        host_bytes_per_s=device.host_bytes_per_s, forward=forward_pass_share(memory),
-        offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
-        offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
+        host_bytes_per_s=device.host_bytes_per_s, forward=forward_pass_share(memory))
+    return with_offload_bytes(cost, memory)
+
+
+def with_offload_bytes(cost: CostModel, memory: MemoryModel) -> CostModel:
+    """The cost with the bytes of all activations of a token, and of a patch, which copies to host memory carry."""
+    return replace(cost, offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
+                   offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
 
 
 def ring_bytes_per_token(memory: MemoryModel) -> float:

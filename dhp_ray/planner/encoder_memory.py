@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.derived_cost import gathered_bytes
+from dhp_ray.planner.derived_cost import gathered_bytes, with_offload_bytes
 from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare
 from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel
@@ -56,15 +56,13 @@ def with_encoder_apart(
     of_patch = (encoder_bytes(memory, 2 * many) - encoder_bytes(memory, many)) / many
     of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))
     return replace(
-        with_image_parts(cost, memory),
+        with_offload_bytes(with_image_parts(cost, memory), memory),
         vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_gather_s=encoder_gather_s(cost, memory),
         encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
-        most_pack_bytes=language_bytes(memory, most, beyond),
-        offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
-        offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
+        most_pack_bytes=language_bytes(memory, most, beyond))
 
 
 def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:

@@ -117,13 +117,13 @@ class Recovery:
                 seen_s = now_s
             for slot in lost:
                 self._coming[slot] = max(self._coming.get(slot, 0.0), seen_s + kind.return_s)
-            form_s = max(seen_s, driver_back_s) + kind.form_s
-            now_s, another_fault = self._stands_s(form_s, survivors, len(lost), another)
+            formed_s = max(seen_s, driver_back_s) + kind.form_s
+            now_s, another_fault = self._stands_s(formed_s, survivors, len(lost), another)
             if another_fault is None:
                 break
             following = another_fault
             seen.append(following.kind)
-            if following.time_s < form_s:
+            if following.time_s < formed_s:
                 self._failed(generation.newest + 1)
         self.saves = [(step, whole_s) for step, whole_s in self.saves if whole_s <= broken_s]  # others are given up
         saved = max((step for step, _ in self.saves), default=0)

@@ -12,13 +12,13 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
+from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s, with_offload_bytes
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
 from dhp_ray.planner.layer_share_limits import largest_offload, largest_recomputation
 from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
+from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import (
     MEMORY_SHARE,
     Mode,
@@ -159,9 +159,7 @@ def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measu
     offload = _offload(memory, ranks, wanted, tokens, most)
     cost = measured.in_mode(mode.sync) if measured else derived_cost(memory, ranks.device, ranks.num_nodes)
     if ranks.kind != "cpu" and cost.host_bytes_per_s == 0.0:  # no cost file has what copies take
-        cost = replace(cost, host_bytes_per_s=ranks.device.host_bytes_per_s,
-                       offload_bytes_per_token=memory.moved_bytes(PackLoad(1, offload=1.0)),
-                       offload_bytes_per_patch=memory.moved_bytes(PackLoad(0, patches=1, offload=1.0)))
+        cost = replace(with_offload_bytes(cost, memory), host_bytes_per_s=ranks.device.host_bytes_per_s)
     return Training(mode=mode, tokens_per_rank=tokens, memory=memory, cost=cost,
                     gather_s=gather_s(memory, ranks.device, ranks.num_nodes), offload=offload,
                     recomputation=_recomputation(memory, ranks, wanted, offload, tokens, most))

@@ -8,6 +8,7 @@ The costs in force are written to the plan file of each step and to each checkpo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,9 +83,9 @@ class CostRefits:
         if not self.on or self.prior is None:
             return None
         busy_s = np.where(work.waits_s > 0, np.nan, busy_s)
-        every = -(-len(busy_s) // MOST_ROWS)
-        first, self._num_observed = self._num_observed % max(1, every), self._num_observed + 1  # phases alternate
-        rows = [array[first :: max(1, every)] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
+        every = max(1, math.ceil(len(busy_s) / MOST_ROWS))
+        first, self._num_observed = self._num_observed % every, self._num_observed + 1  # phases alternate
+        rows = [array[first::every] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
         self._window = deque((seen._replace(weight=DECAY * seen.weight) for seen in self._window), maxlen=WINDOW)
         self._window.append(Observed(*rows).usable())
         found = refit(self.prior, self.factors, Observed(*map(np.concatenate, zip(*self._window))))
