@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,3 +151,136 @@ def test_grey_of_an_unknown_range_is_refused(mode: str) -> None:
     Image.open(io.BytesIO(picture(97, 61))).convert("L").convert(mode).save(stream, "TIFF")
     with pytest.raises(RowError, match="levels of grey of an unknown range"):
         image_size(stream.getvalue())
+
+
+def levels_of(patches: np.ndarray) -> np.ndarray:
+    """The pixels (3, rows, columns) of one token's patches, as levels from 0 to 255."""
+    mean, deviation = (np.asarray(PROCESSOR.image_settings[name]).reshape(3, 1, 1) for name in ("image_mean", "image_std"))
+    cut = patches.reshape(2, 2, 3, 2, 14, 14)[:, :, :, 0]
+    return np.round((cut.transpose(2, 0, 3, 1, 4).reshape(3, 28, 28) * deviation + mean) * 255)
+
+
+def drawing(mode: str, form: str, **options: Any) -> bytes:
+    """Of 56 x 56 pixels: left black and opaque, right transparent over black."""
+    image = Image.new("LA", (56, 56), (0, 255))
+    image.paste((0, 0), (28, 0, 56, 56))
+    if mode == "P":  # entry 0 is black, entry 1 is black and transparent
+        image = Image.fromarray(np.where(np.asarray(image)[..., 1] > 0, 0, 1).astype(np.uint8)).convert("P")
+        image.putpalette(bytes(768))
+        options["transparency"] = bytes([255, 0]) if form == "PNG" else 1
+    elif mode in ("L", "RGB", "1", "I;16"):  # one grey or colour is transparent
+        shown = np.where(np.asarray(image)[..., 1] > 0, 0, 40 if mode != "1" else 255).astype(np.uint8)
+        image = Image.fromarray(shown.astype(np.uint16) * 1000 if mode == "I;16" else shown)
+        image = image if mode == "I;16" else image.convert(mode)
+        options["transparency"] = {"L": 40, "RGB": (40, 40, 40), "1": 1, "I;16": 40_000}[mode]
+    else:
+        image = image.convert("RGBA").convert(mode)
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("mode", "form"), [
+    ("RGBA", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("L", "PNG"), ("RGB", "PNG"), ("1", "PNG"), ("I;16", "PNG"),
+    ("RGBA", "WEBP"), ("RGBA", "TIFF"), ("LA", "TIFF"), ("PA", "TIFF"), ("P", "GIF"), ("RGBA", "GIF"),
+    pytest.param("RGBA", "AVIF", marks=AVIF.marks)])
+def test_what_is_transparent_shows_white(mode: str, form: str) -> None:
+    """A black drawing on a transparent ground, in which the ground is stored as black too."""
+    lossless = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100}}
+    data = drawing(mode, form, **lossless.get(form, {}))
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.has_transparency_data
+    patches = decode(data, PROCESSOR)
+    near = 3 if form == "AVIF" else 0
+    # tokens of 28 x 28 pixels, one after the other: left, right, and the row below
+    for number, level in enumerate((0, 255, 0, 255)):
+        shown = levels_of(patches[4 * number:4 * (number + 1)])
+        assert np.abs(shown - level)[:, 2:-2, 2:-2].max() <= near, (number, shown.min(), shown.max())
+
+
+def test_half_transparent_pixels_are_mixed_with_white() -> None:
+    stream = io.BytesIO()
+    Image.new("RGBA", (28, 28), (10, 200, 30, 128)).save(stream, "PNG")
+    shown = levels_of(decode(padded(stream.getvalue()), PROCESSOR)[:4])
+    assert np.abs(shown[:, 5, 5] - (np.array([10, 200, 30]) * 128 + 255 * 127) / 255).max() <= 1
+
+
+def padded(data: bytes) -> bytes:
+    """The picture four times, so that it has as many pixels as a picture needs not to be enlarged."""
+    image = Image.open(io.BytesIO(data))
+    whole = Image.new(image.mode, (2 * image.width, 2 * image.height))
+    for place in ((0, 0), (image.width, 0), (0, image.height), image.size):
+        whole.paste(image, place)
+    stream = io.BytesIO()
+    whole.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def with_chunks(*chunks: bytes, late: bool = False) -> bytes:
+    plain = picture(90, 40)
+    place = plain.rindex(b"IEND") - 4 if late else plain.index(b"IDAT") - 4
+    return plain[:place] + b"".join(chunks) + plain[place:]
+
+
+LARGE = b"x" * 3_000_000
+METADATA = {
+    "zTXt": png_chunk(b"zTXt", b"workflow\0\0" + zlib.compress(LARGE)),
+    "iTXt": png_chunk(b"iTXt", b"workflow\0\1\0\0\0" + zlib.compress(LARGE)),
+    "iCCP": png_chunk(b"iCCP", b"profile\0\0" + zlib.compress(LARGE)),
+    "XMP": png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(LARGE)),
+    "many": png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(bytes(900_000))) * 80,
+    "xmp": png_chunk(b"tEXt", b"xmp\0yes"),
+    "tEXt": png_chunk(b"tEXt", b"Comment\0" + b"y" * 70_000_000),
+    "method": png_chunk(b"zTXt", b"Comment\0\7" + zlib.compress(b"a")),
+    "transparency": png_chunk(b"tEXt", b"transparency\0yes"),
+    "interlace": png_chunk(b"tEXt", b"interlace\0yes"),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", METADATA)
+def test_large_or_odd_metadata_leaves_sound_pixels_alone(kind: str, late: bool) -> None:
+    data = with_chunks(METADATA[kind], late=late)
+    assert image_size(data) == (90, 40)
+    assert np.array_equal(decode(data, PROCESSOR), decode(picture(90, 40), PROCESSOR))
+
+
+def test_packed_metadata_is_not_unpacked() -> None:
+    """200 kB that would be 200 MB; what Pillow itself reads is unpacked by 1 MB at most."""
+    packed = zlib.compress(bytes(200_000_000))
+    for name in (b"Comment", b"XML:com.adobe.xmp", b"Raw profile type exif"):
+        data = with_chunks(png_chunk(b"zTXt", name + b"\0\0" + packed))
+        tracemalloc.start()
+        try:
+            assert image_size(data) == (90, 40)
+            assert tracemalloc.get_traced_memory()[1] < 20_000_000
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_orientation_in_a_text_still_counts(packed: bool, late: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    profile = exif.tobytes()
+    profiles = f"\nexif\n{len(profile):8}\n{profile.hex()}\n".encode()
+    xmp = b'<rdf:Description tiff:Orientation="6"/>'
+    texts = [png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp)),
+             png_chunk(b"zTXt", b"Raw profile type exif\0\0" + zlib.compress(profiles))] if packed else [
+        png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
+        png_chunk(b"tEXt", b"Raw profile type exif\0" + profiles)]
+    for text in texts:
+        data = with_chunks(METADATA["zTXt"], text, METADATA["iTXt"], late=late)
+        assert image_size(data) == (40, 90)
+        assert len(decode(data, PROCESSOR)) == np.prod(PROCESSOR.grid_of((40, 90)))
+
+
+def test_a_bomb_with_metadata_stays_refused() -> None:
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    data = (b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + METADATA["zTXt"]
+            + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b""))
+    with pytest.raises(RowError, match="Image size"):
+        image_size(data)
+    with pytest.raises(Exception, match="exceeds limit"):
+        decode(data, PROCESSOR)
