@@ -155,7 +155,8 @@ def test_grey_of_an_unknown_range_is_refused(mode: str) -> None:
 
 def levels_of(patches: np.ndarray) -> np.ndarray:
     """The pixels (3, rows, columns) of one token's patches, as levels from 0 to 255."""
-    mean, deviation = (np.asarray(PROCESSOR.image_settings[name]).reshape(3, 1, 1) for name in ("image_mean", "image_std"))
+    mean, deviation = (np.asarray(PROCESSOR.image_settings[name]).reshape(3, 1, 1)
+                       for name in ("image_mean", "image_std"))
     cut = patches.reshape(2, 2, 3, 2, 14, 14)[:, :, :, 0]
     return np.round((cut.transpose(2, 0, 3, 1, 4).reshape(3, 28, 28) * deviation + mean) * 255)
 
