@@ -161,6 +161,8 @@ def _timed(problem: Problem) -> list[Timed]:
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
+        if not near and count * problem.cluster.num_ranks <= SMALL:
+            schedules.append(static_best(problem))  # on few ranks, one more each may be one round of packs less
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
     return [Timed(time + making_s(problem, schedule), schedule, place >= num_found)
             for place, (time, schedule) in enumerate(zip(times, schedules))]

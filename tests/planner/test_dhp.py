@@ -28,6 +28,8 @@ RING = CostModel(quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixe
                  bandwidth_bytes_per_s={"intra": 1e10, "inter": 2e9},
                  communication="ring", latency_s=1e-3, pack_s=0.01, overlap=0.8, vision_linear_s=1e-5)
 
+CUDA_COST = os.path.join(os.path.dirname(__file__), "..", "..", "conf", "cost", "cuda.yaml")
+
 
 def bimodal(count, num_ranks, seed=0):
     generator = np.random.default_rng(seed)
@@ -99,6 +101,33 @@ def test_hardly_ever_behind_a_tuned_baseline(sync):
         ratios.append(min(tuned_s) / dhp_s)
     assert min(ratios) >= 0.95
     assert np.mean(ratios) >= 1.005
+
+
+@pytest.mark.parametrize(("num_ranks", "count", "tokens", "sync"),
+                         [(5, 8, 4505, "micro_batch"), (3, 4, 4505, "micro_batch"), (7, 12, 4505, "micro_batch"),
+                          (5, 8, 4915, "step")])
+def test_few_sequences_on_an_odd_number_of_ranks_are_planned_as_well_as_static_best(num_ranks, count, tokens, sync):
+    """As after a lost worker. One rank more for each sequence saves a whole round of packs."""
+    cost = CostModel.load(CUDA_COST)
+    cluster, pool = ClusterSpec(num_ranks, num_ranks, 8192), [tuple(range(num_ranks))]
+    plans = [plan_batch([Sample(str(row), tokens) for row in range(count)], cluster, cost, planner=planner, sync=sync,
+                        pool=pool) for planner in ("dhp", "static_best")]
+    assert plans[0].predicted_time_s <= plans[1].predicted_time_s
+    assert plans[0].predicted_time_s <= 1.01 * plans[0].lower_bound_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("sigma", [0.0, 0.8])
+def test_small_batches_are_planned_as_well_as_static_best(sync, sigma):
+    cost, draw = replace(CostModel.load(CUDA_COST), group_s=0.0), np.random.default_rng(0)
+    for _ in range(40):
+        num_ranks = int(draw.integers(2, 17))
+        lengths = np.exp(draw.normal(draw.uniform(6.5, 8.5), sigma, draw.integers(1, 5 * num_ranks)))
+        samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths.clip(64, 8192 * num_ranks))]
+        plans = [plan_batch(samples, ClusterSpec(num_ranks, num_ranks, 8192), cost, planner=planner, sync=sync)
+                 for planner in ("dhp", "static_best")]
+        assert plans[0].predicted_time_s <= 1.0001 * plans[1].predicted_time_s
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
