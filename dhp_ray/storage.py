@@ -30,6 +30,11 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 
 ROOM_PATIENCE_S = 20.0
 
+STORAGE_TIMEOUT_S = 2 * 3600.0
+"""Seconds that ranks wait for one another's files. A disk may be slow: the user sees the wait (`runtime/waits.py`), and
+`comm.timeout_s`, which is about networks, does not end it.
+"""
+
 
 class StorageError(OSError):
     """One line for the user: which file, and what went wrong with it."""

@@ -270,6 +270,20 @@ def test_ascend_nodes_get_their_environment() -> None:
     assert "torch_npu" not in on_the_head, "without CANN, torch_npu breaks the head's torch"
 
 
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_devices_keep_memory_in_segments_that_grow(path: Path) -> None:
+    """Packs differ in size from step to step."""
+    if path in KUBERAY:
+        cluster = tree(path)["spec"].get("rayClusterSpec", tree(path)["spec"])
+        for group in cluster["workerGroupSpecs"]:
+            [container] = group["template"]["spec"]["containers"]
+            assert {"name": "PYTORCH_ALLOC_CONF", "value": "expandable_segments:True"} in container["env"]
+    else:
+        name = "PYTORCH_NPU_ALLOC_CONF" if path.parent == ROOT else "PYTORCH_ALLOC_CONF"
+        environment = next(text for text in tree(path)["setup_commands"] if "dhp_ray_environment" in text)
+        assert f"export {name}=expandable_segments:True" in environment
+
+
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
 def test_the_shell_can_read_every_command(path: Path, tmp_path: Path) -> None:
     """Syntax of all, and the environment file for what it sets, with an `ip` that answers as on a node."""

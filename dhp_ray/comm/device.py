@@ -175,6 +175,11 @@ HCCL_BUFFER_MB = 32
 NCCL_BYTES = 64 * 2**20
 """An unmeasured estimate: what a communicator takes grows with its members and links."""
 
+CONNECTIONS, FEWEST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8
+"""The environment variable that sets how many queues a CUDA device has for its streams, and the CUDA driver's own
+number. With fewer, streams share a queue: a rank's gather waits behind an exchange, whose peer waits behind its gather.
+"""
+
 CPU = Accelerator("cpu", "gloo", None, shares_memory=True)
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES,
                    shares_memory=True)
@@ -199,11 +204,26 @@ def processor_name() -> str:
     return platform.machine()
 
 
+def allow_streams() -> str:
+    """Let a CUDA device run its streams side by side: scripts for Megatron-LM export CUDA_DEVICE_MAX_CONNECTIONS=1, for
+    an order that we do not rely on. Call it before this process looks for devices, which is when the driver reads it.
+
+    Returns what to tell the user, in one line; empty if nothing had to be changed.
+    """
+    given = os.environ.get(CONNECTIONS)
+    if given is None or (given.isdecimal() and int(given) >= FEWEST_CONNECTIONS):
+        return ""
+    del os.environ[CONNECTIONS]
+    return (f"{CONNECTIONS}={given} is not used for the workers: with fewer than {FEWEST_CONNECTIONS}, gathers and "
+            "exchanges of ranks can wait for one another for ever")
+
+
 def choose(name: str) -> Accelerator:
     """Return the accelerator called `name`, or with `auto` the best one of this machine: npu, else cuda, else cpu.
 
     Raises ValueError when the name is unknown, or its device cannot be found here.
     """
+    allow_streams()
     if name == "auto":
         return next(accelerator for accelerator in (NPU, CUDA, CPU) if not _lack(accelerator))
     if name not in ACCELERATORS:

@@ -17,7 +17,7 @@ from dhp_ray.comm.device import CPU, Accelerator
 from dhp_ray.comm.link import post_together
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import own_rank, torch_peer
-from dhp_ray.comm.world import make_group
+from dhp_ray.comm.world import forget_keys, make_group
 
 
 class GroupPool:
@@ -74,6 +74,8 @@ class GroupPool:
                                            self.accelerator.pool_options())
         if own_rank() in key:
             warm_up_group(self._groups[key], key, self.progress)
+            if self.accelerator.backend != "gloo":
+                forget_keys(self._groups[key], key)
 
     def _destroy(self, key: Key) -> None:
         group = self._groups.pop(key)

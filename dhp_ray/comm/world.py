@@ -5,6 +5,9 @@
                 aborted
     world       the default process group, and the groups that are made from it
 
+The keys of a group are deleted once its members are connected, those of a generation when the ranks of the next one
+have met: in a run of weeks, groups come and go without end.
+
 A rank may arrive late, at the rendezvous and at any later group: the others wait for it as long as a collective may
 take. They do not wait for a rank that has died: the process that finds out frees them.
 
@@ -107,6 +110,10 @@ def init_world(
         RendezvousError: not all of them arrived.
     """
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
+    if rank == 0:  # no rank is in an earlier generation any more
+        earlier = {f"generation-{number}" for number in range(generation)}
+        _delete_keys(store, lambda key: key.partition("/")[0] in earlier)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # members connect when a group is made: then nobody reads its keys again
     # this count is part of the group's keys in the store; a failed attempt has increased it on this rank alone
     dist.distributed_c10d._world.group_count = 0
     device = accelerator.torch_device() if accelerator.name == "cuda" else None
@@ -124,11 +131,15 @@ def init_world(
     _allow(timeout, dist.group.WORLD, accelerator.backend)
 
 
-def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
+def make_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None,
+    collective_timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
     """Make a separate group of these ranks of the plan; every rank of the world calls this, even if it is not among
     them.
 
-    Members wait `timeout` for one another. `options`: those of the backend.
+    Members wait `timeout` for one another, and in collectives `collective_timeout` (None: as long). `options`: those
+    of the backend.
 
     Raises:
         RendezvousError: not all of its ranks arrived.
@@ -142,8 +153,26 @@ def make_group(ranks: Sequence[int], backend: str, timeout: timedelta, options: 
     group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=_connecting(backend, timeout),
                                               pg_options=options)
     if member:
-        _allow(timeout, group, backend)
+        _allow(collective_timeout or timeout, group, backend)
+        if backend == "gloo":
+            forget_keys(group, ranks)
     return group
+
+
+def forget_keys(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Delete what a group has left in the store. Its members call this once they are connected; the last one deletes.
+    gloo's are when the group is made, those of other backends after an exchange of all with all.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    place = f"group-{group.group_name}"
+    if store.add(f"{place}/connected", 1) == len(ranks):
+        _delete_keys(store, lambda key: key.startswith((f"{place}/", f"{group.group_name}//")))
+
+
+def _delete_keys(store: dist.Store, unused: Callable[[str], bool]) -> None:
+    for key in store.list_keys():
+        if unused(key):
+            store.delete_key(key)
 
 
 def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:

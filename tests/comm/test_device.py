@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, choose
+from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, allow_streams, choose
 
 
 def test_names_backends_and_resources() -> None:
@@ -145,3 +145,26 @@ def test_the_pools_groups_take_a_small_share_of_a_devices_memory(
     accelerator: Accelerator, wanted: str, memory_bytes: int, groups: int
 ) -> None:
     assert accelerator.pool_groups(wanted, memory_bytes) == groups
+
+
+@pytest.mark.parametrize("given", ["1", "2", "7", "0", "", "many", "-1"])
+def test_too_few_queues_for_a_devices_streams_are_not_taken(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron-LM's scripts export them."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    line = allow_streams()
+    assert line.startswith(f"CUDA_DEVICE_MAX_CONNECTIONS={given} is not used for the workers: ")
+    assert "\n" not in line
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    assert allow_streams() == ""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    choose("cpu")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ, "it comes before the device does"
+
+
+@pytest.mark.parametrize("given", ["8", "32", None])
+def test_enough_queues_are_left_as_they_are(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    assert allow_streams() == ""
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == given

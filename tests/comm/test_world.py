@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from threading import Timer
@@ -117,3 +118,49 @@ def never_comes(rank: int, port: int) -> list[str]:
 
 def test_whoever_waits_for_a_rank_that_never_comes_can_be_let_go() -> None:
     assert run_processes(never_comes, 2)[0] == ["process group (0, 1): 1 of 2 ranks came within 0.5 s"]
+
+
+def keys_of_generations(rank: int, port: int) -> list[list[str]]:
+    """The store's keys in two generations: as their ranks have met, and after 40 groups of either kind."""
+    store, found = open_store("127.0.0.1", port, TIMEOUT), []
+    members = [(0, 1), (2, 3), (1, 2), (0, 3), (0, 1, 2), (0, 1, 2, 3)]
+    for generation in (1, 7):
+        init_world(store, generation, rank, 4, CPU, TIMEOUT)
+        dist.barrier()
+        found.append(sorted(store.list_keys()))
+        dist.barrier()
+        pool = GroupPool(3, TIMEOUT)
+        for number in range(40):
+            pool.prepare([members[number % len(members)]])
+        for number in range(40):
+            group = make_group(members[number % len(members)], "gloo", TIMEOUT)
+            if rank in members[number % len(members)]:
+                dist.destroy_process_group(group)
+        assert pool.evictions == 37
+        dist.barrier()
+        found.append(sorted(store.list_keys()))
+        dist.barrier()
+        destroy_world(pool.clear, CPU, broken=False)
+    return found
+
+
+def test_groups_and_generations_leave_no_keys_in_the_store() -> None:
+    """A run of weeks makes millions of groups."""
+    for first, after_first, second, after_second in run_processes(keys_of_generations, 4):
+        assert first
+        assert after_first == first
+        assert after_second == second
+        assert all(key.startswith("generation-7/") for key in second), "no rank is in the first any more"
+
+
+def keys_of_lazy_groups(rank: int, port: int) -> float:
+    """Where the environment lets gloo connect at the first operation, which reads keys."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    init_world(open_store("127.0.0.1", port, TIMEOUT), 1, rank, 3, CPU, TIMEOUT)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=make_group([0, 1, 2], "gloo", TIMEOUT))
+    return total.item()
+
+
+def test_keys_are_there_as_long_as_they_are_read() -> None:
+    assert run_processes(keys_of_lazy_groups, 3) == [3.0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -14,10 +15,10 @@ from tests.integration.jobs import lines, losses, train
 
 SETTINGS = ["data=llava", "cluster.device=cpu", "cluster.num_workers=2", "planner.tokens_per_rank=256",
             "batch.global_samples=2", "train.schedule=constant", "elastic.evict_below=0", "run.steps=24",
-            "checkpoint.every_steps=8"]
+            "checkpoint.every_steps=8", "comm.timeout_s=20"]
 
-SLOW_S = 14.0
-"""Longer than a rank may stand still by default: `elastic.hang_s`, 10 seconds."""
+SLOW_S = 25.0
+"""Longer than a rank may stand still by default (`elastic.hang_s`, 10 seconds), and than a collective may take here."""
 
 
 @pytest.mark.slow
@@ -44,6 +45,7 @@ def test_ranks_that_wait_for_a_slow_checkpoint_are_not_stuck(ray_cluster: None, 
     threading.Thread(target=slow, daemon=True).start()
     ended = train(run_dir, f"data.path={write_rows(tmp_path / 'rows.json', rows)}", *SETTINGS)
     assert "checkpoint not saved (rank 0): step 8: " in ended.output
+    assert re.search(r"waiting for the checkpoint of step 8: \d+ s so far", ended.output)
     assert [event["kind"] for event in lines(run_dir, "events.jsonl")
             if event["kind"] in ("broken", "worker_lost", "generation")] == []
     assert len(losses(run_dir)) == 24

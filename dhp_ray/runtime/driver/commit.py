@@ -16,6 +16,7 @@ from dhp_ray.runtime.driver.speeds import busy_s
 from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
+from dhp_ray.storage import STORAGE_TIMEOUT_S
 from dhp_ray.train.results import StepResult, busy_s_of
 
 
@@ -110,16 +111,20 @@ class Commits:
     def finish_saves(self) -> Iterator[Message]:
         """Wait for the saves under way; the results of all steps so far have been noted.
 
+        After one that failed all ranks replace its group: no rank is in another collective here.
+
         Raises:
-            GroupError: a rank is not done `comm.timeout_s` after another. (All ranks end a save together.)
+            GroupError: a rank is not done STORAGE_TIMEOUT_S after another. (All ranks end a save together.)
         """
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
             group.collect(self._saves)
-            saves = group.collect(group.start("finish_save"), behind_s=self.session.config.comm.timeout_s)
+            saves = group.collect(group.start("finish_save"), behind_s=STORAGE_TIMEOUT_S)
         for rank, (saved_steps, error) in enumerate(saves):
             yield from self._note_saves(rank, saved_steps, error)
-        self._unsealed.clear()  # those that failed
+        if self._unsealed:  # those that failed
+            self._unsealed.clear()
+            group.call("renew_state_group")
 
     def forget_saves(self) -> None:
         """Forget the saves under way: the group that wrote them is gone, and half-written checkpoints have no manifest.

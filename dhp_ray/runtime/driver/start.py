@@ -79,6 +79,8 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
                              lambda: describe(group, folder, config.cluster.device), stopping)
     else:
         describe(group, folder, config.cluster.device)
+    for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
+        yield Notice(line)
     auto_tokens = config.planner.tokens_per_rank == "auto"
     stored = records.stored_config()
     if compares_modes(config, group, recorded_sync(config, stored)):

@@ -28,7 +28,7 @@ from dhp_ray.runtime.worker.export import export_model
 from dhp_ray.runtime.worker.folders import save_folder
 from dhp_ray.runtime.worker.heap import map_large_blocks
 from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
-from dhp_ray.storage import Folder
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
@@ -86,7 +86,7 @@ class Rank:
             init_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
         everyone = list(range(world_size))
-        self.state_group = make_group(everyone, "gloo", timeout)  # checkpoints and re-sharding: host memory
+        self.state_group = self._new_state_group()
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
         capacity = membership.pool_groups
@@ -171,6 +171,13 @@ class Rank:
             seconds, self.mirror.seconds = self.mirror.seconds, []
         return seconds
 
+    def renew_state_group(self) -> None:
+        """Replace the group of checkpoints after a save that failed: where a collective failed, all later ones would.
+        Every rank calls this alike, between two steps, with no save under way.
+        """
+        dist.destroy_process_group(self.state_group)
+        self.state_group = self.checkpointer.group = self._new_state_group()
+
     def local_shards(self) -> list[LocalShard]:
         """Return every complete shard version that this rank has: its own and those that it keeps for others."""
         found = {(shard.owner, shard.version): shard
@@ -204,6 +211,11 @@ class Rank:
         self.engine.release()
         gone: Any = None
         self.stepper = self.checkpointer = self.mirror = self.state_group = gone
+
+    def _new_state_group(self) -> dist.ProcessGroup:
+        """Make the group for what is in host memory: checkpoints, the model's files, re-sharding."""
+        return make_group(range(self.membership.world_size), "gloo", timedelta(seconds=self.config.comm.timeout_s),
+                          collective_timeout=timedelta(seconds=STORAGE_TIMEOUT_S))
 
     def _layers(self) -> dict[str, Module]:
         """Return the modules to mark, by name: all layers, and with FSDP, which gathers it too, the model as a whole.

@@ -21,7 +21,7 @@ import ray
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.device import CPU, choose
+from dhp_ray.comm.device import CPU, allow_streams, choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
@@ -94,11 +94,13 @@ class Worker:
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
+        told = allow_streams()
         self.accelerator = choose(device)
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
         return {"pid": os.getpid(), "node_id": ray.get_runtime_context().get_node_id(),
-                "device": self.accelerator.name, **state_size(self.config)._asdict(),
+                "device": self.accelerator.name, "told": told if self.accelerator.name == "cuda" else "",
+                **state_size(self.config)._asdict(),
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
                 "host_memory_bytes": CPU.memory_bytes(), "fused": fused_operators(self.config) is not None,
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
@@ -226,6 +228,11 @@ class Worker:
         assert self.rank is not None
         self.rank.checkpointer.finish()
         return self.rank.checkpointer.poll()
+
+    @training
+    def renew_state_group(self) -> None:
+        assert self.rank is not None
+        self.rank.renew_state_group()
 
     @training
     def export(self, name: str) -> None:

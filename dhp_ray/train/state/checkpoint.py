@@ -18,10 +18,10 @@ import json
 import math
 import shutil
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
+from time import monotonic
 from uuid import uuid4
 
 import torch
@@ -30,10 +30,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.errors import named_line
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
-from dhp_ray.storage import Folder, sync_folder
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, sync_folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer
 from dhp_ray.train.state.optimizer import ShardState
@@ -47,9 +48,11 @@ POLL_S = 0.1
 class Checkpointer:
     """Saves and loads one rank's part of the state. All ranks call `begin` and `load` alike, in the same order.
 
-    A save runs in a thread of its own on `save_group`, a gloo group that nothing else uses: its collectives never mix
-    with training's. Files go to the run's `folder`, by way of `scratch`, a folder on this node, if `folder` is an
-    object store. `base`: the files of the parameters that are not trained; None: there are none.
+    A save runs in a thread of its own on `group`, a gloo group that nothing else uses: its collectives never mix with
+    training's. They wait for the slowest rank's storage, so the group's timeout is STORAGE_TIMEOUT_S. A collective that
+    fails ends the group: replace it after a save that failed, before the next one. Files go to the run's `folder`, by
+    way of `scratch`, a folder on this node, if `folder` is an object store. `base`: the files of the parameters that
+    are not trained; None: there are none.
     """
 
     def __init__(
@@ -57,13 +60,13 @@ class Checkpointer:
         engine: Engine,
         rank: int,
         world_size: int,
-        save_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         scratch: Path | None,
         folder: Folder,
         generation: int = 0,
         base: StoredWeights | None = None,
     ) -> None:
-        self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, save_group
+        self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, group
         self.scratch, self.folder, self.generation, self.base = scratch, folder, generation, base
         self._thread: Thread | None = None
         self._left = Event()
@@ -157,12 +160,15 @@ class Checkpointer:
 
     def _write(self, step: int, state: ShardState, group: dist.ProcessGroup | None) -> None:
         """The thread of a save; `poll` tells how it went."""
-        name, local = tensors_folder(step, self.generation), self.folder.local_path()
+        name, local, begun = tensors_folder(step, self.generation), self.folder.local_path(), monotonic()
         folder = local / name if local else self._staged(f"step_{step:06d}_{uuid4().hex}")
         try:
             error = self._saved(name, state, group, folder)
         except BaseException as failure:
             error = named_line(failure)
+            if is_peer_loss(failure):
+                error = (f"after {monotonic() - begun:.0f} s here, not all ranks had written their parts (they wait "
+                         f"{STORAGE_TIMEOUT_S:g} s for one another): {error}")
             if local:
                 self._withdraw(name, folder)
         finally:
@@ -245,13 +251,11 @@ class Checkpointer:
 
 
 def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are `well`. Waits as long as the slowest rank needs, whatever the group's timeout: an
-    upload may take long.
-    """
+    """Return whether all ranks are `well`; waits for the slowest."""
     if group is None:
         return well
     failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
-    options.reduceOp, options.timeout = dist.ReduceOp.MAX, timedelta(days=7)  # type: ignore[assignment]
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     group.allreduce([failed], options).wait()
     return not failed.item()
 

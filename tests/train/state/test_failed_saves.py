@@ -14,9 +14,16 @@ from threading import Event
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from dhp_ray.comm.device import CPU
+from dhp_ray.config import load
+from dhp_ray.data.processor import load_processor
 from dhp_ray.run_folder import tensors_folder
-from dhp_ray.storage import Folder
+from dhp_ray.runtime.messages import Membership
+from dhp_ray.runtime.worker import rank as rank_module
+from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from tests.ranks import run_processes
 from tests.train.networks import Network, make_engine, run_tensors, train_step
 from tests.train.state.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
@@ -200,3 +207,53 @@ def test_a_save_that_was_left_does_not_touch_the_next_one_of_its_step(tmp_path, 
     assert run_tensors(save_beside_an_abandoned_one, 2, 2, str(tmp_path), folder_kind) == [(([1], ""), True)] * 2
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / "step_000001").iterdir())
     assert names == ["generation_2"]
+
+
+def stall_then_save(rank, port, run_dir):
+    """Rank 1 comes to a save after rank 0 has given it up: the limits of a save's group, what is said of this save, of
+    the next one, and whether its state loads.
+    """
+    config = load(["cluster.device=cpu", "comm.timeout_s=70", f"run.dir={run_dir}"])
+    member = Rank(config, Membership(rank, 2, 1, "127.0.0.1", port), CPU)
+    limit = member.state_group._get_backend(torch.device("cpu")).options._timeout
+    rank_module.STORAGE_TIMEOUT_S = 0.5
+    member.renew_state_group()
+    checkpointer, given_up = member.checkpointer, Path(run_dir) / "given up"
+    if rank == 1:
+        checkpointer.__class__ = LateCheckpointer
+        checkpointer.may_write = Event()
+    checkpointer.begin(1)
+    if rank == 0:
+        checkpointer.finish()
+        given_up.touch()
+    else:
+        while not given_up.exists():
+            time.sleep(0.02)
+        checkpointer.may_write.set()
+        checkpointer.finish()
+    first = checkpointer.poll()
+    rank_module.STORAGE_TIMEOUT_S = 60.0
+    member.renew_state_group()
+    checkpointer.begin(2)
+    checkpointer.finish()
+    second = checkpointer.poll()
+    processor = load_processor(config.model.preset, config.model.path, 3136, 1003520)
+    member.export("model", processor.save)
+    checkpointer.load(tensors_folder(2, 1))
+    member.close()
+    return limit, first, second
+
+
+@pytest.mark.gloo("its collectives raise after their timeout")
+def test_after_a_rank_stalled_in_a_save_the_next_save_and_the_export_work(tmp_path):
+    results = run_processes(stall_then_save, 2, str(tmp_path), timeout_s=120)
+    for limit, (saved, error), second in results:
+        assert limit == timedelta(seconds=STORAGE_TIMEOUT_S), "a slow disk is not a slow network"
+        assert saved == []
+        assert error.startswith("step 1: after ")
+        assert "not all ranks had written their parts" in error
+        assert "\n" not in error
+        assert second == ([2], "")
+    assert load_file(tmp_path / "model/model.safetensors")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if any(path.rglob("*.distcp"))] == [
+        "step_000002"]
