@@ -2,17 +2,22 @@
 window of them) are interleaved.
 
 Fragments lie on a line, each as long as its share of the window. The rows of a fragment are spread, evenly but with
-some randomness, over a stretch of the line: it begins where the fragment begins, and is as long as a window. The rows
-of the epoch are ordered by their places on the line:
+some randomness, over a stretch of the line: it begins where the fragment begins, and is as long as a window. The first
+fragments all begin at once, so that the first rows come from many of them. The rows of the epoch are ordered by their
+places on the line:
 
-    fragment 0  |x  x   x |
-    fragment 1      |x  x    x  |
-    fragment 2          | x    x    x |         the first stretches are shorter: a first batch needs no whole window
-    fragment 3              |x     x   x |
+    fragment 0  |x  x   x|
+    fragment 1  |x   x    x|
+    fragment 2  |  x   x    x |               the first stretches are shorter: a first batch needs no whole window
+    fragment 3         |x     x   x |
+    fragment 4           |x   x     x  |
 
 So a fragment is needed only during its stretch, and all rows before the begin of a fragment are known once the
 fragments before it have been read. The order is a function of seed, epoch, the sizes of the fragments and the window;
 it does not depend on the workers or on when anything is read.
+
+The order of the fragments is random too, but fragments that follow one another are from different parts of the data
+set, so that a few of them represent a set that is sorted.
 """
 
 from __future__ import annotations
@@ -21,8 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RAMP_ROWS = 128
-"""Length of the first stretch in rows. A later stretch is longer by the rows that lie before it, up to a window."""
+FIRST_FRAGMENTS = 16
+"""So many fragments are open before the first row, or as many as the window holds."""
+
+HALVINGS = 4
+"""Fragments that follow one another are from different ones of 2**HALVINGS parts of the data set."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,14 @@ class EpochOrder:
         self.fragments = fragment_order(seed, epoch, len(sizes))
         """(fragments,) their numbers, in the order in which they are read."""
         self.sizes = sizes[self.fragments]
-        num_rows = max(1, window.num_rows)
-        self.shares = np.maximum(self.sizes / num_rows, num_bytes[self.fragments] / window.num_bytes)
+        self.shares = np.maximum(self.sizes / max(1, window.num_rows), num_bytes[self.fragments] / window.num_bytes)
         """(fragments,) the share of the window that each takes."""
-        self.begins = np.concatenate([[0.0], np.cumsum(self.shares)[:-1]])
+        before = np.concatenate([[0.0], np.cumsum(self.shares)])
+        num_first = max(1, min(FIRST_FRAGMENTS, int(np.searchsorted(before, 1.0, side="right")) - 1))
+        self.begins = np.where(np.arange(len(sizes)) < num_first, 0.0, before[:-1])
         """(fragments,) where the stretch of each begins."""
-        self._stops = self.begins + np.minimum(1, RAMP_ROWS / num_rows + self.begins)
+        # The first stretches end one after the other; the others grow by what lies before them, up to a window.
+        self._stops = before[:-1] + np.minimum(1, before[:-1] + before[num_first])
         self._rows_before = np.concatenate([[0], np.cumsum(self.sizes)])
 
     def __len__(self) -> int:
@@ -85,7 +95,22 @@ class EpochOrder:
 
 def fragment_order(seed: int, epoch: int, num_fragments: int) -> np.ndarray:
     """(fragments,) the numbers of an epoch's fragments, in the order in which they are read."""
-    return np.random.default_rng([seed, epoch]).permutation(num_fragments)
+    return _spread(np.arange(num_fragments), np.random.default_rng([seed, epoch]), HALVINGS)
+
+
+def _spread(numbers: np.ndarray, chance: np.random.Generator, halvings: int) -> np.ndarray:
+    """The numbers in a random order in which those of the first and of the second half alternate, and again within each
+    half.
+    """
+    if not halvings or len(numbers) < 2:
+        return chance.permutation(numbers)
+    middle = (len(numbers) + chance.integers(2)) // 2
+    halves = [_spread(half, chance, halvings - 1) for half in (numbers[:middle], numbers[middle:])]
+    if chance.integers(2):
+        halves.reverse()
+    spread = np.empty_like(numbers)
+    spread[::2], spread[1::2] = sorted(halves, key=len, reverse=True)
+    return spread
 
 
 def row_order(seed: int, epoch: int, number: int, num_rows: int) -> list[int]:

@@ -93,10 +93,42 @@ def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
     order = order_of([100] * 400, ShuffleWindow(4000, 1e9))
     rows = rows_from(order)
     assert shares_of(np.array([order.fragments[position] // 100 for (position, _), _ in rows])) <= 1.15 * perfect
-    assert rows[63][1] == 1  # and the first batch waits for one fragment, as without a window
     apart = order_of([100] * 400, ShuffleWindow(0, 1e9))
     sources = np.array([apart.fragments[position] // 100 for (position, _), _ in rows_from(apart)])
     assert shares_of(sources) > 2.5 * perfect
+
+
+@pytest.mark.parametrize(("group", "window", "opened"), [
+    (100, ShuffleWindow(4096, 2**31), 16), (100, ShuffleWindow(1200, 2**31), 12), (32, ShuffleWindow(4096, 2**31), 16),
+    (256, ShuffleWindow(4096, 2**31), 16), (100, ShuffleWindow(4096, 95e6), 9), (100, ShuffleWindow(100_000, 1e15), 16)])
+def test_the_first_batches_are_mixed(group: int, window: ShuffleWindow, opened: int) -> None:
+    """12,000 rows sorted by four sources, in row groups, with a picture of 100 kB each; a perfect shuffle has 0.33."""
+    sizes = np.full(12_000 // group, group)
+    for seed in range(6):
+        order = EpochOrder(seed, 0, sizes, sizes * 10**5, window)
+        rows = rows_from(order)
+        assert rows[0][1] == opened
+        sources = np.array([order.fragments[position] * 4 // len(sizes) for (position, _), _ in rows[: 40 * 64]])
+        shares = [shares_of(batch) for batch in sources.reshape(40, 64)]
+        assert np.mean(shares) <= 0.40
+        assert max(shares) <= 0.5
+
+
+def test_all_fragments_of_a_small_set_are_open_at_once() -> None:
+    assert rows_from(order_of([10] * 7, ShuffleWindow(4096, 1e9)))[0][1] == 7
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2, 3, 31, 120])
+def test_fragments_in_a_row_are_from_everywhere_in_the_set(num_fragments: int) -> None:
+    """So a prefix has as much of each quarter as of the others; and where a fragment comes is by chance."""
+    for seed in range(20):
+        order = fragment_order(seed, 0, num_fragments)
+        assert sorted(order) == list(range(num_fragments))
+        quarters = order * 4 // num_fragments
+        for start in range(0, num_fragments - 15, 8):
+            assert np.bincount(quarters[start : start + 16], minlength=4).max() <= 6
+    firsts = [int(fragment_order(seed, 0, num_fragments)[0]) for seed in range(200)]
+    assert len(set(firsts)) >= min(num_fragments, 25)
 
 
 def test_the_order_is_that_of_seed_epoch_and_fragment() -> None:
