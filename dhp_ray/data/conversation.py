@@ -4,9 +4,10 @@
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
 Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns
-(data/tools.py). A mark (`<image>`, `<video>`) or a part without a source stands for the row's next image or video; a
-part may also name its own source. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is
-not learned.
+(data/tools.py). A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands
+for the row's next image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of
+type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or
+`"loss": false` (ms-swift) is not learned.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MEDIA = tuple(MARKS.values())
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
          "observation": "tool", "tool": "tool",
          "system": "system", "developer": "system"}
-_MARK = re.compile("|".join(f"({re.escape(mark)})" for mark in MARKS))
+_MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
+_WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +71,16 @@ class Turn:
         return {"role": self.role, "content": content}
 
 
-def turns_of(conversation: Sequence[Mapping[str, Any]], reserved: Sequence[str] = ()) -> list[Turn]:
+def turns_of(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The turns of a conversation in either form.
 
     Raises:
         RowError: the conversation is empty, has an unknown role or no turn of the assistant that is learned, or begins
-            with the assistant; a turn of neither the user nor a tool shows an image; a text contains one of the
-            `reserved` tokens.
+            with the assistant; a turn of neither the user nor a tool shows an image; a text is not UTF-8.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
-    turns = _with_answers_of_tools([_turn(number, turn, reserved) for number, turn in enumerate(conversation, 1)])
+    turns = _with_answers_of_tools([_turn(number, turn) for number, turn in enumerate(conversation, 1)])
     spoken = [turn.role for turn in turns if turn.role != "system"]
     if "assistant" not in spoken:
         raise RowError("no turn of the assistant: nothing to learn from")
@@ -108,16 +109,16 @@ def references_of(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
     return tuple(dict.fromkeys((answer.text.strip(), *others)))
 
 
-def offering(turns: Sequence[Turn], tools: Any, default_system: str, reserved: Sequence[str] = ()) -> list[Turn]:
+def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
     """The turns of a conversation in which the assistant may call `tools`: the system turn lists them. If there is no
     system turn, they follow the template's default text.
 
     Raises:
-        RowError: `tools` are not tools, or a signature contains one of the `reserved` tokens.
+        RowError: `tools` are not tools, or a signature is not UTF-8.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     text = tools_text(system, tools)
-    _check_text("tools", text, reserved)
+    _check_text("tools", text)
     return [Turn("system", (ContentPart("text", text),)), *rest]
 
 
@@ -131,10 +132,11 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
     for mark, kind in MARKS.items():
         marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
         if marks != counts.get(kind, 0):
-            raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s")
+            raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s "
+                           f"(\\{mark} is a word)")
 
 
-def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
+def _turn(number: int, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
         raise RowError(
             f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content"
@@ -147,7 +149,7 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     if role == "function_call":
         parts = []
     elif isinstance(content, str):
-        parts = _marked(content)
+        parts = _marked(content) if ROLES[role] in ("user", "tool") else [ContentPart("text", content)] * bool(content)
     elif openai and isinstance(content, Sequence) and not isinstance(content, bytes):
         parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
@@ -160,7 +162,7 @@ def _turn(number: int, turn: Any, reserved: Sequence[str]) -> Turn:
     if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
-    _check_text(f"turn {number}", result.text, reserved)
+    _check_text(f"turn {number}", result.text)
     if result.media and result.role not in ("user", "tool"):
         raise RowError(
             f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user"
@@ -206,19 +208,16 @@ def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
     return found
 
 
-def _check_text(where: str, text: str, reserved: Sequence[str]) -> None:
+def _check_text(where: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RowError(f"{where} is not UTF-8 text: {first_line(error)}") from None
-    found = next((token for token in reserved if token in text), None)
-    if found:
-        raise RowError(f"{where} spells the special token {found}; allowed: text without special tokens")
 
 
 def _marked(text: str) -> list[ContentPart]:
     """The text and the marks in their order."""
-    return [ContentPart(MARKS[piece], marked=True) if piece in MARKS else ContentPart("text", piece)
+    return [ContentPart(MARKS[piece], marked=True) if piece in MARKS else ContentPart("text", _WORD.sub("", piece))
             for piece in _MARK.split(text) if piece]
 
 

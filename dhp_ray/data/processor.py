@@ -27,6 +27,7 @@ from dhp_ray.data.families.base import Bounds, Family
 from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import chat_template_of, video_pixels_of, write_json
+from dhp_ray.data.spelled_tokens import HiddenTokens, SpelledTokens
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.data.tools import holds_any
 from dhp_ray.errors import first_line
@@ -94,10 +95,8 @@ class Processor:
         self.merge_size = int(self.image_settings["merge_size"])
         self.bounds = Bounds(self.patch_size, self.merge_size, self.min_pixels, self.max_pixels, self.video_pixels)
         self.token_ids = special_token_ids(self.tokenizer, self.family.tokens)
-        present = set(self.tokenizer.get_vocab())
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
-        reserved = dict.fromkeys((*self.family.structure_tokens, *named))
-        self._reserved = tuple(token for token in reserved if token and token in present)
+        self._spelled = SpelledTokens(self.tokenizer, (*self.family.structure_tokens, *named))
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
     @property
@@ -135,14 +134,13 @@ class Processor:
         return grid_of(self.family, size, self.image_settings, self.bounds, self.limits)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation; their texts contain no special token. `tools` are those that the assistant may
-        call.
+        """The turns of a conversation. `tools` are those that the assistant may call.
 
         Raises:
             RowError: roles, texts or tools cannot be encoded.
         """
-        turns = turns_of(conversation, self._reserved)
-        return offering(turns, tools, self._template.default_system, self._reserved) if holds_any(tools) else turns
+        turns = turns_of(conversation)
+        return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in this
@@ -161,7 +159,8 @@ class Processor:
         """Like `encode`, for turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens,
         or one step in time.
         """
-        return self._encode(*self._template.render(turns), sizes, slice_tokens)
+        hidden = self._spelled.hide(turns)
+        return self._encode(*self._template.render(hidden.turns), hidden, sizes, slice_tokens)
 
     def encode_prompt(
         self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
@@ -169,19 +168,18 @@ class Processor:
         """The prompt for the assistant's next turn: the template's text, and its encoding as by `encode_turns`, without
         labels.
         """
-        text = self._template.prompt(turns)
-        return text, self._encode(text, [], sizes, slice_tokens)
+        hidden = self._spelled.hide(turns)
+        text = self._template.prompt(hidden.turns)
+        return hidden.shown(text), self._encode(text, [], hidden, sizes, slice_tokens)
 
-    def _encode(self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], slice_tokens: int) -> Encoded:
+    def _encode(self, text: str, spans: Sequence[tuple[int, int]], hidden: HiddenTokens, sizes: Sequence[Size],
+                slice_tokens: int) -> Encoded:
         whole = [self.grid_of(size) for size in sizes]
         pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
                   for piece in self._pieces(number, size, grid, slice_tokens)]
         runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
         text, spans = self._with_media(text, spans, sizes)
-        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                                  return_attention_mask=False)
-        ids = np.asarray(encoding["input_ids"], np.int32)
-        starts, stops = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2).T
+        ids, starts, stops = self._spelled.encode(text, hidden)
         labels = np.full_like(ids, IGNORE)
         for start, stop in spans:
             inside = (starts >= start) & (stops <= stop) & (stops > starts)

@@ -156,16 +156,37 @@ def test_labels_are_the_answers_and_their_end_token() -> None:
     ([{"from": "human", "value": 3}], [], "turn 1 has no text"),
     (talk("<image>", "b"), [], "1 <image> marks for 0 images"),
     (talk("a", "b"), [(56, 56)], "0 <image> marks for 1 images"),
-    (talk("<image>a", "<image>"), [(56, 56), (56, 56)], "turn 2: <image> in a turn of the assistant"),
+    (talk("<image>a", "<image>"), [(56, 56), (56, 56)], r"1 <image> marks for 2 images; .* \(\\<image> is a word\)"),
+    ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "image"}]}], [(56, 56)],
+     "turn 2: <image> in a turn of the assistant"),
     (talk("<image>", "b"), [(5700, 28)], "aspect ratio 203.571; allowed: at most 200"),
-    (talk("a<|image_pad|>", "b"), [], r"turn 1 spells the special token <\|image_pad\|>"),
-    (talk("a", "b<|im_end|>\n<|im_start|>user\n"), [], "turn 2 spells the special token"),
     (talk("a\ud800", "b"), [], "turn 1 is not UTF-8 text"),
 ])
 def test_what_cannot_be_encoded_is_a_bad_row(conversation: list, sizes: list[tuple[int, int]], reason: str) -> None:
     with pytest.raises(RowError, match=reason) as caught:
         PROCESSOR.encode(conversation, sizes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3_vl", "tiny_internvl"])
+def test_marks_are_words_outside_of_the_users_turns_and_behind_a_backslash(preset: str) -> None:
+    ours = load_processor(preset, "", MIN_PIXELS, MAX_PIXELS)
+    call = json.dumps({"name": "f", "arguments": {"tag": "<image>"}})
+    said = [{"from": "system", "value": "Write <image> and <video>."},
+            *talk(r"<image>\<image> is what? \<video>\\<image>", "<video src=a></video> <image>"),
+            {"from": "human", "value": "Go."}, {"from": "function_call", "value": call},
+            {"from": "observation", "value": r"<image>\<image>"}, {"from": "gpt", "value": "<image>"}]
+    encoded = ours.encode(said, [(56, 56), (56, 56)])
+    text = ours.tokenizer.decode(encoded.input_ids)
+    assert "Write <image> and <video>.<|im_end|>" in text
+    assert r"<image> is what? <video>\<image><|im_end|>" in text
+    assert "<image>\n</tool_response>" in text
+    assert ours.tokenizer.decode(encoded.labels[encoded.labels != -100]) == (
+        "<video src=a></video> <image><|im_end|><tool_call>\n" + call + "\n</tool_call><|im_end|><image><|im_end|>")
+    assert encoded.media == (0, 1)
+    typed = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": r"<image>\<image> is what?"}]},
+             {"role": "assistant", "content": [{"type": "text", "text": "<image>"}]}]
+    assert r"<image>\<image> is what?" in ours.tokenizer.decode(ours.encode(typed, [(56, 56)]).input_ids)
 
 
 def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_bad_rows_keep_their_place_and_break_nothing(tmp_path: Path) -> None:
         "empty": ({"conversations": []}, "the conversation is empty"),
         "missing": ({"text": "a"}, "no conversations"),
         "role": ({"conversations": [{"from": "robot", "value": "a"}]}, "turn 1 is from 'robot'"),
-        "smuggled": ({"conversations": talk("<|image_pad|>", "a")}, "turn 1 spells the special token <|image_pad|>"),
+        "smuggled": ({"conversations": talk("<|image_pad|>", "a")}, ""),
         "long": ({"conversations": talk("a" * 2000, "a")},
                  "2060 tokens; the cluster holds at most 2000 in one sequence"),
         "odd": ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 1 is from ['human']"),

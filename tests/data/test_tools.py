@@ -199,8 +199,6 @@ ASKED = {"from": "human", "value": "a"}
      "turn 2: the arguments of f is not JSON"),
     ([ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": [1]}'}], None,
      r"turn 2: the arguments of f are \[1\]; allowed: an object"),
-    ([ASKED, {"from": "function_call", "value": '{"name": "<|im_end|>", "arguments": {}}'}], None,
-     r"turn 2 spells the special token <\|im_end\|>"),
     ([ASKED, {"from": "function_call", "value": ""}], None, "turn 2 has no text in value"),
     ([ASKED, {"from": "function_call", "value": "[]"}], None, "turn 2 has no text in value"),
     ([ASKED, {"role": "assistant", "tool_calls": [3]}], None, "turn 2: the call of a tool is 3; allowed"),
@@ -210,8 +208,6 @@ ASKED = {"from": "human", "value": "a"}
     ([ASKED, {"from": "gpt", "value": "b"}], "x", "tools is not JSON"),
     ([ASKED, {"from": "gpt", "value": "b"}], [{"description": "f"}],
      "tools hold .*; allowed: objects with name, description and parameters"),
-    ([ASKED, {"from": "gpt", "value": "b"}], [{"name": "<|im_start|>"}],
-     r"tools spells the special token <\|im_start\|>"),
     ([ASKED, {"from": "gpt", "value": "b"}], [{"name": "f", "parameters": b"x"}], "cannot be written as JSON"),
 ])
 def test_what_cannot_be_rendered_is_a_bad_row(conversation: list[Row], tools: Any, reason: str) -> None:

@@ -52,8 +52,7 @@ BAD = {
     "0/no-answer": "no turn of the assistant: nothing to learn from",
     "0/unknown-role": "turn 2 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
                       "system, developer",
-    "0/image-in-an-answer": "turn 2: <image> in a turn of the assistant; allowed: in turns of the user",
-    "0/special-token": "turn 1 spells the special token <|im_end|>; allowed: text without special tokens",
+    "0/image-in-an-answer": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/url": "image 1: https://***@example.org/cat.png is a URL; allowed: a file name below data.image_root",
     "0/absolute": "image 1: '/etc/hostname' is not a relative file name; allowed: one below data.image_root, without "
                   "'..'",
@@ -125,7 +124,7 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
         {"id": "no-answer", "conversations": talk("What is it?")},
         {"id": "unknown-role", "conversations": [*talk("What is it?"), {"from": "bot", "value": ANSWER}]},
         {"id": "image-in-an-answer", "image": "fine.png", "conversations": talk("What is it?", "<image>")},
-        {"id": "special-token", "conversations": talk("What<|im_end|>", ANSWER)},
+        {"id": "spelled-token", "conversations": talk("What<|im_end|>", "<image>")},  # words: a good row
         image("url", "https://me:secret@example.org/cat.png"),
         image("absolute", "/etc/hostname"), image("above", "../rows.parquet"), image("link-out", "link.png")]
     fine = {"id": "fine-video", "video": "fine.mp4", "conversations": talk("<video>\nWhat happens?", ANSWER)}
@@ -208,8 +207,8 @@ def test_the_run_goes_on_without_them(ended: tuple[Path, Ended]) -> None:
     assert run_ended.status == 0, run_ended.output + run_ended.errors
     assert "Traceback" not in run_ended.output + run_ended.errors
     used = [sample_id for step in ledger(run_dir) for sample_id in step]
-    assert len(used) == len(set(used)) == 10
-    assert {"0/fine-video", "1/fine", "1/caption", "2/fine", "3/fine"} < set(used)
+    assert len(used) == len(set(used)) == 11
+    assert {"0/fine-video", "0/spelled-token", "1/fine", "1/caption", "2/fine", "3/fine"} < set(used)
     assert not set(used) & set(BAD)
     assert all(line["loss"] > 0 for line in lines(run_dir, "metrics.jsonl"))
 

@@ -71,8 +71,7 @@ class Family(ABC):
     """Tokens that its processor reads from attributes of the tokenizer."""
 
     structure_tokens: ClassVar[Sequence[str]]
-    """Tokens that mark turns and images. If a user's text contained one, it would change the structure of the sequence.
-    """
+    """Tokens that mark turns and images, which a text does not mean when it spells one (see spelled_tokens.py)."""
 
     image_processors: ClassVar[tuple[str, ...]]
     """What the names of its image processors begin with (`image_processor_type`)."""

@@ -157,9 +157,7 @@ def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
     marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]
-    # As parts, so that a mark in a caption stays text.
-    return {"messages": [{"role": "user", "content": marks},
-                         {"role": "assistant", "content": [{"type": "text", "text": caption}]}]}
+    return {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
 
 
 def _has_own(fields: dict[str, Any]) -> bool:

@@ -202,8 +202,8 @@ def test_sizes_that_are_none_are_refused_in_one_line(folder: Path, tmp_path: Pat
 def test_text_may_hold_tags() -> None:
     encoded = PROCESSOR.encode(talk("Write the page. <image>", "<p><img></p>"), [(56, 56)])
     assert "<p><img></p><|im_end|>" in PROCESSOR.tokenizer.decode(encoded.input_ids)
-    with pytest.raises(RowError, match="turn 2 spells the special token"):
-        PROCESSOR.encode(talk("Write.", "<IMG_CONTEXT>"), [])
+    assert not {PROCESSOR.tokenizer.get_vocab()[token] for token in ("<img>", "<video>")} & set(
+        PROCESSOR.encode(talk("Write <img>.", "<video></video>"), []).input_ids.tolist())
 
 
 def test_tiles_of_another_size_than_the_models(folder: Path, tmp_path: Path) -> None:

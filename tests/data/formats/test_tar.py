@@ -44,7 +44,7 @@ def test_members_of_a_key_are_a_row(form: int, tmp_path: Path) -> None:
     assert rows[0].fields["images"] == ["1.0.avif", "1.png"]
     assert rows[0].members == {"0.avif": b"x" * 700, "1.0.avif": b"x" * 700, "png": b"y", "1.png": b"y"}
     assert rows[1].fields["messages"] == [{"role": "user", "content": "<image>"},
-                                          {"role": "assistant", "content": [{"type": "text", "text": "A b."}]}]
+                                          {"role": "assistant", "content": "A b."}]
     assert "images" not in rows[2].fields
 
 
