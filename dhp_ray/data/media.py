@@ -18,7 +18,9 @@ from dhp_ray.data.conversation import MEDIA, Turn, check_counts
 from dhp_ray.data.errors import RowError
 from dhp_ray.schema import Data
 
-_DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,", re.ASCII)
+_DATA = re.compile("data:", re.IGNORECASE)
+_DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
+_NAME_CHARACTERS = 4096  # what Linux opens; looking up the folders of a far longer name takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
              members: Mapping[str, bytes] | None = None) -> list[bytes]:
     """The encoded images and videos of a row, in the order in which the conversation shows them.
 
-    Names are those of files below `image_root`, or of `members` if these are given.
+    Names are those of files below `image_root`, or of `members` if these are given, or data: URIs.
 
     Raises:
         RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
@@ -90,31 +92,39 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
 
 
 def resolve(image_root: str, name: str) -> Path:
-    """The path of the file `name` below the root, with links followed.
+    """The path of the file `name` below the root, with links followed. An absolute name is one below the root too.
 
     Raises:
-        RowError: `name` is a URL, is absolute, or leads out of the root.
+        RowError: `name` is a URL, is too long, or leads out of the root.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|data:", name):
-        raise RowError(f"{masked(name)[:80]} is a URL; allowed: a file name below data.image_root")
-    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
-        raise RowError(f"{name[:200]!r} is not a relative file name; allowed: one below data.image_root, without '..'")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) or _DATA.match(name):
+        raise RowError(f"{_short(name)} is a URL; allowed: a file name below data.image_root")
+    if len(name) > _NAME_CHARACTERS:
+        raise RowError(f"{_short(name)}: File name too long")
+    of_no_file = RowError(f"{_short(name)!r} is not a relative file name; allowed: one below data.image_root, "
+                          f"without '..' (data.image_root is {image_root})")
+    if not name or "\0" in name or ".." in Path(name).parts:
+        raise of_no_file
     root = Path(os.path.realpath(image_root))
     path = Path(os.path.realpath(root / name))
-    if not path.is_relative_to(root):
-        raise RowError(f"{name} leads out of data.image_root ({image_root}); allowed: files below it")
-    return path
+    if path.is_relative_to(root):
+        return path
+    if os.path.isabs(name):
+        raise of_no_file
+    raise RowError(f"{_short(name)} leads out of data.image_root ({image_root}); allowed: files below it")
 
 
 def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[str, bytes] | None) -> bytes:
     if isinstance(value, Mapping) and isinstance(value.get("url"), str):
-        value = _from_data_uri(value["url"]) if value["url"].startswith("data:") else value["url"]
+        value = value["url"]
     elif isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and _DATA.match(value):
+        value = _from_data_uri(value)
     if members is not None and isinstance(value, str):
         if value not in members:
             raise RowError(
-                f"{masked(value)[:200]} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}"
+                f"{_short(value)} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}"
             )
         value = members[value]
     if isinstance(value, bytes):
@@ -126,15 +136,15 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            raise RowError(f"{value} is not a file")
+            raise RowError(f"{_short(value)} is not a file")
         _check_size(value, status.st_size, max_file_bytes)
         return path.read_bytes()
     except FileNotFoundError:
-        raise RowError(f"{value}: no such file below data.image_root ({image_root})") from None
+        raise RowError(f"{_short(value)}: no such file below data.image_root ({image_root})") from None
     except OSError as error:
-        raise RowError(f"{value}: {error.strerror}") from None
+        raise RowError(f"{_short(value)}: {error.strerror}") from None
     except UnicodeEncodeError:
-        raise RowError(f"{value!r} is not a file name") from None
+        raise RowError(f"{_short(value)!r} is not a file name") from None
 
 
 def _from_data_uri(text: str) -> bytes:
@@ -143,7 +153,7 @@ def _from_data_uri(text: str) -> bytes:
     try:
         if head is None:
             raise ValueError
-        return base64.b64decode(text[head.end():], validate=True)
+        return base64.b64decode("".join(text[head.end():].split()), validate=True)
     except (ValueError, binascii.Error):
         raise RowError(f"{text[:40]!r} is not a data URI; allowed: data:image/png;base64,... or a file name") from None
 
@@ -151,5 +161,11 @@ def _from_data_uri(text: str) -> bytes:
 def _check_size(name: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
         raise RowError(
-            f"{name[:200]} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)"
+            f"{_short(name)} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)"
         )
+
+
+def _short(name: str) -> str:
+    """A name for a line, without credentials; it may be a whole picture."""
+    shown = masked(name[:_NAME_CHARACTERS])
+    return shown if len(shown) <= 120 else f"{shown[:80]}... ({len(name)} characters)"

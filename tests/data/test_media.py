@@ -10,7 +10,7 @@ import pytest
 
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.media import MediaLimits, column_of, media_of, resolve
+from dhp_ray.data.media import MediaLimits, column_of, file_bytes, media_of, resolve
 from tests.data.samples import picture, talk
 
 
@@ -52,7 +52,8 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
     ("https://example.org/a.png", "image 2: https://example.org/a.png is a URL"),
     ("file:///etc/hostname", "is a URL"),
     (f"https://me:secret{'x' * 80}@example.org/a.png", r"^image 2: https://\*\*\*@example\.org/a\.png is a URL"),
-    ("data:image/png;base64,AAAA", "is a URL"),
+    ("data:image/png;base64,A", "image 2: 'data:image/png;base64,A' is not a data URI; allowed: data:image/png;base64"),
+    ("data:image/png,AAAA", "is not a data URI"),
     ("a\0.png", "is not a relative file name"),
     ("a.png/x", "image 2: a.png/x: Not a directory"),
     ("x" * 300, "File name too long"),
@@ -73,6 +74,56 @@ def test_a_link_out_of_the_root_is_refused(root: Path, link: str) -> None:
     with pytest.raises(RowError, match=r"leads out of data\.image_root"):
         images_of({"image": link}, str(root))
     assert images_of({"image": "inside"}, str(root)) == [(root / "a.png").read_bytes()]
+
+
+def test_an_absolute_name_below_the_root_is_its_file(root: Path, tmp_path: Path) -> None:
+    first, second = (root / "a.png").read_bytes(), (root / "deep/b.png").read_bytes()
+    (tmp_path / "link").symlink_to(root)
+    (root / "inside").symlink_to(root / "a.png")
+    for folder in (root, tmp_path / "link"):
+        names = [str(folder / "a.png"), {"path": str(folder / "deep" / "b.png")}, str(folder / "inside"),
+                 str(root / "a.png"), str(tmp_path / "link" / "a.png")]
+        assert images_of({"image": names}, str(folder)) == [first, second, first, first, first]
+        parts = [{"type": "image_url", "image_url": {"url": str(folder / "a.png")}},
+                 {"type": "image", "image": str(folder / "deep/b.png")}]
+        assert shown(folder, parts) == [first, second]
+        assert file_bytes({"image": str(folder / "a.png")}, str(folder)) == len(first)
+
+
+@pytest.mark.parametrize("name", ["{beside}/secret", "{root}/../secret", "{root}/out", "{root}2/a.png", "{beside}",
+                                  "/"])
+def test_an_absolute_name_outside_of_the_root_is_refused(root: Path, name: str) -> None:
+    (root / "out").symlink_to(root.parent / "secret")
+    (root.parent / "root2").mkdir()
+    (root.parent / "root2" / "a.png").write_bytes(picture(30, 40))
+    with pytest.raises(RowError, match=r"is not a relative file name; allowed: one below data.image_root.* \(data"):
+        images_of({"image": name.format(root=root, beside=root.parent)}, str(root))
+
+
+@pytest.mark.parametrize("head", ["data:image/png;base64,", "data:image/svg+xml;charset=utf-8;base64,",
+                                  "data:;base64,", "DATA:image/PNG;BASE64,"])
+def test_a_data_uri_in_a_column_is_its_bytes(root: Path, head: str) -> None:
+    data = (root / "a.png").read_bytes()
+    uri = head + base64.b64encode(data).decode()
+    wrapped = head + base64.encodebytes(data).decode()
+    for value in (uri, [uri], {"url": uri}, {"path": uri, "bytes": None}, wrapped):
+        assert images_of({"image": value}, str(root)) == [data]
+    assert shown(root, [{"type": "image", "image": uri}, {"type": "image_url", "image_url": uri}]) == [data, data]
+    assert shown(root, "<video>", videos=[uri]) == [data]
+    turns = turns_of(talk("<image>", "a"))
+    assert media_of({"image": uri}, turns, "", MediaLimits().max_file_bytes, members={}) == [data]
+    with pytest.raises(RowError, match=r"it has 0\.0 MB; allowed"):
+        images_of({"image": uri}, str(root), 10)
+
+
+@pytest.mark.parametrize("name", [
+    base64.b64encode(bytes(300_000)).decode(), "data:image/png;base64," + "?" * 300_000, "data:" + "A" * 300_000,
+    "https://example.org/" + "a" * 300_000, "/" + "a/" * 150_000, "a/" * 2000, "b" * 3000])
+def test_a_name_of_any_length_gives_a_short_line(root: Path, name: str) -> None:
+    for members in (None, {}):
+        with pytest.raises(RowError) as caught:
+            media_of({"image": name}, turns_of(talk("<image>", "a")), str(root), 10**9, members)
+        assert len(str(caught.value)) < 250 + len(str(root))
 
 
 def test_a_linked_root_is_followed(root: Path, tmp_path: Path) -> None:

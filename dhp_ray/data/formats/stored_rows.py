@@ -6,7 +6,8 @@
     system         the text of a system turn before them, unless they begin with one (LLaMA-Factory)
     answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (data/tools.py), a list or JSON text
-    image, images  a file name below the image root, encoded bytes, {"bytes": ..., "path": ...}, or a list of these
+    image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...}, or a list
+                   of these
     video, videos  likewise
 """
 
