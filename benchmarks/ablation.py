@@ -75,7 +75,7 @@ class Planner:
 
 
 def copied(checkout: Path, folder: Path) -> Path:
-    """A copy of a checkout's package with its compiled code (numba looks at the times of files)."""
+    """A copy of a checkout's package."""
     return Path(shutil.copytree(checkout / "dhp_ray", folder / "dhp_ray"))
 
 
@@ -105,7 +105,7 @@ def file_with(text: str, name: str, sources: Mapping[Path, str]) -> Path:
 
 
 def digest_of(package: Path, cache: Path) -> str:
-    """What numba's cache of the package goes by."""
+    """What the version of the package's machine code is made of."""
     module = ".".join(cache.relative_to(package.parent).with_suffix("").parts)
     environment = os.environ | {"PYTHONPATH": str(package.parent)}
     command = [sys.executable, "-c", f"from {module} import DIGEST; print(DIGEST)"]
@@ -118,7 +118,7 @@ def planners(checkout: Path, altered_by: Sequence[Sequence[Variant]], seeds: int
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         plain = copied(checkout, folder / "plain")
-        found = [Planner(plain, seeds)]  # compiles; the copies take it over
+        found = [Planner(plain, seeds)]
         stack.callback(found[0].close)
         for number, variants in enumerate(altered_by):
             package = copied(folder / "plain", folder / str(number))

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import overload
 
 import numpy as np
 import pyarrow as pa
+
+from dhp_ray.user_cache import cache_folders, keep
 
 FORM = 4  # to be raised when the same files give another table
 _SCHEMA = pa.schema([
@@ -122,12 +123,6 @@ def _values(numbers: array[int], kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
 
 
-def cache_folder() -> Path:
-    """The folder of the tables: DHP_RAY_CACHE, or dhp_ray in the user's cache folder."""
-    named = os.environ.get("DHP_RAY_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dhp_ray"
-
-
 def cache_key(files: Sequence[tuple[str, str]]) -> str:
     """A key for these files (path, kind) in their present state: it changes with their sizes and modification times."""
     state = [(path, kind, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, kind in files]
@@ -136,31 +131,26 @@ def cache_key(files: Sequence[tuple[str, str]]) -> str:
 
 def load(key: str) -> pa.Table | None:
     """The table stored under a key, mapped; None if there is no usable one."""
-    path = cache_folder() / f"{key}.arrow"
-    try:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (OSError, pa.ArrowException):
-        return None
-    return table if table.schema.equals(_SCHEMA) and b"files" in (table.schema.metadata or {}) else None
+    for folder in cache_folders():
+        try:
+            table = pa.ipc.open_file(pa.memory_map(str(folder / f"{key}.arrow"))).read_all()
+        except (OSError, pa.ArrowException):
+            continue
+        if table.schema.equals(_SCHEMA) and b"files" in (table.schema.metadata or {}):
+            return table
+    return None
 
 
 def store(key: str, table: pa.Table) -> pa.Table:
     """Store a table and return it mapped. If it cannot be written, return the table itself; the next start makes it
     again.
     """
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(prefix=f".{key}.", dir=folder)
-        os.close(handle)
-        try:
-            with pa.OSFile(unfinished, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
-            os.replace(unfinished, folder / f"{key}.arrow")
-        except BaseException:
-            os.unlink(unfinished)
-            raise
-    except OSError as error:
-        logging.getLogger(__name__).warning("the index of the data cannot be kept in %s: %s", folder, error.strerror)
+    def write(path: Path) -> None:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+    refused = keep(f"{key}.arrow", write)
+    if refused:
+        logging.getLogger(__name__).warning("the index of the data cannot be kept in %s", refused)
         return table
     return load(key) or table

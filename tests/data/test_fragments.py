@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.data import index
-from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter, cache_folder
+from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk, write_rows
@@ -30,7 +30,6 @@ def test_a_table_holds_what_was_added() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(index, "KEPT_FROM_BYTES", 100)
-    assert cache_folder() == tmp_path / "cache"
     return tmp_path / "cache"
 
 
@@ -70,6 +69,23 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(
     data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}] * 40)))
     assert index_fragments(data).num_rows == 40
     assert "the index of the data cannot be kept in" in caplog.text
+
+
+def test_without_a_home_the_index_is_kept_among_temporary_files(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("DHP_RAY_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = Data(format="llava", path=str(write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}] * 40)))
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "a file"))
+    expected = list(index_fragments(data))
+    assert len(list((tmp_path / f"dhp_ray_{os.getuid()}").glob("*.arrow"))) == 1
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])  # a container's number without a name
+    assert list(index_fragments(data)) == expected
+    assert not caplog.text
 
 
 def test_ids_that_no_log_line_can_hold_are_replaced(tmp_path: Path) -> None:

@@ -1,40 +1,84 @@
 """Compiles the planner's inner loops. Each loop is plain Python too: with NUMBA_DISABLE_JIT=1 the same source runs
 uncompiled, which the tests compare with.
 
-The loops use nothing whose result differs between the two: no fast-math, only stable sorts.
+The loops use nothing whose result differs between the two: no fast-math, only stable sorts. Compiled functions release
+Python's lock: planning in a thread does not stop other threads.
 
-Machine code is cached next to the source, or in the user's cache folder, if either can be written. numba looks for
-changes only in a function's own file, but these functions call each other across files; so a digest of all of the
-planner's files is part of the version. Compiled functions release Python's lock: planning in a thread does not stop
-other threads.
+Machine code is kept in the user's cache folder (numba keeps it beside the source, where each copy of the source would
+compile anew). These functions call each other across files, so a digest of all of the planner's files is the version;
+each has a folder, and folders that no process has used for long are deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
+import logging
+import os
+import pickle
+import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numba
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from dhp_ray.user_cache import cache_folders, keep
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DIGEST = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py")))
+    + f"{numba.__version__} {sys.version}".encode()
 ).hexdigest()
+UNUSED_S = 30 * 86400.0
 
 
-class PackageCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache of a function, with the digest in its version: files of another version are not even opened (they
-    may name classes that are gone).
-    """
+class KeptCode(NullCache):  # type: ignore[misc]
+    """The machine code of one function: a file for each signature and kind of processor."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._cache_file._version += DIGEST
+        self._function = function
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        """The kept machine code; None if there is none that can be read, and it is compiled again."""
+        target_context.refresh()
+        name = self._name(sig, target_context.codegen())
+        for folder in (folder / version() for folder in cache_folders()):
+            try:
+                content = (folder / name).read_bytes()
+            except OSError:
+                continue
+            with contextlib.suppress(OSError):  # of an image that cannot be written
+                os.utime(folder)  # says when a process last used this version
+            try:
+                found = CompileResult._rebuild(target_context, *pickle.loads(content))
+            except Exception as error:  # whatever a damaged file makes of it
+                _log().warning("%s is damaged and compiled again: %r", folder / name, error)
+                continue
+            if found.signature.args == tuple(sig):  # types of one name may differ
+                return found
+        return None
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        content = dumps(data._reduce())
+        _delete_unused()
+        refused = keep(f"{version()}/{self._name(sig, data.codegen)}", lambda path: path.write_bytes(content))
+        if refused:
+            _tell_not_kept(refused)
+
+    def _name(self, sig: Any, codegen: Any) -> str:
+        key = (_source_digest(inspect.getfile(self._function)), str(sig), codegen.magic_tuple())
+        name = f"{self._function.__module__}.{self._function.__qualname__}"
+        return f"{name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}"
 
 
 def compiled(function: Function) -> Function:
@@ -50,8 +94,34 @@ def inner(function: Function) -> Function:
     return cast(Function, _cached(njit(**options)(function), function))
 
 
+def version() -> str:
+    """The name of the folder of this version's machine code."""
+    return f"planner-{DIGEST[:32]}"
+
+
 def _cached(dispatcher: Any, function: Callable[..., Any]) -> Any:
     if hasattr(dispatcher, "_cache"):  # not with NUMBA_DISABLE_JIT
-        with contextlib.suppress(RuntimeError):  # numba found no folder that it can write to: compile in every process
-            dispatcher._cache = PackageCache(function)
+        dispatcher._cache = KeptCode(function)
     return dispatcher
+
+
+@functools.cache
+def _delete_unused() -> None:
+    for version in (found for folder in cache_folders() for found in folder.glob("planner-*")):
+        with contextlib.suppress(OSError):  # another process has deleted it, or it belongs to an image
+            if time.time() - version.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(version)
+
+
+@functools.cache
+def _source_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@functools.cache
+def _tell_not_kept(reason: str) -> None:
+    _log().warning("the planner's machine code cannot be kept, each start compiles it anew: %s", reason)
+
+
+def _log() -> logging.Logger:
+    return logging.getLogger(__name__)
