@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 Collective = Callable[..., dist.Work | None]
@@ -50,28 +49,3 @@ def checkpoint_activations(module: nn.Module) -> None:
     # encoder its features would then want a backward pass on the ranks that have images, and on no other: the exchange
     # would hang.
     model.disable_input_require_grads()
-
-
-def rope_positions(
-    module: nn.Module, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
-) -> Tensor:
-    """Return the M-RoPE positions (3, L) of one sequence, int64, by the function of a transformers model
-    (Qwen2_5_VLModel).
-
-    transformers 5.17 truncates the time between two steps of a video to whole seconds. So it is asked for positions
-    without time, and what 5.23 adds for the time is added here.
-
-    Args:
-        input_ids: (L,) int64; kinds: (L,), 0 for text, 1 for images, 2 for videos.
-        image_grids, video_grids: (N, 3) patches in time, height and width of each.
-        seconds: (number of videos,) fp32, between two steps in time.
-    """
-    model: Any = module
-    positions, _ = model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=image_grids,
-                                        video_grid_thw=video_grids, second_per_grid_ts=torch.zeros_like(seconds))
-    vision = model.config.vision_config
-    in_time = [(torch.arange(steps) * (vision.tokens_per_second * interval_s)).long()
-               .repeat_interleave(height * width // vision.spatial_merge_size**2)
-               for (steps, height, width), interval_s in zip(video_grids.tolist(), seconds)]
-    positions[0, 0, kinds == 2] += torch.cat([*in_time, kinds.new_zeros(0)])
-    return positions[:, 0]  # type: ignore[no-any-return]

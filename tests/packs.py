@@ -22,6 +22,7 @@ from dhp_ray.planner.image_parts import exchanges
 from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan
 from dhp_ray.planner.rank_plan import encoded_images
 from dhp_ray.train.payload import Payload
+from tests.model.paper_positions import paper_positions
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
 """A preset of each family, and the values of its patches."""
@@ -181,7 +182,7 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
         inputs["pixel_values"] = tiles_of(torch.from_numpy(np.concatenate(payload.pixels)), module)  # type: ignore
     elif len(payload.grids):
         grids, seconds = (torch.from_numpy(values) for values in payload.whole())
-        inputs["mm_token_type_ids"] = (ids == TOKEN_IDS["image"]).int() + 2 * (ids == TOKEN_IDS["video"]).int()
+        inputs |= position_inputs(module, ids, grids, seconds)
         of_video = np.zeros(len(payload.grids), bool) if payload.seconds is None else payload.seconds > 0
         patches: dict[bool, list[np.ndarray]] = {False: [], True: []}
         for is_video, values in zip(of_video, payload.pixels):
@@ -193,9 +194,20 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
         if patches[True]:
             inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])),
                        "video_grid_thw": grids[seconds > 0]}
-            if isinstance(module, Qwen2_5_VLForConditionalGeneration):
-                inputs["second_per_grid_ts"] = seconds[seconds > 0].float()
     return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
+
+
+def position_inputs(module: PreTrainedModel, ids: Tensor, grids: Tensor, seconds: Tensor) -> dict[str, Tensor]:
+    """What tells a model of transformers the positions of one sequence, `ids` (1, L): the kinds of its tokens. Behind a
+    video of Qwen2.5-VL transformers goes on at the larger side of the picture, so there it is told the paper's.
+    """
+    if not (isinstance(module, Qwen2_5_VLForConditionalGeneration) and bool((seconds > 0).any())):
+        return {"mm_token_type_ids": (ids == TOKEN_IDS["image"]).int() + 2 * (ids == TOKEN_IDS["video"]).int()}
+    speed: Any = module.config.vision_config.tokens_per_second
+    media = [((time, height // 2, width // 2), speed * second if second else 1.0)
+             for (time, height, width), second in zip(grids.tolist(), seconds.float().tolist())]
+    is_vision = ((ids == TOKEN_IDS["image"]) | (ids == TOKEN_IDS["video"]))[0].tolist()
+    return {"position_ids": torch.tensor(paper_positions(is_vision, media)).T[:, None]}
 
 
 def tiles_of(patches: Tensor, module: PreTrainedModel) -> Tensor:

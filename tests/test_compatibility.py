@@ -3,15 +3,12 @@ from __future__ import annotations
 import ast
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dhp_ray import compatibility
-from dhp_ray.planner.plan import Grid
-from tests.packs import rough_model
 from tests.ranks import run_ranks
 
 PACKAGE = Path(compatibility.__file__).parent
@@ -62,36 +59,6 @@ def test_activations_are_checkpointed_by_the_name_that_there_is(kind: type[Layer
     model = kind()
     compatibility.checkpoint_activations(model)
     assert model.called == [(f"{name}_enable", {"use_reentrant": False}), ("disable_input_require_grads", None)]
-
-
-def vision_input(*parts: int | tuple[int, Grid]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids, kinds and grids of images and of videos, of runs of text (their length), images (1, grid) and videos
-    (2, grid)."""
-    kinds: list[int] = []
-    grids: dict[int, list[Grid]] = {1: [], 2: []}
-    for part in parts:
-        if isinstance(part, int):
-            kinds += [0] * part
-        else:
-            kind, grid = part
-            kinds += [kind] * (grid[0] * grid[1] * grid[2] // 4)
-            grids[kind].append(grid)
-    images, videos = (torch.tensor(grids[kind], dtype=torch.int64).reshape(-1, 3) for kind in (1, 2))
-    return torch.arange(len(kinds)), torch.tensor(kinds), images, videos
-
-
-@pytest.mark.parametrize("parts", [
-    (3,), (2, (1, (1, 4, 6)), 1), ((2, (3, 2, 4)), 5), (1, (2, (4, 4, 4)), 1, (1, (1, 2, 2)), 2, (2, (2, 2, 6)), 7)])
-def test_positions_are_those_of_transformers_where_videos_take_whole_seconds(parts: tuple[Any, ...]) -> None:
-    """All versions agree on these; tests/model/test_qwen2_5_vl.py has a fraction of a second."""
-    model: Any = rough_model().module.model
-    ids, kinds, images, videos = vision_input(*parts)
-    seconds = torch.tensor([2.0, 1.0])[:len(videos)]
-    expected, _ = model.get_rope_index(ids[None], kinds[None], image_grid_thw=images, video_grid_thw=videos,
-                                       second_per_grid_ts=seconds)
-    positions = compatibility.rope_positions(model, ids, kinds, images, videos, seconds)
-    assert positions.dtype == torch.int64
-    assert positions.tolist() == expected[:, 0].tolist()
 
 
 def test_no_other_module_asks_for_a_version() -> None:

@@ -210,9 +210,8 @@ class Processor:
         Raises:
             RowError: the marks are not those of these images and videos.
         """
-        marks = self.family.marks
-        found = list(re.finditer("|".join(map(re.escape, marks.values())), text))
-        if [mark[0] for mark in found] != [marks[_kind(size)] for size in sizes]:
+        found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
+        if [mark.lastgroup for mark in found] != [_kind(size) for size in sizes]:
             raise RowError(
                 f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
                 "in another order"

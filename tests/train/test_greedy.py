@@ -20,7 +20,17 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.greedy import greedy_answers
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
-from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, plain_copy, rough_model, with_splits
+from tests.packs import (
+    PATCH_DIMS,
+    TOKEN_IDS,
+    Film,
+    make_sample,
+    own_payloads,
+    plain_copy,
+    position_inputs,
+    rough_model,
+    with_splits,
+)
 from tests.ranks import run_processes
 
 NUM_TOKENS = 7
@@ -54,8 +64,11 @@ def plain(preset: str, folder: Path) -> dict[str, list[int]]:
         media = [Medium(np.concatenate([part for part, of in zip(payload.pixels, payload.media) if of == number]),
                         tuple(grid), float(second))  # type: ignore[arg-type]
                  for number, grid, second in zip(dict.fromkeys(payload.media), grids, seconds)]
-        inputs = family.model_inputs(ids, media, TOKEN_IDS, Bounds(patch, 2, 1, 1, 1))
-        tokens = module.generate(input_ids=torch.from_numpy(ids)[None], max_new_tokens=NUM_TOKENS,  # type: ignore
+        inputs = family.model_inputs(media, Bounds(patch, 2, 1, 1, 1))
+        places = {} if preset == "tiny_internvl" or not media else position_inputs(
+            module, torch.from_numpy(ids)[None], torch.from_numpy(grids), torch.from_numpy(seconds))
+        tokens = module.generate(input_ids=torch.from_numpy(ids)[None], **places,  # type: ignore
+                                 max_new_tokens=NUM_TOKENS,
                                  attention_mask=torch.ones(1, len(ids)), do_sample=False,
                                  **{name: torch.from_numpy(array) for name, array in inputs.items()})
         answer = tokens[0, len(ids):].tolist()

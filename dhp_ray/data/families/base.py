@@ -62,7 +62,7 @@ class Family(ABC):
     """By purpose: image, video, vision_start, vision_end, bos, eos, pad."""
 
     marks: ClassVar[Mapping[str, str]]
-    """What the chat template writes for an image and for a video."""
+    """What the chat template writes for an image and for a video, as regular expressions."""
 
     special_tokens: ClassVar[Sequence[str]]
     """The special tokens of the byte-level tokenizer of its presets, in the order of their ids."""
@@ -147,12 +147,8 @@ class Family(ABC):
         """The number of vision tokens in each of these runs, for a whole video of this grid."""
 
     @abstractmethod
-    def model_inputs(
-        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
-    ) -> dict[str, np.ndarray]:
-        """What the model of transformers takes in addition to the ids (L,) of one sequence, for its images and videos
-        in the order of the text.
-        """
+    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
+        """What the model of transformers takes of the images and videos of one sequence, in the order of the text."""
 
     def seconds_per_step(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
         """Seconds between two steps in time of a video's grid."""

@@ -4,6 +4,7 @@ a video has one tile per frame.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,7 +57,7 @@ class InternVL(Family):
     tokens: ClassVar[Mapping[str, str]] = {
         "image": TOKEN, "video": TOKEN, "vision_start": START, "vision_end": END, "bos": "<|endoftext|>",
         "eos": "<|im_end|>", "pad": "<|endoftext|>"}
-    marks: ClassVar[Mapping[str, str]] = {"image": TOKEN, "video": "<video>"}
+    marks: ClassVar[Mapping[str, str]] = {"image": re.escape(TOKEN), "video": "<video>"}
     special_tokens: ClassVar[Sequence[str]] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", START, END, TOKEN,
                                                "<video>")
     named_tokens: ClassVar[Mapping[str, str]] = {
@@ -153,9 +154,7 @@ class InternVL(Family):
         time, height, width = grid
         return (height * width // merge_area,) * time
 
-    def model_inputs(
-        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
-    ) -> dict[str, np.ndarray]:
+    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
         """Tiles (T, 3, height, width), put together again from their patches, which come row by row."""
         if not media:
             return {}

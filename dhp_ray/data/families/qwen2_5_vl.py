@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ class Qwen25VL(Family):
     name: ClassVar[str] = "qwen2_5_vl"
     chat_template: ClassVar[str] = CHAT_TEMPLATE
     tokens: ClassVar[Mapping[str, str]] = TOKENS
-    marks: ClassVar[Mapping[str, str]] = {kind: TOKENS[kind] for kind in ("image", "video")}
+    marks: ClassVar[Mapping[str, str]] = {kind: re.escape(TOKENS[kind]) for kind in ("image", "video")}
     special_tokens: ClassVar[Sequence[str]] = SPECIAL_TOKENS
     structure_tokens: ClassVar[Sequence[str]] = (*SPECIAL_TOKENS, "<|vision_pad|>")
     image_processors: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
@@ -37,8 +38,6 @@ class Qwen25VL(Family):
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
-    takes_seconds: ClassVar[bool] = True
-    """Whether its model measures a video's positions in time in seconds."""
 
     def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
@@ -96,20 +95,13 @@ class Qwen25VL(Family):
     def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
         return (math.prod(grid) // merge_area,)
 
-    def model_inputs(
-        self, ids: np.ndarray, media: Sequence[Medium], token_ids: Mapping[str, int], bounds: Bounds
-    ) -> dict[str, np.ndarray]:
-        if not media:
-            return {}
-        kinds = (ids == token_ids["image"]) + 2 * (ids == token_ids["video"])
-        inputs = {"mm_token_type_ids": kinds.astype(np.int32)[None]}
+    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
+        inputs: dict[str, np.ndarray] = {}
         for values, grids, of_video in (("pixel_values", "image_grid_thw", False),
                                         ("pixel_values_videos", "video_grid_thw", True)):
             if chosen := [medium for medium in media if bool(medium.seconds) == of_video]:
                 inputs |= {values: np.concatenate([medium.patches for medium in chosen]),
                            grids: np.array([medium.grid for medium in chosen], np.int64)}
-        if self.takes_seconds and "video_grid_thw" in inputs:
-            inputs["second_per_grid_ts"] = np.array([medium.seconds for medium in media if medium.seconds], np.float32)
         return inputs
 
 

@@ -5,6 +5,7 @@ together.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,26 +15,32 @@ from dhp_ray.data.clip import Clip
 from dhp_ray.data.families.base import Bounds, check_shape
 from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM
+from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM, TOKENS
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner imports numba
+
+START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
 
 
 class Qwen3VL(Qwen25VL):
     """Like Qwen3VLProcessor, Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers, the latter with
     `cap_pixels_per_frame`: a frame has at most `data.max_pixels`, like an image.
 
-        <|vision_start|><0.2 seconds><|vision_start|>[video tokens]<|vision_end|><1.3 seconds> ... <|vision_end|>
+        <0.2 seconds><|vision_start|>[video tokens]<|vision_end|><1.3 seconds><|vision_start|> ... <|vision_end|>
+
+    The template's <|vision_start|> and <|vision_end|> around a video are replaced with it, as by the processor with
+    which the weights were published (transformers 4.57). That of transformers 5.10 keeps them.
     """
 
     name: ClassVar[str] = "qwen3_vl"
     chat_template: ClassVar[str] = CHAT_TEMPLATE.replace(DEFAULT_SYSTEM, "")
+    marks: ClassVar[Mapping[str, str]] = dict(Qwen25VL.marks) | {
+        "video": "|".join(re.escape(mark) for mark in (START + VIDEO + END, VIDEO))}
     image_settings: ClassVar[Mapping[str, Any]] = dict(Qwen25VL.image_settings) | {
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     processor_class: ClassVar[str] = "Qwen3VLProcessor"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
-    takes_seconds: ClassVar[bool] = False
 
     def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
         return {"cap_pixels_per_frame": True, "max_video_tokens": bounds.maximum // bounds.factor**2,
@@ -80,8 +87,7 @@ class Qwen3VL(Qwen25VL):
     def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
         numbers = self.frames(clip, limits, temporal_patch_size)
         numbers += numbers[-1:] * (-len(numbers) % temporal_patch_size)
-        start, token, end = (self.tokens[name] for name in ("vision_start", "video", "vision_end"))
-        return "".join(f"<{(first + last) / 2 / clip.frames_per_second:.1f} seconds>{start}{token}{end}"
+        return "".join(f"<{(first + last) / 2 / clip.frames_per_second:.1f} seconds>{START}{VIDEO}{END}"
                        for first, last in zip(numbers[::temporal_patch_size],
                                               numbers[temporal_patch_size - 1 :: temporal_patch_size]))
 

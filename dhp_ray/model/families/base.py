@@ -122,9 +122,20 @@ class VisionLanguageModel(ABC):
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
         """As `ModelAdapter.vision_runs`."""
 
-    @abstractmethod
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
-        """As `ModelAdapter.positions`."""
+        return self.positions_of(self.module.config, input_ids, grids, seconds)
+
+    @classmethod
+    @abstractmethod
+    def positions_of(
+        cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
+    ) -> Tensor:
+        """As `ModelAdapter.positions`, of a model with this configuration."""
+
+    @staticmethod
+    def position_ids(positions: Tensor) -> Tensor:
+        """`positions` (3, L) as the transformers model takes them, for a batch of one."""
+        return positions[:, None]
 
     def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
         return self.arguments_of(torch.tensor(grids)) if grids else {}

@@ -65,9 +65,16 @@ class InternVL(VisionLanguageModel):
         area = height * width // self.merge_area
         return (area,) * time if is_video else (time * area,)
 
-    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
+    @classmethod
+    def positions_of(
+        cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
+    ) -> Tensor:
         """Of the text alone: tokens are counted, whatever they are."""
         return torch.arange(len(input_ids)).expand(3, -1)
+
+    @staticmethod
+    def position_ids(positions: Tensor) -> Tensor:
+        return positions[:1]
 
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         tile = self.smallest_grid[1:]
@@ -87,7 +94,7 @@ class InternVL(VisionLanguageModel):
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
     ) -> Mapping[str, Any]:
-        return {"position_ids": positions[:1], "attention_mask": {"full_attention": None}}
+        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
 
     def vision_units(self) -> list[Module]:
         model: Any = self.module.model

@@ -12,13 +12,13 @@ from torch.nn import Module
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from dhp_ray.compatibility import rope_positions
 from dhp_ray.model.adapter import EncoderArguments, ImagePart, LayerStack
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention, cuts_of, layout_of
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.kernels import Segments
+from dhp_ray.model.rope_positions import mrope_positions
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan import Grid
 
@@ -48,26 +48,22 @@ class Qwen25VL(VisionLanguageModel):
         time, height, width = grid
         return (time * height * width // self.merge_area,)
 
-    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
-        """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1) of one sequence, by the model's own function: (3, L) int64.
-        """
-        if not len(grids):
-            return torch.arange(len(input_ids)).expand(3, -1)
-        input_ids, grids = input_ids.long(), grids.long()
-        # 0 text, 1 image, 2 video
-        kinds = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()
-        seconds = seconds.float() if seconds is not None else torch.zeros(len(grids))
-        is_video = seconds > 0
-        return self.positions_of_kinds(input_ids, kinds, grids[~is_video], grids[is_video], seconds[is_video])
-
-    def positions_of_kinds(
-        self, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
+    @classmethod
+    def positions_of(
+        cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
     ) -> Tensor:
-        """`positions` of tokens whose `kinds` (L,) are 0 for text, 1 for images and 2 for videos; `seconds` are those
-        of the videos.
-        """
-        model: Any = self.module.model
-        return rope_positions(model, input_ids, kinds, image_grids, video_grids, seconds)
+        """M-RoPE, with the time between two steps of a video in seconds."""
+        merge = config.vision_config.spatial_merge_size
+        is_vision = (input_ids == config.image_token_id) | (input_ids == config.video_token_id)
+        lasts = [0.0] * len(grids) if seconds is None else seconds.float().tolist()
+        runs = [run for grid, step in zip(grids.tolist(), lasts) for run in cls.position_runs(config, grid, step)]
+        return mrope_positions(is_vision, [(time, height // merge, width // merge)
+                                           for (time, height, width), _ in runs], [interval for _, interval in runs])
+
+    @staticmethod
+    def position_runs(config: Any, grid: Sequence[int], seconds: float) -> list[tuple[Sequence[int], float]]:
+        """The grid of each run of tokens of an image or video, and the positions between two steps in time of it."""
+        return [(grid, config.vision_config.tokens_per_second * seconds if seconds else 1.0)]
 
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         config: Any = self.module.config.vision_config
@@ -115,7 +111,7 @@ class Qwen25VL(VisionLanguageModel):
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
     ) -> Mapping[str, Any]:
-        return {"position_ids": positions[:, None], "attention_mask": {"full_attention": None}}
+        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
 
     def vision_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]

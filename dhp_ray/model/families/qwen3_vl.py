@@ -60,13 +60,11 @@ class Qwen3VL(Qwen25VL):
         area = height * width // self.merge_area
         return (area,) * time if is_video else (time * area,)
 
-    def positions_of_kinds(
-        self, input_ids: Tensor, kinds: Tensor, image_grids: Tensor, video_grids: Tensor, seconds: Tensor
-    ) -> Tensor:
-        model: Any = self.module.model
-        positions, _ = model.get_rope_index(input_ids[None], kinds[None], image_grid_thw=image_grids,
-                                            video_grid_thw=video_grids)
-        return positions[:, 0]  # type: ignore[no-any-return]
+    @staticmethod
+    def position_runs(config: Any, grid: Sequence[int], seconds: float) -> list[tuple[Sequence[int], float]]:
+        """A step in time of a video is like an image: its time stamp tells the time."""
+        time, height, width = grid
+        return [((1, height, width), 0.0)] * time if seconds else [(grid, 1.0)]
 
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
@@ -94,7 +92,7 @@ class Qwen3VL(Qwen25VL):
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
     ) -> Mapping[str, Any]:
-        return {"position_ids": positions[:, None], "visual_pos_masks": vision_token_index,
+        return {"position_ids": self.position_ids(positions), "visual_pos_masks": vision_token_index,
                 "deepstack_visual_embeds": deeper}
 
     def vision_node_units(self) -> list[Module]:

@@ -25,6 +25,7 @@ from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.questions import Question, question_of
 from dhp_ray.data.reader import reason_of
 from dhp_ray.errors import first_line
+from dhp_ray.model.families import FAMILIES
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.loaded_model import load_model, load_part
 from dhp_ray.runtime.messages import RunError
@@ -153,11 +154,16 @@ class Evaluator:
         """Return the inputs of the transformers model for one sequence, a batch of one; `media` may have further
         entries after those of the sequence.
         """
-        shown = media[:len(set(encoded.media))]
-        ids = encoded.input_ids.astype(np.int64)[None]
-        arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids),
-                  **self.processor.family.model_inputs(ids[0], shown, self.processor.token_ids, self.processor.bounds)}
-        return {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        shown, config = media[:len(set(encoded.media))], self.module.config
+        ids, family = torch.from_numpy(encoded.input_ids.astype(np.int64)), FAMILIES[config.model_type]
+        # with the positions of training, which differ from those of transformers behind a video
+        positions = family.positions_of(config, ids, torch.tensor([medium.grid for medium in shown]).view(-1, 3),
+                                        torch.tensor([medium.seconds for medium in shown]))
+        inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None],
+                  "position_ids": family.position_ids(positions)}
+        arrays = self.processor.family.model_inputs(shown, self.processor.bounds)
+        inputs |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: values.to(self.device) for name, values in inputs.items()}
 
     @cached_property
     def _longest(self) -> int:

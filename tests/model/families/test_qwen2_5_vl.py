@@ -72,8 +72,10 @@ def test_positions_of_a_video_keep_its_time() -> None:
     ids = torch.tensor([7, *[video] * 6, 8, *[image] * 2, 9])
     positions = adapter.positions(ids, torch.tensor([[3, 2, 4], [1, 2, 4]]), torch.tensor([1.5, 0.0]))
     step = int(1.5 * adapter.module.config.vision_config.tokens_per_second)
-    assert positions[0].tolist() == [0, 1, 1, 1 + step, 1 + step, 1 + 2 * step, 1 + 2 * step, 3, 4, 4, 6]
-    assert positions[2].tolist() == [0, 1, 2, 1, 2, 1, 2, 3, 4, 5, 6]
+    after = 1 + 2 * step + 1  # the largest position of the video, plus one
+    assert positions[0].tolist() == [0, 1, 1, 1 + step, 1 + step, 1 + 2 * step, 1 + 2 * step,
+                                     after, after + 1, after + 1, after + 3]
+    assert positions[2].tolist() == [0, 1, 2, 1, 2, 1, 2, after, after + 1, after + 2, after + 3]
 
 
 def test_saved_folder_gives_plain_transformers_the_same_loss(tmp_path: Path) -> None:

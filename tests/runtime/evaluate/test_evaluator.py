@@ -56,7 +56,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     (tmp_path / "cat.png").write_bytes(picture(120, 90))
-    (tmp_path / "long.mp4").write_bytes(video(24))
+    (tmp_path / "long.mp4").write_bytes(video(24, 64, 48, rate=2))  # text goes on after its time
     rows = [{"id": "0", "image": "cat.png", "video": ["long.mp4"],
              "conversations": talk("<video>What moves?", "A square.", "<image> And here?", "Nothing.")},
             {"id": "1", "conversations": talk("Name a colour.", "Blue.")}]
