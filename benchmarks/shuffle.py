@@ -181,11 +181,11 @@ def count_bytes(path: Path, num_steps: int) -> None:
                 blocks = blocks_of(batch, number, len(ranks))
                 before = settled_bytes(node)
                 own = ray.get(rank.fetch.remote(blocks))
-                num_far = sum(len(block.rows) for block in blocks if block.node != node["NodeID"])
+                num_far = sum(len(block.rows) for block in blocks if block.origin.node != node["NodeID"])
                 far = num_far / sum(len(block.rows) for block in blocks)
                 ratios.append((settled_bytes(node) - before) / (far * own) if far else 0.0)
             whole = sum(ray.get(block_bytes.remote([reference]))
-                        for reference in batch.nodes) / (BATCH / len(ranks) * 100e3)
+                        for reference in batch.origins) / (BATCH / len(ranks) * 100e3)
             print(f"| {step} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + f" | {whole:.1f} |", flush=True)
         stream.close()
     finally:
@@ -199,7 +199,7 @@ def blocks_of(batch: Batch, rank: int, num_ranks: int) -> list[BlockRows]:
     for sample in batch.samples[rank::num_ranks]:
         reference, row = batch.payload[sample.id]
         rows.setdefault(reference, []).append(row)
-    return [BlockRows([reference], sorted(found), batch.nodes[reference]) for reference, found in rows.items()]
+    return [BlockRows([reference], sorted(found), batch.origins[reference]) for reference, found in rows.items()]
 
 
 @ray.remote(num_cpus=0)

@@ -2,13 +2,16 @@
 
 A block has the rows of many ranks and steps, so a whole block would be many times what is needed here. Every node with
 blocks has a server, an actor that stays: a task would wait seconds for Ray to start a process.
+
+A block that was lost with its node is read again from its fragment, by whoever needs it, at once. Ray would make it
+again too, but only seconds later, when its head has noticed that the node is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -16,19 +19,33 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp_ray.data.reader import EncodedGrids, cut_out, read_payloads
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.reader import UNREADABLE, EncodedGrids, cut_out, read_payloads
+
+LOST = "lost"
+"""In place of the name of a node that is gone: its server is not asked."""
+
+
+class Origin(NamedTuple):
+    """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the
+    fragments that it read (ReadFragments, {position: item}).
+    """
+
+    node: str = ""
+    source: ray.ObjectRef = None  # type: ignore[assignment]  # of an unknown block
+    position: int = 0
+
+
+UNKNOWN = Origin()
 
 
 @dataclass
 class BlockRows:
-    """Rows of one block in the object store. The reference is nested in a list, so that Ray passes it on unresolved.
-
-    `node` is where the block was made (empty: unknown).
-    """
+    """Rows of one block in the object store. The reference is nested in a list, so that Ray passes it on unresolved."""
 
     reference: list[ray.ObjectRef] = field(repr=False)
     rows: list[int]
-    node: str = ""
+    origin: Origin = UNKNOWN
 
 
 class BlockServer:
@@ -41,13 +58,32 @@ class BlockServer:
     def columns(self, reference: list[ray.ObjectRef], names: list[str]) -> pa.Table:
         return ray.get(reference[0]).select(names)
 
+    def read(self, origin: Origin) -> pa.Table:
+        """Read a lost block; the answer's reference is that of the block from then on."""
+        return read_again(origin)
+
 
 GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
-"""A server died or cannot be started, or its answer was lost, most likely with its node. Ray makes the block again."""
+"""A server died or cannot be started, or its answer was lost, most likely with its node."""
 
 _servers: dict[str, ActorHandle] = {}
 """By node, the servers that this process has started or asked. A server lives as long as the process that started it.
 """
+
+_lost: set[str] = set()
+"""Nodes that this process was told are gone."""
+
+
+def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
+    """Read blocks of the nodes in `gone` again, from now on and until they are in `members`."""
+    _lost.update(gone)
+    _lost.difference_update(members)
+
+
+def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Origin]:
+    """The origins of blocks, with LOST for nodes that are gone, as `fetch_rows` of another process takes them."""
+    return {reference: origin._replace(node=LOST) if origin.node in _lost else origin
+            for reference, origin in origins.items()}
 
 
 def start_server(node: str) -> ActorHandle:
@@ -60,32 +96,48 @@ def start_server(node: str) -> ActorHandle:
     return _servers[node]
 
 
-def columns_of(reference: ray.ObjectRef, node: str, names: list[str]) -> pa.Table:
-    """These columns of a block, without the rest of it, from the server of its node or, if that is gone, from the
-    server of this node.
-
-    Starts a server that does not exist. If none answers, the whole block comes here.
+def columns_of(
+    reference: ray.ObjectRef, origin: Origin, names: list[str]
+) -> tuple[pa.Table, ray.ObjectRef, Origin]:
+    """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
+    and the block itself. If its node is gone, that is another one, read again on this node.
     """
-    for place in (node or _here(), _here()):
+    node = origin.node or _here()
+    if node not in _lost:
         try:
-            return ray.get(start_server(place).columns.remote([reference], names))
+            return ray.get(start_server(node).columns.remote([reference], names)), reference, origin
         except GONE:
-            _servers.pop(place, None)
-    return ray.get(reference).select(names)
+            _servers.pop(node, None)
+    here = _here()
+    again: ray.ObjectRef = start_server(here).read.remote(origin)
+    return ray.get(again).select(names), again, origin._replace(node=here)
+
+
+def read_again(origin: Origin, rows: Sequence[int] | None = None) -> pa.Table:
+    """These rows of a lost block (None: all), from its fragment.
+
+    Raises:
+        DataError: the file is gone or damaged.
+    """
+    reader, items = ray.get(origin.source)
+    table: pa.Table = reader.block(items[origin.position], rows)
+    if table["row"][0].as_py() == UNREADABLE:
+        raise DataError(f"{table['id'][0]} cannot be read again: {table['error'][0]}")
+    return table
 
 
 def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None) -> Iterator[dict[str, Any]]:
     """The rows in the form of `read_payloads`. Of images and videos on other nodes, only those that are encoded here
-    travel. A block on another node comes whole if its node has no server any more.
+    travel. Rows of a block whose node has no server any more are read again.
     """
     here = _here()
     elsewhere: dict[str, list[BlockRows]] = {}
     for block in blocks:
-        if block.node not in ("", here):
-            elsewhere.setdefault(block.node, []).append(block)
+        if block.origin.node not in ("", here):
+            elsewhere.setdefault(block.origin.node, []).append(block)
     asked = {node: _ask(node, found, encoded) for node, found in elsewhere.items()}
     for block in blocks:
-        if block.node not in elsewhere:
+        if block.origin.node not in elsewhere:
             yield from read_payloads(ray.get(block.reference[0]), block.rows, encoded)
     for node, answer in asked.items():
         table = _answered(node, answer)
@@ -93,11 +145,13 @@ def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None)
             yield from read_payloads(table, list(range(table.num_rows)))
             continue
         for block in elsewhere[node]:
-            yield from read_payloads(ray.get(block.reference[0]), block.rows, encoded)
+            yield from read_payloads(read_again(block.origin, block.rows), list(range(len(block.rows))), encoded)
 
 
 def _ask(node: str, blocks: list[BlockRows], encoded: EncodedGrids | None) -> ray.ObjectRef | None:
     """Ask a node's server for the rows; None if there is no server."""
+    if node == LOST:
+        return None
     try:
         if node not in _servers:
             _servers[node] = ray.get_actor(_name(node))

@@ -65,25 +65,22 @@ class ReadFragments:
     """
 
     def __call__(self, items: pa.Table) -> pa.Table:
-        processor = _loaded(self.processor)
-        blocks = []
-        for item in items.to_pylist():
-            fragment: Fragment = pickle.loads(item["fragment"])
-            try:
-                rows = read_rows(fragment)
-            # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
-            except Exception as error:
-                # Reported as data: an error raised here would reach the driver as text, wrapped several times.
-                records = [_unusable(fragment.path,
-                                     description(error)) | {"position": item["position"], "row": UNREADABLE}]
-                blocks.append(_block(records))
-                continue
-            order = row_order(self.seed, item["epoch"], item["number"], len(rows))
-            records = [{"position": item["position"],
-                        "row": place} | self._record(self._named(rows[row], item["epoch"]), processor)
-                       for place, row in enumerate(order)]
-            blocks.append(_block(records))
-        return pa.concat_tables(blocks).combine_chunks()
+        return pa.concat_tables([self.block(item) for item in items.to_pylist()]).combine_chunks()
+
+    def block(self, item: Mapping[str, Any], places: Sequence[int] | None = None) -> pa.Table:
+        """The block of an item, or its rows at these places. A file that is gone or damaged is one row, UNREADABLE."""
+        fragment: Fragment = pickle.loads(item["fragment"])
+        try:
+            rows = read_rows(fragment)
+        # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
+        except Exception as error:
+            # Reported as data: an error raised here would reach the driver as text, wrapped several times.
+            return _block([_unusable(fragment.path,
+                                     description(error)) | {"position": item["position"], "row": UNREADABLE}])
+        order, processor = row_order(self.seed, item["epoch"], item["number"], len(rows)), _loaded(self.processor)
+        return _block([{"position": item["position"],
+                        "row": place} | self._record(self._named(rows[order[place]], item["epoch"]), processor)
+                       for place in (range(len(order)) if places is None else places)])
 
     def _named(self, row: Row, epoch: int) -> Row:
         """For a mixture, the row with an id that is unique over its sources and its passes over them."""

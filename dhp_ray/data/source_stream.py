@@ -29,7 +29,7 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from dhp_ray.data.blocks import columns_of
+from dhp_ray.data.blocks import Origin, columns_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import EpochOrder, ShuffleWindow
@@ -53,10 +53,10 @@ _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNIN
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the driver knows of one row of the epoch. `node` is where its block was made."""
+    """What the driver knows of one row of the epoch, and of its block."""
 
     reference: ray.ObjectRef
-    node: str
+    origin: Origin
     place: int
     sample: Sample
     error: str
@@ -89,7 +89,7 @@ class SourceStream:
         self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
-        self._parts: deque[Iterator[tuple[ray.ObjectRef, str]]] = deque()
+        self._parts: deque[Iterator[tuple[ray.ObjectRef, Origin]]] = deque()
         self._bad_rows = 0  # that were taken last
         # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
@@ -164,8 +164,7 @@ class SourceStream:
         try:
             while (found := next(self._parts[0], None)) is None:
                 self._parts.popleft()
-            reference, node = found
-            columns = columns_of(reference, node, LENGTH_COLUMNS)
+            columns, reference, origin = columns_of(*found, LENGTH_COLUMNS)
         except RayError as error:  # also where Ray ended a task because memory ran out
             raise DataError(f"data.path: {self._path}: a task that reads it failed: {named_line(error)}") from None
         lengths = columns.to_pylist()
@@ -177,7 +176,7 @@ class SourceStream:
                 sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
                                 tuple((t, h, w) for t, h, w in entry["grids"]))
                 heapq.heappush(self._open, (where, self._fetched, place,
-                                            Entry(reference, node, place, sample, entry["error"])))
+                                            Entry(reference, origin, place, sample, entry["error"])))
         self._fetched += 1
         known = self._order.begins[self._fetched] if self._fetched < len(self._order) else math.inf
         while self._open and self._open[0][0] < known:
@@ -187,9 +186,9 @@ class SourceStream:
             else:
                 self._entries.append(row)
 
-    def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, str]]:
-        """Start to read these positions of the epoch's order; gives the references of their blocks, in order, and the
-        nodes where the blocks were made.
+    def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, Origin]]:
+        """Start to read these positions of the epoch's order; gives the references of their blocks, in order, and
+        the blocks' origins.
 
         This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
         themselves here.
@@ -206,6 +205,7 @@ class SourceStream:
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
+        source = ray.put((reader, {item["position"]: item for item in items}))
         entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
-        return ((entry.ref, entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "")
-                for entry in entries)
+        return ((entry.ref, Origin(entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "", source,
+                                   position)) for position, entry in zip(positions, entries))

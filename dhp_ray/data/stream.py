@@ -8,6 +8,7 @@ from functools import cached_property
 
 import ray
 
+from dhp_ray.data.blocks import Origin
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import read_payloads
 from dhp_ray.data.source_stream import Entry, SourceStream
@@ -35,8 +36,8 @@ class Skipped:
 class Batch:
     """Samples of one global batch.
 
-    `payload` maps a sample's id to the reference of its block and its row there; `nodes` maps a block to the node where
-    it was made. `skipped` are the bad rows that were passed on the way. `cursor` is where the next batch begins;
+    `payload` maps a sample's id to the reference of its block and its row there; `origins` says of every block where it
+    was made, and how. `skipped` are the bad rows that were passed on the way. `cursor` is where the next batch begins;
     `Stream.restore` takes it.
     """
 
@@ -45,7 +46,7 @@ class Batch:
     payload: dict[str, tuple[ray.ObjectRef, int]] = field(repr=False)
     skipped: list[Skipped]
     cursor: Cursor
-    nodes: dict[ray.ObjectRef, str] = field(default_factory=dict, repr=False)
+    origins: dict[ray.ObjectRef, Origin] = field(default_factory=dict, repr=False)
 
     @cached_property
     def longest(self) -> int:
@@ -59,7 +60,7 @@ class BatchBuilder:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
         self._payload: dict[str, tuple[ray.ObjectRef, int]] = {}
-        self._nodes: dict[ray.ObjectRef, str] = {}
+        self._origins: dict[ray.ObjectRef, Origin] = {}
         self._skipped: list[Skipped] = []
 
     def add(self, entry: Entry) -> None:
@@ -68,12 +69,12 @@ class BatchBuilder:
         else:
             self.samples.append(entry.sample)
             self._payload[entry.sample.id] = (entry.reference, entry.place)
-            self._nodes[entry.reference] = entry.node
+            self._origins[entry.reference] = entry.origin
 
     def finish(self, epoch: int, cursor: Cursor, where: str) -> Batch:
         if not self.samples:
             raise DataError(f"{where} has no usable row; the first, {self._skipped[0].id}: {self._skipped[0].reason}")
-        return Batch(epoch, self.samples, self._payload, self._skipped, cursor, self._nodes)
+        return Batch(epoch, self.samples, self._payload, self._skipped, cursor, self._origins)
 
 
 class Stream:

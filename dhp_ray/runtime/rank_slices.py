@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from dhp_ray.data.blocks import BlockRows
+from dhp_ray.data.blocks import UNKNOWN, BlockRows, Origin
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample, SplitImage, VisionPlan
 from dhp_ray.planner.rank_plan import PlanSlices, planned_samples
 
@@ -44,11 +44,11 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 @dataclass(frozen=True)
 class RowIndex:
     """Where the rows of samples are. `payload` maps a sample's id to the reference of its block and its row there,
-    `nodes` a block to the node where it was made (absent: unknown).
+    `origins` a block to where it was made, and how (absent: unknown).
     """
 
     payload: Mapping[str, tuple[ray.ObjectRef, int]]
-    nodes: Mapping[ray.ObjectRef, str]
+    origins: Mapping[ray.ObjectRef, Origin]
 
     def blocks_of(self, plan: RankPlan) -> list[BlockRows]:
         """Return the blocks that hold a rank's samples, each once, with the rows that the rank needs from it."""
@@ -56,7 +56,7 @@ class RowIndex:
         for sample in planned_samples(plan):
             reference, row = self.payload[sample.id]
             blocks.setdefault(reference, set()).add(row)
-        return [BlockRows([reference], sorted(rows), self.nodes.get(reference, ""))
+        return [BlockRows([reference], sorted(rows), self.origins.get(reference, UNKNOWN))
                 for reference, rows in blocks.items()]
 
 
@@ -66,12 +66,14 @@ def packed_slices(slices: PlanSlices, index: RowIndex) -> list[Packed]:
 
 
 def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
-    return _dumped((plan, [(block.rows, block.node) for block in blocks])), [block.reference[0] for block in blocks]
+    origins, references = _packed_origins([(block.reference[0], block.origin) for block in blocks])
+    return _dumped((plan, [block.rows for block in blocks], origins)), references
 
 
 def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[RankPlan, list[BlockRows]]:
-    plan, rows = pickle.loads(packed)
-    return plan, [BlockRows([reference], *found) for reference, found in zip(references, rows, strict=True)]
+    plan, rows, origins = pickle.loads(packed)
+    return plan, [BlockRows([reference], found, origin)
+                  for found, (reference, origin) in zip(rows, _unpacked_origins(origins, references), strict=True)]
 
 
 def packed_share(slices: PlanSlices, index: RowIndex) -> Packed:
@@ -79,16 +81,39 @@ def packed_share(slices: PlanSlices, index: RowIndex) -> Packed:
     them.
     """
     ids = dict.fromkeys(sample.id for pack in slices.packs for sample in pack.samples)
-    references = list(dict.fromkeys(index.payload[own][0] for own in ids))
-    place = {reference: number for number, reference in enumerate(references)}
+    blocks = list(dict.fromkeys(index.payload[own][0] for own in ids))
+    place = {reference: number for number, reference in enumerate(blocks)}
     rows = [(own, place[index.payload[own][0]], index.payload[own][1]) for own in ids]
-    return _dumped((slices, rows, [index.nodes.get(reference, "") for reference in references])), references
+    origins, references = _packed_origins([(reference, index.origins.get(reference, UNKNOWN)) for reference in blocks])
+    return _dumped((slices, rows, origins)), references
 
 
 def unpacked_share(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[PlanSlices, RowIndex]:
-    slices, rows, nodes = pickle.loads(packed)
-    return slices, RowIndex({own: (references[place], row) for own, place, row in rows},
-                            dict(zip(references, nodes, strict=True)))
+    slices, rows, packed_origins = pickle.loads(packed)
+    origins = dict(_unpacked_origins(packed_origins, references))
+    blocks = list(origins)
+    return slices, RowIndex({own: (blocks[place], row) for own, place, row in rows}, origins)
+
+
+PackedOrigin = tuple[str, int, int]
+"""The node of a block, its position, and the place of its source among the references."""
+
+
+def _packed_origins(
+    blocks: Sequence[tuple[ray.ObjectRef, Origin]]
+) -> tuple[list[PackedOrigin], list[ray.ObjectRef]]:
+    """The origins without references; and the references of the blocks, followed by those of their sources."""
+    sources = list(dict.fromkeys(origin.source for _, origin in blocks))
+    place = {source: len(blocks) + number for number, source in enumerate(sources)}
+    return ([(origin.node, origin.position, place[origin.source]) for _, origin in blocks],
+            [*(reference for reference, _ in blocks), *sources])
+
+
+def _unpacked_origins(
+    origins: Sequence[PackedOrigin], references: Sequence[ray.ObjectRef]
+) -> list[tuple[ray.ObjectRef, Origin]]:
+    return [(references[number], Origin(node, references[place], position))
+            for number, (node, position, place) in enumerate(origins)]
 
 
 def _dumped(value: Any) -> bytes:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import ray
 
 from dhp_ray.data import blocks
-from dhp_ray.data.blocks import BlockRows, columns_of, fetch_rows, start_server
+from dhp_ray.data.blocks import LOST, BlockRows, Origin, columns_of, fetch_rows, located, lose_nodes, start_server
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.reader import LENGTH_COLUMNS
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model
 from tests.data.samples import talk, write_rows
@@ -37,7 +40,8 @@ def wanted_of(batch: Batch, node: str) -> list[BlockRows]:
     for sample in batch.samples[:5]:
         reference, row = batch.payload[sample.id]
         wanted.setdefault(reference, []).append(row)
-    return [BlockRows([reference], sorted(rows), node) for reference, rows in wanted.items()]
+    return [BlockRows([reference], sorted(rows), batch.origins[reference]._replace(node=node))
+            for reference, rows in wanted.items()]
 
 
 def assert_same_rows(found: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> None:
@@ -53,8 +57,8 @@ def test_rows_are_taken_out_where_their_block_lies(
 ) -> None:
     batch = batch_of(tmp_path)
     here = ray.get_runtime_context().get_node_id()
-    assert set(batch.nodes) == {reference for reference, _ in batch.payload.values()}
-    assert set(batch.nodes.values()) == {here}
+    assert set(batch.origins) == {reference for reference, _ in batch.payload.values()}
+    assert {origin.node for origin in batch.origins.values()} == {here}
     wanted = wanted_of(batch, here)
     near = list(fetch_rows(wanted))
     monkeypatch.setattr(blocks, "_here", lambda: "another node")
@@ -65,7 +69,8 @@ def test_rows_are_taken_out_where_their_block_lies(
     assert sum(ray.get(block.reference[0]).nbytes for block in wanted) > 5 * own
     monkeypatch.setattr(blocks, "_servers", {})
     assert_same_rows(near, fetch_rows(wanted))  # as a worker does, which has not started the server
-    lengths = columns_of(wanted[0].reference[0], here, ["id", "text_tokens"])
+    lengths, block, _ = columns_of(wanted[0].reference[0], wanted[0].origin, ["id", "text_tokens"])
+    assert block == wanted[0].reference[0]
     assert lengths.column_names == ["id", "text_tokens"]
     assert blocks._servers[here] == server, "a node has one server"
 
@@ -95,19 +100,46 @@ def test_images_that_another_rank_encodes_do_not_travel(
     assert ray.get(server.rows.remote(wanted)).nbytes >= 20 * one_image
 
 
-def test_a_block_comes_whole_where_its_node_has_no_server(
+def test_a_block_that_is_lost_with_its_node_is_read_again_at_once(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = batch_of(tmp_path)
+    """Also if it never comes back: the block of the lost node is a reference that nobody will ever set."""
+    batch = batch_of(tmp_path, num_images=4)
     here = ray.get_runtime_context().get_node_id()
-    near = list(fetch_rows(wanted_of(batch, here)))
-    gone = wanted_of(batch, "ab" * 28)
-    assert_same_rows(near, fetch_rows(gone))
-    assert columns_of(gone[0].reference[0], gone[0].node, ["id"]).num_rows == 32
+    encoded = {sample.id: (True, False, True, False) for sample in batch.samples}
+    for images in (None, encoded):
+        near = list(fetch_rows(wanted_of(batch, here), images))
+        for node in ("ab" * 28, LOST):
+            gone = [replace(block, reference=[never.remote()]) for block in wanted_of(batch, node)]
+            assert_same_rows(near, fetch_rows(gone, images))
+    lengths, block, origin = columns_of(gone[0].reference[0], gone[0].origin._replace(node="ab" * 28), LENGTH_COLUMNS)
+    assert origin.node == here
+    assert lengths == ray.get(wanted_of(batch, here)[0].reference[0]).select(LENGTH_COLUMNS)
+    again = [BlockRows([block], gone[0].rows, origin), *wanted_of(batch, here)[1:]]
+    assert_same_rows(near, fetch_rows(again, encoded))
     monkeypatch.setattr(blocks, "_here", lambda: "another node")
     server = start_server(here)
     ray.get(server.rows.remote(wanted_of(batch, here)))
     ray.kill(server)
-    assert_same_rows(near, fetch_rows(wanted_of(batch, here)))
-    monkeypatch.undo()
-    assert columns_of(gone[0].reference[0], here, ["id"]).num_rows == 32
+    assert_same_rows(near, fetch_rows(wanted_of(batch, here), encoded))
+
+
+def test_blocks_of_lost_nodes_are_read_again_until_these_have_members() -> None:
+    origins = {"first": Origin("a", None, 1), "second": Origin("b", None, 2)}
+    assert located(origins) == origins  # type: ignore[arg-type]
+    lose_nodes({"a", "c"}, ["b", "c"])
+    assert located(origins) == origins | {"first": Origin(LOST, None, 1)}  # type: ignore[arg-type]
+    lose_nodes((), ["a", "b"])
+    assert located(origins) == origins  # type: ignore[arg-type]
+
+
+def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path: Path) -> None:
+    batch = batch_of(tmp_path)
+    (tmp_path / "rows.json").unlink()
+    with pytest.raises(DataError, match=r"rows\.json cannot be read again: .*No such file"):
+        list(fetch_rows(wanted_of(batch, LOST)))
+
+
+@ray.remote(num_cpus=1000)
+def never() -> None:
+    """There is no such node."""

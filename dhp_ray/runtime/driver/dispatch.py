@@ -21,6 +21,7 @@ from typing import Any
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
+from dhp_ray.data.blocks import located
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
@@ -246,5 +247,5 @@ class Dispatcher:
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": train.activation_checkpointing,
                                    "sharding": train.sharding})
-        prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, batch.nodes))
+        prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, located(batch.origins)))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from dhp_ray.data.blocks import Origin
 from dhp_ray.planner.plan import RankPack, Sample
 from dhp_ray.planner.rank_plan import PlanSlices
 from dhp_ray.runtime.driver import relay as relay_module
@@ -41,7 +42,7 @@ class Actor:
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
         plan, blocks = unpacked_slice(packed, references)
         assert plan.rank == self.rank
-        return {block.node: f"{ray.get(block.reference[0])} {block.rows}" for block in blocks}
+        return {block.origin.node: f"{ray.get(block.reference[0])} {block.rows}" for block in blocks}
 
     def save(self, step: int) -> None:
         self.noted.append(("save", step))
@@ -104,7 +105,7 @@ def test_each_rank_has_its_own_slice_and_the_blocks_that_it_needs(group: WorkerG
     blocks = [ray.put(word) for word in ("first", "second", "third")]
     index = RowIndex({name: (blocks[place], row) for name, (place, row) in
                       {"a": (1, 5), "b": (0, 0), "c": (1, 2), "d": (2, 4)}.items()},
-                     dict(zip(blocks, ("node 1", "node 2", "node 3"))))
+                     {block: Origin(f"node {number}") for number, block in enumerate(blocks, 1)})
     packs = [RankPack(number, (), tuple(Sample(name, 1) for name in names), (), 1.0)
              for number, names in enumerate(("ab", "cd", "c"))]
     slices = PlanSlices(1, 0, (), tuple(packs), ([], [0, 2], [1]), ([], [], []))
