@@ -239,8 +239,10 @@ def _part(number: int, item: Any) -> ContentPart:
             raise RowError(f"turn {number} has a part {kind} without url")
         return ContentPart(kind.removesuffix("_url"), source={"url": url})
     if kind in MEDIA:
-        sources = (item[name] for name in (kind, "path", "bytes") if item.get(name) is not None)
-        return ContentPart(kind, source=next(sources, None))
+        source = next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None)
+        if kind == "video" and isinstance(source, list):  # its frames
+            source = {"video": source, "fps": item.get("fps")}
+        return ContentPart(kind, source=source)
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 

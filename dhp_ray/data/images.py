@@ -69,7 +69,18 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
 def decode(data: bytes, processor: Processor) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
-    The image is first turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but what is
+    Raises:
+        Exception: whatever Pillow raises on bytes that do not decode.
+    """
+    image = rgb_of(data, processor.limits.max_decoded_pixels)
+    values = processor.image_processor(images=[image], return_tensors="np")["pixel_values"]
+    return processor.family.image_patches(values, processor.bounds)
+
+
+def rgb_of(data: bytes, max_pixels: int) -> Image.Image:
+    """The decoded image.
+
+    It is turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but what is
     transparent lies on white, as in serving engines, and of more than 8 bits of grey the upper 8 count, where that
     would make everything from 255 on white.
 
@@ -77,18 +88,15 @@ def decode(data: bytes, processor: Processor) -> np.ndarray:
         Exception: whatever Pillow raises on bytes that do not decode.
     """
     with Image.open(io.BytesIO(_without_texts(data)), formats=FORMATS) as image:
-        if image.width * image.height > processor.limits.max_decoded_pixels:
-            raise ValueError(
-                f"{image.width}x{image.height} pixels; allowed: at most {processor.limits.max_decoded_pixels}"
-            )
+        if image.width * image.height > max_pixels:
+            raise ValueError(f"{image.width}x{image.height} pixels; allowed: at most {max_pixels}")
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):
             bits = int(image.tag_v2[_BITS_PER_SAMPLE][0]) if isinstance(image, TiffImageFile) else 16
             levels = np.asarray(upright)
             clear = levels == upright.info.get("transparency", -1)
             upright = Image.fromarray(np.where(clear, 255, levels >> (bits - 8)).astype(np.uint8))
-    values = processor.image_processor(images=[_on_white(upright)], return_tensors="np")["pixel_values"]
-    return processor.family.image_patches(values, processor.bounds)
+        return _on_white(upright)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -7,7 +7,7 @@ import binascii
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA, Turn, check_counts
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.frame_files import packed
 from dhp_ray.schema import Data
 
 _DATA = re.compile("data:", re.IGNORECASE)
@@ -40,10 +41,12 @@ class MediaLimits:
 
 
 def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
-             members: Mapping[str, bytes] | None = None) -> list[bytes]:
+             members: Mapping[str, bytes] | None = None,
+             frames_per_second: float = MediaLimits().video_fps) -> list[bytes]:
     """The encoded images and videos of a row, in the order in which the conversation shows them.
 
-    Names are those of files below `image_root`, or of `members` if these are given, or data: URIs.
+    Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
+    list of its frames, or {"video": such a list, "fps": 2}; without fps `frames_per_second` of them come a second.
 
     Raises:
         RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
@@ -57,7 +60,12 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
         numbers[part.kind] += 1
         source = next(following[part.kind]) if part.source is None else part.source
         try:
-            found.append(_encoded(source, image_root, max_file_bytes, members))
+            frames, rate = frames_of(source) if part.kind == "video" else (None, None)
+            if frames is None:
+                found.append(_encoded(source, image_root, max_file_bytes, members))
+            else:
+                encoded = list(_encoded_frames(frames, image_root, max_file_bytes, members))
+                found.append(packed(encoded, frames_per_second if rate is None else rate))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
     return found
@@ -74,6 +82,12 @@ def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
     return values if isinstance(values, list) else [values]
 
 
+def frames_of(value: Any) -> tuple[list[Any] | None, Any]:
+    """The frames of a video that is given by them, else None, and how many come a second, if it says so."""
+    frames, rate = (value.get("video"), value.get("fps")) if isinstance(value, Mapping) else (value, None)
+    return (frames if isinstance(frames, list) else None), rate
+
+
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     """Total bytes of the files that the columns or the turns of a row name; missing files count as 0."""
     lists = (fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list))
@@ -83,7 +97,8 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     own = [part.get(name) for part in parts if isinstance(part, Mapping)
            for name in (*MEDIA, *(f"{kind}_url" for kind in MEDIA))]
     total = 0
-    for value in [value for kind in MEDIA for value in column_of(fields, kind)] + own:
+    named = [value for kind in MEDIA for value in column_of(fields, kind)] + own
+    for value in [file for medium in named for file in (frames_of(medium)[0] or [medium])]:
         name = value.get("url") or value.get("path") if isinstance(value, Mapping) else value
         if isinstance(name, str):
             with suppress(RowError, OSError, ValueError):
@@ -112,6 +127,21 @@ def resolve(image_root: str, name: str) -> Path:
     if os.path.isabs(name):
         raise of_no_file
     raise RowError(f"{_short(name)} leads out of data.image_root ({image_root}); allowed: files below it")
+
+
+def _encoded_frames(
+    frames: Sequence[Any], image_root: str, max_file_bytes: int, members: Mapping[str, bytes] | None
+) -> Iterator[bytes]:
+    """The encoded frames of a video, which together have at most `max_file_bytes`."""
+    total = 0
+    for number, frame in enumerate(frames, 1):
+        try:
+            encoded = _encoded(frame, image_root, max_file_bytes, members)
+        except RowError as error:
+            raise RowError(f"frame {number}: {error}") from None
+        total += len(encoded)
+        _check_size("the video", total, max_file_bytes)
+        yield encoded
 
 
 def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[str, bytes] | None) -> bytes:

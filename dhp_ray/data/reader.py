@@ -129,7 +129,8 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
     if row.error:
         raise RowError(row.error)
     turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
-    images = media_of(row.fields, turns, image_root, processor.limits.max_file_bytes, row.members)
+    limits = processor.limits
+    images = media_of(row.fields, turns, image_root, limits.max_file_bytes, row.members, limits.video_fps)
     sizes: list[Size] = []
     numbers = dict.fromkeys(MEDIA, 0)
     for part, data in zip((part for turn in turns for part in turn.media), images):

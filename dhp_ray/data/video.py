@@ -1,8 +1,7 @@
 """Videos: the frames that a model sees, and their patches in the form of Qwen's video processors.
 
 The patches follow `Qwen2VLVideoProcessor.patchify` (transformers), which is reimplemented here because that class needs
-torchvision. The family decides which frames are taken. A video is used as the container stores it; it is not turned by
-its display matrix.
+torchvision. The family decides which frames are taken.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 
 from dhp_ray.data.families.base import patches
 from dhp_ray.data.processor import Processor
-from dhp_ray.data.video_decoder import VideoDecoder
+from dhp_ray.data.video_decoder import opened_video
 
 
 def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
@@ -25,7 +24,7 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
         Exception: whatever PyAV raises on bytes that do not decode.
     """
     temporal = processor.temporal_patch_size
-    with VideoDecoder(data, processor.limits) as decoder:
+    with opened_video(data, processor.limits) as decoder:
         clip = decoder.clip
         sampled = processor.frames(clip)
         if -(-len(sampled) // temporal) != num_steps:

@@ -6,26 +6,44 @@
 The number of a frame is its place in the order of presentation. If packets do not say when they are shown, as in AVI,
 or if the frames from a key frame on are incomplete or out of order, decoding begins with the first packet and numbers
 the frames as they come.
+
+Frames are upright by the container's display matrix, as torchcodec, decord and OpenCV give them; the reader that
+transformers has for PyAV leaves them as stored. The times of a clip of variable frame rate are those of its packets,
+where processors of transformers take the number of a frame over the average rate; which frames are taken follows from
+their numbers, as there.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
+from av.sidedata.sidedata import Type as SideData
 
+from dhp_ray.data import frame_files
 from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.images import image_size, rgb_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 
 MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to look shorter than it is
 CONTAINERS = "MP4 or MOV, WebM or Matroska, AVI"
+EVEN_S = 0.01  # frames whose times are so near to evenly spaced ones are taken as such: containers round times
+_NOT_TURNED = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+"""The display matrix of a MOV whose frames are shown as stored."""
+_CLUSTER, _PROJECTION = b"\x1f\x43\xb6\x75", b"\x76\x70"
+"""Ids of Matroska: the first frames, and what may turn frames, in the header before them."""
+Matrix = tuple[int, int, int, int]
+"""Where a display matrix moves a pixel: (x, y) to (a x + c y, b x + d y), in the order a, b, c, d."""
 av.logging.set_level(None)
 
 
@@ -46,7 +64,9 @@ class VideoDecoder:
                 container, self._stream = stack.enter_context(_opened(data))
                 self._packets = list(container.demux(self._stream))
                 self._is_avi = container.format.name == "avi"
-                self.clip = _clip(self._stream, sum(map(_shows, self._packets)), limits)
+                stored = _clip(self._stream, self._packets, limits)
+                self._matrix = _matrix(data)
+                self.clip = _turned(stored, self._matrix)
             self._stack = stack.pop_all()
         self._stream.codec_context.thread_count = 1  # other decoders and a worker that trains run at the same time
 
@@ -119,25 +139,73 @@ class VideoDecoder:
         raise ValueError(f"the video ends before frame {min(missing)} of {self.clip.num_frames}")
 
     def _checked(self, number: int, frame: Any) -> np.ndarray:
-        if (frame.width, frame.height) != (self.clip.width, self.clip.height):
-            raise ValueError(
-                f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says "
-                f"{self.clip.width}x{self.clip.height}"
-            )
         if frame.is_corrupt:
             raise ValueError(f"frame {number} of the video is damaged")
-        pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+        pixels: np.ndarray = _upright(frame.to_ndarray(format="rgb24"), self._matrix)
+        if pixels.shape[:2] != (self.clip.height, self.clip.width):
+            raise ValueError(
+                f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says others"
+            )
         return pixels
 
 
+class FrameFiles:
+    """A video whose frames are files, in memory; used like a `VideoDecoder`.
+
+    Raises:
+        RowError: a frame's header cannot be read, frames differ in size, or the video is too long or too large.
+    """
+
+    clip: Clip
+
+    def __init__(self, data: bytes, limits: MediaLimits) -> None:
+        self._frames, rate = frame_files.unpacked(data)
+        self._max_pixels = limits.max_decoded_pixels
+        sizes = []
+        for number, frame in enumerate(self._frames, 1):
+            try:
+                sizes.append(image_size(frame, self._max_pixels))
+            except RowError as error:
+                raise RowError(f"frame {number}: {error}") from None
+            if sizes[-1] != sizes[0]:
+                raise RowError(f"frame {number} has {'x'.join(map(str, sizes[-1]))} pixels, the first "
+                               f"{'x'.join(map(str, sizes[0]))}; allowed: frames of one size")
+        self.clip = _checked(Clip(*(sizes[0] if sizes else (0, 0)), len(sizes), rate), limits)
+
+    def __enter__(self) -> FrameFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._frames = []
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """The frames with these numbers, uint8 (height, width, 3), each with its number.
+
+        Raises:
+            Exception: whatever Pillow raises on bytes that do not decode.
+        """
+        for number in wanted:
+            yield number, np.asarray(rgb_of(self._frames[number], self._max_pixels))
+
+
+def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
+    """An encoded video, to be read as a context manager."""
+    return (FrameFiles if data.startswith(frame_files.MAGIC) else VideoDecoder)(data, limits)
+
+
 def clip_of(data: bytes, limits: MediaLimits) -> Clip:
-    """The description of an encoded video. Reads the container's packets and decodes none.
+    """The description of an encoded video. Reads the container's packets, or the headers of its frames; of a video
+    that may be turned it decodes one frame.
 
     Raises:
         RowError: the video cannot be read, is too long, or its frames are too large.
     """
-    with _reading(), _opened(data) as (container, stream):
-        return _clip(stream, sum(map(_shows, container.demux(stream))), limits)
+    if data.startswith(frame_files.MAGIC):
+        return FrameFiles(data, limits).clip
+    with _reading():
+        with _opened(data) as (container, stream):
+            clip = _clip(stream, container.demux(stream), limits)
+        return _turned(clip, _matrix(data))
 
 
 def _shows(packet: Any) -> bool:
@@ -145,9 +213,77 @@ def _shows(packet: Any) -> bool:
     return bool(packet.size) and not packet.is_discard
 
 
-def _clip(stream: Any, num_frames: int, limits: MediaLimits) -> Clip:
-    rate = stream.average_rate or stream.guessed_rate
-    clip = Clip(stream.codec_context.width, stream.codec_context.height, num_frames, float(rate or 0))
+def _clip(stream: Any, packets: Iterable[Any], limits: MediaLimits) -> Clip:
+    """The clip as it is stored, not turned."""
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    shown = [packet.pts for packet in packets if _shows(packet)]
+    rate, times = _rate_and_times(shown, stream.time_base, rate)
+    return _checked(Clip(stream.codec_context.width, stream.codec_context.height, len(shown), rate, times), limits)
+
+
+def _rate_and_times(
+    shown: Sequence[int | None], tick_s: Fraction | None, rate: float
+) -> tuple[float, tuple[float, ...]]:
+    """Frames a second, and the times of frames that do not come at the rate which the container names. `shown`: when
+    each is shown, in ticks.
+    """
+    known = sorted(tick for tick in shown if tick is not None)
+    if tick_s is None or len(known) < max(2, len(shown)):
+        return rate, ()
+    ticks = np.array([tick - known[0] for tick in known], np.float64)
+    times = ticks * tick_s.numerator / tick_s.denominator
+    if np.diff(times).min() <= 0 or (rate > 0 and np.abs(times - np.arange(len(times)) / rate).max() <= EVEN_S):
+        return rate, ()
+    return float((len(times) - 1) / times[-1]), tuple(times.tolist())
+
+
+def _turned(clip: Clip, matrix: Matrix | None) -> Clip:
+    """The clip with upright frames."""
+    return clip if matrix is None or matrix[0] else replace(clip, width=clip.height, height=clip.width)
+
+
+def _matrix(data: bytes) -> Matrix | None:
+    """The display matrix of a video whose limits have been checked, with entries -1, 0 and 1; None if frames are
+    upright as stored. Only a decoded frame tells it, so one is decoded, unless the header has no other matrix.
+    """
+    may_turn = (_PROJECTION in data[:max(0, data.find(_CLUSTER))] if data.startswith(b"\x1a\x45\xdf\xa3") else
+                data.count(b"mvhd") + data.count(b"tkhd") > data.count(_NOT_TURNED))
+    if data.startswith(b"RIFF") or not may_turn:
+        return None
+    try:
+        with _opened(data) as (container, stream):
+            stream.codec_context.thread_count = 1
+            frame = next(container.decode(stream), None)
+    except av.FFmpegError:  # of a damaged video, which is told when it is decoded
+        return None
+    found = None if frame is None else frame.side_data.get(SideData.DISPLAYMATRIX)
+    if found is None:
+        return None
+    a, b, _, c, d = struct.unpack("=5i", bytes(found)[:20])
+    if max(abs(b), abs(c)) * 100 < min(abs(a), abs(d)):
+        matrix = (int(math.copysign(1, a)), 0, 0, int(math.copysign(1, d)))
+    elif max(abs(a), abs(d)) * 100 < min(abs(b), abs(c)):
+        matrix = (0, int(math.copysign(1, b)), int(math.copysign(1, c)), 0)
+    else:  # not by right angles
+        return None
+    return None if matrix == (1, 0, 0, 1) else matrix
+
+
+def _upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
+    """A frame (height, width, 3), moved as the display matrix says."""
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    turned = pixels if a else pixels.transpose(1, 0, 2)
+    return turned[::b + d, ::a + c]
+
+
+def _checked(clip: Clip, limits: MediaLimits) -> Clip:
+    """The clip.
+
+    Raises:
+        RowError: it has no frame or no rate, is too long, or its frames are too large.
+    """
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
         raise RowError(
             f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "

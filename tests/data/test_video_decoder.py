@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
 import pytest
 
+from dhp_ray.data.errors import RowError
+from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.video_decoder import VideoDecoder, clip_of
 from tests.data.samples import video
@@ -96,3 +101,91 @@ def test_damage_behind_a_key_frame_is_told_and_damage_before_it_does_not_matter(
     assert_equal(found, whole, [25, 26])
     with pytest.raises(ValueError, match=r"frame 1\d of the video is damaged|not decode after frame 1\d"):
         decoded(bytes(data), [12, 15, 16])
+
+
+def encoded(
+    times_ms: list[int], form: str = "mp4", codec: str = "libx264", turned: dict[str, Any] | None = None, **options: str
+) -> bytes:
+    """Frames that are shown at these times, each brighter than the one before; their upper left corner is white."""
+    if codec not in av.codecs_available:
+        pytest.skip(f"this build of PyAV has no {codec}")
+    stream = io.BytesIO()
+    with av.open(stream, "w", format=form) as container:
+        track = container.add_stream(codec, rate=30, options=options)
+        assert isinstance(track, av.VideoStream)
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        track.time_base = track.codec_context.time_base = Fraction(1, 1000)
+        if turned:
+            track.set_display_rotation(**turned)
+        for number, time_ms in enumerate(times_ms):
+            pixels = np.full((48, 64, 3), number * 8, np.uint8)
+            pixels[:12, :20] = 255
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = time_ms, Fraction(1, 1000)
+            container.mux(track.encode(frame))
+        container.mux(track.encode())
+    return stream.getvalue()
+
+
+CONTAINERS = [("mp4", "libx264"), ("mov", "mpeg4"), ("matroska", "libx264"), ("webm", "libvpx-vp9")]
+SLOWING = [*range(0, 1200, 120), *range(1200, 13_200, 1000)]  # 8 frames a second, then one
+
+
+@pytest.mark.parametrize(("form", "codec"), CONTAINERS)
+def test_a_clip_of_variable_rate_has_its_true_times(form: str, codec: str) -> None:
+    clip = clip_of(encoded(SLOWING, form, codec), LIMITS)
+    assert clip.times == pytest.approx([time / 1000 for time in SLOWING])
+    assert clip.frames_per_second == pytest.approx(21 / 12.2)
+    with VideoDecoder(encoded(SLOWING, form, codec), LIMITS) as decoder:
+        assert decoder.clip == clip
+    # 22 frames in 12.8 s: at 2 a second all are taken
+    taken = Qwen3VL().frames(clip, LIMITS, 2)
+    stamps = [(SLOWING[first] + SLOWING[last]) / 2000 for first, last in zip(taken[::2], taken[1::2])]
+    assert Qwen3VL().video_text(clip, LIMITS, 2) == "".join(
+        f"<{stamp:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>" for stamp in stamps)
+    count = Qwen25VL().num_frames(clip, LIMITS, 2)
+    assert Qwen25VL().seconds_per_step(clip, LIMITS, 2) * count / 2 == pytest.approx(22 / 21 * 12.2)
+
+
+@pytest.mark.parametrize(("form", "codec"), CONTAINERS)
+def test_rounded_times_are_evenly_spaced(form: str, codec: str) -> None:
+    """Of 30 frames a second, in whole milliseconds, beginning later than 0."""
+    clip = clip_of(encoded([500 + round(number * 1000 / 30) for number in range(31)], form, codec), LIMITS)
+    assert clip.times == ()
+    assert clip.frames_per_second == pytest.approx(30, abs=0.02)
+
+
+def test_a_clip_whose_true_times_are_long_is_refused() -> None:
+    data = encoded([0, 100, 200, 300, 5_000_000], "matroska")
+    with pytest.raises(RowError, match=r"a video of 6250 s \(5 frames\); allowed: at most 3600 s"):
+        clip_of(data, LIMITS)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+@pytest.mark.parametrize(("form", "codec"), CONTAINERS)
+def test_frames_are_upright_by_the_display_matrix(form: str, codec: str, degrees: int, flipped: bool) -> None:
+    times = list(range(0, 2000, 100))
+    as_stored = from_the_start(encoded(times, form, codec, g="5"))
+    upright = [np.rot90(frame, degrees // 90) for frame in as_stored]
+    upright = [frame[:, ::-1] for frame in upright] if flipped else upright
+    data = encoded(times, form, codec, {"degrees": degrees, "hflip": flipped}, g="5")
+    clip = clip_of(data, LIMITS)
+    assert (clip.height, clip.width) == upright[0].shape[:2]
+    for wanted in ([0], [0, 7, 19], [18]):
+        assert_equal(decoded(data, wanted)[0], upright, wanted)
+
+
+def test_a_display_matrix_of_no_right_angle_turns_nothing() -> None:
+    data = encoded([0, 100, 200], turned={"degrees": 45})
+    assert_equal(decoded(data, [0, 2])[0], from_the_start(data), [0, 2])
+
+
+def test_no_frame_is_decoded_of_a_video_that_is_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    datas = [encoded([0, 100, 200], form, codec) for form, codec in CONTAINERS]
+    opened = []
+    opening = av.open
+    monkeypatch.setattr("av.open", lambda *given, **options: opened.append(given) or opening(*given, **options))
+    for data in datas:
+        clip_of(data, LIMITS)
+    assert len(opened) == len(datas)

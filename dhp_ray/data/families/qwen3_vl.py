@@ -87,7 +87,7 @@ class Qwen3VL(Qwen25VL):
     def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
         numbers = self.frames(clip, limits, temporal_patch_size)
         numbers += numbers[-1:] * (-len(numbers) % temporal_patch_size)
-        return "".join(f"<{(first + last) / 2 / clip.frames_per_second:.1f} seconds>{START}{VIDEO}{END}"
+        return "".join(f"<{clip.middle_s(first, last):.1f} seconds>{START}{VIDEO}{END}"
                        for first, last in zip(numbers[::temporal_patch_size],
                                               numbers[temporal_patch_size - 1 :: temporal_patch_size]))
 

@@ -8,7 +8,7 @@
     tools          what the assistant may call (data/tools.py), a list or JSON text
     image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...}, or a list
                    of these
-    video, videos  likewise
+    video, videos  likewise; a video may be a list of its frames, or {"video": [...], "fps": 2}
 """
 
 from __future__ import annotations
@@ -118,17 +118,19 @@ def check_columns(schema: pa.Schema, path: str) -> None:
                 "and content), or JSON text"
             )
     for name in MEDIA_COLUMNS:
-        if name in schema.names and not _holds_images(schema.field(name).type):
+        if name in schema.names and not _holds_media(schema.field(name).type, name.startswith("video")):
             raise DataError(
                 f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct "
                 "with bytes, or a list of these"
             )
 
 
-def _holds_images(kind: pa.DataType) -> bool:
+def _holds_media(kind: pa.DataType, videos: bool) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
+    if videos and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):  # of frames
+        kind = kind.value_type
     if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
+        return kind.get_field_index("bytes") >= 0 or (videos and kind.get_field_index("video") >= 0)
     return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
                                        pa.types.is_large_string, pa.types.is_null))

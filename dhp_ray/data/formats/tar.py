@@ -20,6 +20,7 @@ from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats.stored_rows import Row, fragments_of
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.media import column_of, frames_of
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -118,6 +119,10 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             shown["images" if kind in IMAGES else "videos"].append(member.name)
             media |= {extension: content, member.name.rpartition("/")[2]: content, member.name: content}
     fields = _fields(texts, {name: len(names) for name, names in shown.items()})
+    of_videos = {name for value in column_of(fields, "video") for name in frames_of(value)[0] or []
+                 if isinstance(name, str)}
+    shown["images"] = [name for name in shown["images"]
+                       if not of_videos & {name, name.rpartition("/")[2], split_name(name)[1]}]
     for plural, names in shown.items():
         if names and all(fields.get(column) is None for column in (plural, plural[:-1])) and not _has_own(fields):
             fields[plural] = names
