@@ -16,6 +16,8 @@ PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDE
     "model",
 )
 EXPORTS_FOLDER = "exports"
+LEASE_FOLDER = "lease"
+"""Which process writes into the folder."""
 MANIFEST_FILE = "manifest.json"
 """A file in the folder of a checkpoint, which is whole once it has one."""
 

@@ -77,6 +77,8 @@ class SpooledLog:
     def append(self, line: dict[str, Any]) -> None:
         """Add one line. Numbers that JSON does not have (NaN, infinities) become null."""
         text = json_text(line).encode() + b"\n"
+        if not self._spooled:
+            self._folder.before_writing()
         with storage_errors(str(self._path), "cannot be written"):
             retry_when_full(lambda: self._add(text))
         self._changed = True
@@ -94,17 +96,19 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep only the lines for which `keep` is True. The file is replaced at once, and only if a line goes. Only one
-        line at a time is in memory.
+        """Keep only the lines for which `keep` is True. The file is replaced at once, also if no line goes: a process
+        that still has it open, and is no longer to write into it, cannot reach the new one. Only one line at a time is
+        in memory.
         """
-        if all(keep(line) for line in self.lines()):
-            return
+        if not self._spooled:
+            self._folder.before_writing()
         with storage_errors(str(self._path), "cannot be written"):
-            self._file.close()
+            size = self._path.stat().st_size
             with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.writelines(json_text(line) + "\n" for line in self.lines() if keep(line))
+            self._file.close()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  as above
-        self._changed = True
+        self._changed = self._changed or self._path.stat().st_size != size
 
     def flush(self) -> None:
         """Upload what was spooled since the last time; on a local folder there is nothing left to do."""

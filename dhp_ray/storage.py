@@ -44,12 +44,14 @@ class Folder:
     """A folder that is named by a local path or a URI; it exists once something has been written into it.
 
     Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name. A
-    Folder is pickled as its URI. `uri` shows no credentials.
+    Folder is pickled as its URI. `uri` shows no credentials. `before_writing` is called before each change of a file,
+    and may raise StorageError to prevent it.
     """
 
     def __init__(self, uri: str) -> None:
         full = full_uri(uri) if "://" in uri else os.path.abspath(os.path.expanduser(uri))
         self.uri: str = concealed(full)
+        self.before_writing: Callable[[], None] = lambda: None
         self._path: str
         with storage_errors(self.uri, "not a folder that storage knows"):
             if "://" in full and re.search(r"\s", full):
@@ -81,6 +83,7 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Put the whole file in place at once: a reader, or a crash, finds the old content or the new, never a part."""
+        self.before_writing()
         with storage_errors(self._full(name), "cannot be written"):
             if self._local is None:
                 # an object appears when its upload is complete
@@ -101,6 +104,7 @@ class Folder:
 
     def delete(self, name: str) -> None:
         """Remove the file or folder `name`; nothing happens when there is none."""
+        self.before_writing()
         with storage_errors(self._full(name), "cannot be deleted"):
             kind = self._files.get_file_info(self._at(name)).type
             if kind == fs.FileType.Directory:
@@ -110,6 +114,7 @@ class Folder:
 
     def upload(self, local_path: str | Path, name: str) -> None:
         """Copy the local file or folder to `name`; each file appears whole, and files already there are replaced."""
+        self.before_writing()
         source = Path(local_path)
         for file, target in _pairs(source, name):
             with storage_errors(self._full(target), f"cannot be copied from {file}"):

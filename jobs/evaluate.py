@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command
 
 PURPOSE = """Loss and generated answers of a model on held-out conversations: exact match, ANLS and token F1 of the
 assistant's last turn, on any number of workers with a whole model each, or a part of one. Without --config:
@@ -39,4 +40,4 @@ def _main(argv: list[str], ending: Ending) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import Config, ConfigError, load
+from dhp_ray.streams import run_command
 
 if TYPE_CHECKING:
     from dhp_ray.storage import Folder
@@ -129,4 +130,4 @@ def export(folder: Folder, config: Config, given: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import CONF, ConfigError, help_text, load
+from dhp_ray.streams import run_command
 
 PURPOSE = """Measure packs, rings, exchanges and the end of a step on this machine, in minutes, and write a cost file
 for planner.cost: constants with intervals and errors, and beside it a picture of what the fit predicts against what
@@ -123,4 +124,4 @@ def check_writable(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dhp_ray.streams import run_command
+
 HELP = """usage: python jobs/merge.py adapter=FOLDER [base=FOLDER] out=FOLDER
 
 Writes a model folder: the base with the adapter (LoRA, in PEFT's form) in its weights, W + alpha / rank x B A in the
@@ -64,4 +66,4 @@ def _merge(adapter: str, base: str, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.schema import PLANNERS
+from dhp_ray.streams import run_command
 
 if TYPE_CHECKING:
     from dhp_ray.planner import Plan
@@ -227,4 +228,4 @@ def print_table(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import Config, ConfigError, help_text, load
 from dhp_ray.credentials import masked
+from dhp_ray.streams import run_command
 
 PURPOSE = (
     "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
@@ -88,4 +89,4 @@ def prepare(path: Path, config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import ConfigError, load
+from dhp_ray.streams import run_command
 
 HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
 
@@ -52,4 +53,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dhp_ray.streams import run_command
+
 if TYPE_CHECKING:
     from dhp_ray.simulate.settings import Simulation
     from dhp_ray.simulate.simulation import Simulated
@@ -106,4 +108,4 @@ def report(simulation: Simulated, settings: Simulation) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

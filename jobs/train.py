@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command
 
 
 def main(argv: list[str]) -> int:
@@ -28,10 +29,19 @@ def _main(argv: list[str], ending: Ending) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from dhp_ray.runtime.job.job import train  # Ray takes seconds to import
+    from dhp_ray.runtime.messages import RunError
+    from dhp_ray.runtime.records.lease import take_lease
 
-    return train(config, ending)
+    try:
+        lease = take_lease(config.run.dir, ending.say)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    with lease:
+        from dhp_ray.runtime.job.job import train  # Ray takes seconds to import
+
+        return train(config, lease, ending)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, goes_on=True))

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM, whatever the run is at: it ends within seconds, what is committed is saved, and no committed step
-runs again.
+"""Ctrl-C, SIGTERM and SIGHUP, whatever the run is at: it ends within seconds, what is committed is saved, and no
+committed step runs again.
 
-Ctrl-C reaches all processes of the terminal's group, and here of the run's; SIGTERM the run's process alone.
+All reach the whole group of the run's process: as from a terminal, from `timeout`, or when the terminal is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.faults import Run, Start, expected_ledger, kill, seconds_since
+from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.storage import Folder
+from tests.integration.faults import Run, Start, descendants, expected_ledger, kill, seconds_since
 from tests.integration.jobs import lines
 
 LIMIT_S = 15.0 if "PYTEST_XDIST_WORKER" in os.environ else 5.0
@@ -25,17 +27,14 @@ keep the machine busy.
 """
 
 MOMENTS = 4
-SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
-both_signals = pytest.mark.parametrize("name", SIGNALS)
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
+both_signals = pytest.mark.parametrize("name", ["Ctrl-C", "SIGTERM"])
 
 
 def stop(run: Run, name: str) -> None:
     """Send the signal and see that the run ends as it ought to."""
     steps, moment = run.step, time.time()
-    if name == "Ctrl-C":
-        os.killpg(run.process.pid, signal.SIGINT)
-    else:
-        run.process.send_signal(signal.SIGTERM)
+    os.killpg(run.process.pid, SIGNALS[name])
     assert run.wait(90) == 1, run.said()
     ended_s = time.time() - moment
     under_way_s = step_and_save_s(run, steps, moment)
@@ -174,6 +173,11 @@ def test_amid_steps(start: Start, phase: Callable[[Run, float], None], name: str
     assert run.ledger == expected_ledger(run.folder, run.step)
 
 
+def goes_on_from(run: Run) -> int:
+    """The step of its newest checkpoint."""
+    return Checkpoints(Folder(str(run.folder)), 1).newest_step()
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs start a cluster of their own."""
@@ -182,13 +186,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@both_signals
+@pytest.mark.parametrize("name", SIGNALS)
 def test_a_run_with_a_cluster_of_its_own(start: Start, alone: None, name: str) -> None:
-    """Ray's processes are in the group that Ctrl-C reaches."""
+    """Ray's processes are started by the run, and end with it."""
     run = start("cluster.num_workers=2")
-    run.wait_for_step(3)
+    run.wait_for_step(3, 300.0)
+    started = descendants(run.process.pid) - {run.process.pid}
+    assert len(started) > 5
     stop(run, name)
+    assert run.step == goes_on_from(run)
     assert run.ledger == expected_ledger(run.folder, run.step)
+    assert not [process for process in started if Path(f"/proc/{process}").exists()]
     again = start("cluster.num_workers=2")
     time.sleep(random.Random(f"alone {name}").uniform(1.0, 8.0))
     stop(again, name)

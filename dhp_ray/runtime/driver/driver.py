@@ -38,8 +38,9 @@ from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError
+from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
-from dhp_ray.storage import StorageError
+from dhp_ray.storage import Folder, StorageError
 
 CONCURRENCY_GROUPS = {"control": 2}
 
@@ -51,13 +52,17 @@ class Driver:
     """Owns the schedule, the data stream and the ledger of one run."""
 
     def __init__(
-        self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool
+        self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool,
+        lease: Lease | None = None,
     ) -> None:
-        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost."""
+        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost. `lease`: of the run
+        folder; the job's process holds it.
+        """
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         self.config, self.store, self.takes_over = config, store, takes_over
+        self.lease = lease
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
         self.waits = Waits(self.messages.put)
         self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
@@ -102,8 +107,12 @@ class Driver:
 
     def _run(self) -> Iterator[Message]:
         try:
+            folder = Folder(self.config.run.dir)
+            if self.lease:
+                folder.before_writing = self.lease.check
             self.session = session = yield from open_session(
-                self.config, self.group, self.store, self.arrivals, self.takes_over, lambda: self.stop_reason)
+                self.config, folder, self.group, self.store, self.arrivals, self.takes_over,
+                lambda: self.stop_reason)
             self.commits = Commits(session)
             gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
             gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread

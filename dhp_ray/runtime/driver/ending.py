@@ -54,7 +54,8 @@ def failed(session: Session | None, error: str) -> RunFinished:
             session.records.flush()
         return RunFinished("", f"{error}{_way_back(session)}", status=1)
     except Exception as failure:  # most likely the storage, which also caused the error
-        return RunFinished("", f"{error}; besides: {first_line(failure)}", status=1)
+        besides = "" if first_line(failure) == error else f"; besides: {first_line(failure)}"
+        return RunFinished("", f"{error}{besides}", status=1)
 
 
 def _way_back(session: Session | None) -> str:

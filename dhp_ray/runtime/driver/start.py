@@ -18,7 +18,7 @@ from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.plan import Sample
 from dhp_ray.planner.sample import samples_from_json
-from dhp_ray.run_folder import COST_FILE, TENSORBOARD_FOLDER
+from dhp_ray.run_folder import COST_FILE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
@@ -38,16 +38,16 @@ from dhp_ray.runtime.driver.room import (
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
 from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
-from dhp_ray.runtime.records.checkpoints import Checkpoints
+from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
 from dhp_ray.runtime.records.watch import Watch
 from dhp_ray.storage import Folder, StorageError
 
 
-def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals, takes_over: bool,
-                 stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
-    """Open or resume the run of `run.dir`; yields what the user should see, returns the session.
+def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals,
+                 takes_over: bool, stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
+    """Open or resume the run of `run.dir`, which is `folder`; yields what the user should see, returns the session.
 
     `takes_over`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
     end early.
@@ -56,7 +56,6 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
         RunError, ConfigError, StorageError, DataError: one line each.
     """
     compiled = _compiled()  # done by the time the workers are up
-    folder = Folder(config.run.dir)
     try:
         with group.waits.on("run.dir"):
             folder.probe()
@@ -65,7 +64,7 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
     if not takes_over:
         records.compare_config(config)
-    newest = checkpoints.newest()
+    newest = None if takes_over else (yield from covered_checkpoint(records, checkpoints))
     first_step = 1 + (records.last_step if takes_over else newest.step if newest else 0)
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
@@ -150,6 +149,25 @@ def open_session(config: Config, group: WorkerGroup, store: tuple[str, int], arr
     records.event("started", generation=generation, step=first_step, num_ranks=group.size)
     yield RunStarted(_opening(config, group, stream, first_step - 1), first_step, total_steps)
     return session
+
+
+def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints) -> Generator[Message, None, Manifest | None]:
+    """Return the newest checkpoint that the ledger covers, from which a run goes on; None if there are no checkpoints.
+    Says so if there are newer ones.
+
+    Raises:
+        StorageError: there are newer ones alone.
+    """
+    whole = checkpoints.complete()
+    covered = [step for step in whole if step <= records.last_step]
+    if len(covered) < len(whole):
+        beyond = f"{records.folder.uri}/{LEDGER_FILE} ends at step {records.last_step}"
+        if not covered:
+            raise StorageError(f"{beyond}; the oldest checkpoint is of step {whole[0]}; allowed: the ledger of that "
+                               "run, or another run.dir")
+        yield Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
+                     "deleted")
+    return checkpoints.manifest(covered[-1]) if covered else None
 
 
 def _compiled() -> Future[float]:

@@ -27,7 +27,7 @@ from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.display import Display, summary_line
 from dhp_ray.runtime.evaluate.predictions import Predictions
 from dhp_ray.runtime.job.ending import Ending
-from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import rendezvous_store
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.roster import actor_options, bundle_of, reserve
@@ -62,7 +62,7 @@ def evaluate(config: Config, ending: Ending) -> int:
     finally:
         ending.over()
         waits.close()
-        ray.shutdown()
+        disconnect()
     return 0
 
 

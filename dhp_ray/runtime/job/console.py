@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import RLock
 from typing import Any, TextIO
 
@@ -31,7 +32,8 @@ class Console:
         """Take the progress bar down; lines can still follow."""
         with self._lock:
             if self._bar:
-                self._bar.stop()
+                with suppress(OSError, ValueError):
+                    self._bar.stop()
                 self._bar = None
 
     def _show(self, message: Message) -> None:
@@ -55,10 +57,11 @@ class Console:
 
     def _print(self, *lines: str) -> None:
         for line in lines:
-            if self._bar:
-                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
-            else:
-                print(line, file=self._stream, flush=True)
+            with suppress(OSError, ValueError):  # a full disk, or a stream that is closed: the run goes on
+                if self._bar:
+                    self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the bar
+                else:
+                    print(line, file=self._stream, flush=True)
 
     def _open_bar(self, done: int) -> None:
         if self._bar is None and self._stream.isatty():

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM ask a run to end, whatever its process is doing. Imports neither torch nor Ray: it listens before
-they are imported.
+"""Ctrl-C, SIGTERM and SIGHUP ask a run to end, whatever its process is doing. Imports neither torch nor Ray: it listens
+before they are imported.
 
     nothing to save yet     the main thread gets KeyboardInterrupt; if foreign code does not let it through, the
                             process ends LEAVE_S later
@@ -17,7 +17,7 @@ from functools import partial
 from threading import Thread, Timer
 from typing import Any
 
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 LEAVE_S = 3.0
 """How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a

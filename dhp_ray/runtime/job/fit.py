@@ -15,11 +15,12 @@ from dhp_ray.config import Config, load
 from dhp_ray.constraints import upload_warning
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
-from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import run
 from dhp_ray.runtime.job.preflight import check_here
 from dhp_ray.runtime.job.trial import Trial, current_trial, factory_of
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
+from dhp_ray.runtime.records.lease import EXPIRES_S, take_lease
 from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
@@ -50,9 +51,12 @@ def fit(overrides: Overrides = ()) -> Result:
         check_here(config)
     shown = Shown(trial)
     waits = Waits(shown.show)
+    lease = None
     joined = not ray.is_initialized()
     error = ""
     try:
+        # Ray Tune may start a trial again while the process that it has paused is still ending
+        lease = take_lease(config.run.dir, lambda text: shown.show(Notice(text)), EXPIRES_S if trial else 0.0)
         if warning := upload_warning("run.dir", config.run.dir, Path.cwd()):
             shown.show(Notice(warning))
         if joined:
@@ -60,14 +64,16 @@ def fit(overrides: Overrides = ()) -> Result:
                 connect()
         if trial:
             trial.resume()
-        error = run(config, shown, waits, Ending(), trial.room if trial else None).error
+        error = run(config, lease, shown, waits, Ending(), trial.room if trial else None).error
     except RunError as failure:
         error = str(failure)
     finally:
         shown.close()
         waits.close()
         if joined:
-            ray.shutdown()
+            disconnect()
+        if lease:
+            lease.release()
     if error and trial:
         raise RunError(error)
     return Result(metrics=shown.metrics, checkpoint=Checkpoint(config.run.dir), path=config.run.dir,

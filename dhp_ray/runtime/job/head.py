@@ -1,5 +1,5 @@
-"""The head of the Ray cluster: which one a run would join, whether it answers, and joining it. Ray takes seconds to
-import, so it is imported only on joining.
+"""The head of the Ray cluster: which one a run would join, whether it answers, joining and leaving it. Ray takes
+seconds to import, so it is imported only on joining.
 """
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 from dhp_ray.credentials import masked
 from dhp_ray.errors import first_line
+from dhp_ray.runtime.job.local_cluster import end_cluster, start_cluster
 from dhp_ray.runtime.messages import RunError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
@@ -21,6 +23,10 @@ rank the others; Ray's dashboard, metrics and task events, which nobody looks at
 
 HEAD_PATIENCE_S = 5.0
 """How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
+
+
+_started: list[subprocess.Popen[str]] = []
+"""The program that runs the cluster which `connect` has started, if it has."""
 
 
 def named_head() -> tuple[str, str]:
@@ -37,7 +43,7 @@ def named_head() -> tuple[str, str]:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one.
+    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one, which `disconnect` ends.
 
     Raises:
         RunError: no cluster answers at the address; raised within seconds.
@@ -47,17 +53,51 @@ def connect() -> None:
 
     address, named_by = named_head()
     _knock(address, named_by)
-    if address in ("", "local"):
-        for name, value in LOCAL_SETTINGS.items():
-            os.environ.setdefault(name, value)
+    where = os.environ.get("RAY_ADDRESS", "this machine")
     # a driver without a device must not hide devices from workers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.WARNING)
+    started = None
+    if address in ("", "local"):
+        for name, value in LOCAL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        started = _start(where)
     try:
-        ray.init(logging_level=logging.ERROR, include_dashboard=False)
+        ray.init(address=started, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
-        where = os.environ.get("RAY_ADDRESS", "this machine")
         raise RunError(masked(f"no Ray cluster at {where}: {first_line(error)}")) from None
+
+
+def disconnect() -> None:
+    """Leave the cluster, and end it if `connect` has started it."""
+    import ray
+
+    try:
+        ray.shutdown()
+    finally:
+        while _started:
+            end_cluster(_started.pop())
+
+
+def _start(where: str) -> str:
+    """Start a cluster on this machine; return its address."""
+    program, said = start_cluster()
+    _started.append(program)
+    if "error" in said:
+        raise RunError(f"no Ray cluster at {where}: {said['error']}")
+    _authenticate()
+    return said["address"]
+
+
+def _authenticate() -> None:
+    """Use the token of this user's clusters, as ray.init does for one that it has found or started by itself, and not
+    for one whose address it is given.
+    """
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:  # a version of Ray whose clusters have none
+        return
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _knock(address: str, named_by: str) -> None:

@@ -21,11 +21,12 @@ from dhp_ray.constraints import check_device, upload_warning
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
-from dhp_ray.runtime.job.head import connect
+from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.indexing import index_ahead
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.roster import Roster
 from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, RunStarted
+from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ accident.
 """
 
 
-def train(config: Config, ending: Ending) -> int:
+def train(config: Config, lease: Lease, ending: Ending) -> int:
     """Train as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
-    standard error.
+    standard error. `lease`: of the run folder.
     """
     console = Console(sys.stdout)
     waits = Waits(console.show)
@@ -51,7 +52,7 @@ def train(config: Config, ending: Ending) -> int:
         with waits.on("the Ray cluster"):
             connect()
         ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        last = run(config, console, waits, ending)
+        last = run(config, lease, console, waits, ending)
         if last.error:
             print(f"error: {last.error}", file=sys.stderr)
         return last.status
@@ -66,11 +67,11 @@ def train(config: Config, ending: Ending) -> int:
     finally:
         ending.over()
         waits.close()
-        ray.shutdown()
+        disconnect()
 
 
 def run(
-    config: Config, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
+    config: Config, lease: Lease, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
 ) -> RunFinished:
     """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`.
 
@@ -90,7 +91,8 @@ def run(
             # groups keep using their own store.
             stores.append(rendezvous_store(host))
             steps = console.steps
-            last = _drive(config, roster, (host, stores[-1].port), console, waits, ending, takes_over=len(stores) > 1)
+            last = _drive(config, lease, roster, (host, stores[-1].port), console, waits, ending,
+                          takes_over=len(stores) > 1)
             if last:
                 return last
             lost = lost + 1 if console.steps == steps else 1
@@ -123,15 +125,15 @@ def rendezvous_store(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def _drive(config: Config, roster: Roster, store: tuple[str, int], console: Console, waits: Waits, ending: Ending,
-           takes_over: bool) -> RunFinished | None:
+def _drive(config: Config, lease: Lease, roster: Roster, store: tuple[str, int], console: Console, waits: Waits,
+           ending: Ending, takes_over: bool) -> RunFinished | None:
     """Run under one driver actor; returns None if it was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
     starting = roster.starting() if takes_over else set()
     workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
     newcomers = {slot: roster.workers[slot] for slot in starting} if takes_over else roster.grow()
-    driver = start_driver(config, workers, store, takes_over)
+    driver = start_driver(config, workers, store, takes_over, lease)
     try:
         if takes_over:
             ending.hand_over(driver.stop.remote)
@@ -176,10 +178,11 @@ def resolve_device(config: Config) -> Accelerator:
     return accelerator
 
 
-def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], takes_over: bool) -> Any:
+def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], takes_over: bool, lease: Lease
+                 ) -> Any:
     from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
 
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
     # by name; otherwise the actor would go into the reservation of this process, which has no such resource
     return actor.options(num_cpus=0, scheduling_strategy="DEFAULT",
-                         resources={"node:__internal_head__": 0.001}).remote(config, workers, store, takes_over)
+                         resources={"node:__internal_head__": 0.001}).remote(config, workers, store, takes_over, lease)

@@ -1,11 +1,18 @@
-"""How many steps a run is expected to have, for its learning rate and its progress."""
+"""How many steps a run is expected to have, for its learning rate and its progress; the checkpoint it goes on from."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.start import batches_of
+from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint
+from dhp_ray.runtime.messages import Message, Notice
+from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
+from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.storage import Folder, StorageError
+from tests.runtime.records.test_run_records import commit
 
 
 @pytest.mark.parametrize(("num_rows", "drop_last", "batches"), [
@@ -14,3 +21,40 @@ def test_batches_of_an_epoch(num_rows: int, drop_last: bool, batches: int) -> No
     config = load(["data.format=synthetic", "data.path=unused", "run.dir=unused", "batch.global_samples=512",
                    f"batch.drop_last={drop_last}"])
     assert batches_of(num_rows, config) == batches
+
+
+def chosen(folder: Folder) -> tuple[Manifest | None, list[Message]]:
+    """The checkpoint that a start takes, and what it says."""
+    said: list[Message] = []
+    choosing = covered_checkpoint(RunRecords(folder), Checkpoints(folder, 5))
+    while True:
+        try:
+            said.append(next(choosing))
+        except StopIteration as end:
+            return end.value, said
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_its_ledger_covers(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert chosen(folder) == (None, [])
+    commit(RunRecords(folder), 1, 5)
+    assert chosen(folder) == (None, [])
+    for step in (4, 5):
+        Checkpoints(folder, 5).seal(Manifest(step, {"row": step}, 2, "step"))
+    assert chosen(folder) == (Manifest(5, {"row": 5}, 2, "step"), [])
+    for step in (8, 9):
+        Checkpoints(folder, 5).seal(Manifest(step, {"row": step}, 2, "step"))
+    assert chosen(folder) == (Manifest(5, {"row": 5}, 2, "step"), [Notice(
+        f"{tmp_path}/ledger.jsonl ends at step 5: the run goes on from the checkpoint of step 5, and those after it "
+        "are deleted")])
+
+
+def test_a_ledger_that_covers_no_checkpoint_is_refused_and_nothing_is_deleted(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    Checkpoints(folder, 5).seal(Manifest(4, {}, 2, "step"))
+    for steps in (0, 3):
+        commit(RunRecords(folder), 1, steps)
+        with pytest.raises(StorageError,
+                           match=rf"ledger.jsonl ends at step {steps}; the oldest checkpoint is of step 4; allowed: "):
+            chosen(folder)
+    assert Checkpoints(folder, 5).complete() == [4]

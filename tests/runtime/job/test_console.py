@@ -116,3 +116,36 @@ def test_a_terminal_shows_the_lines_and_a_bar(monkeypatch: pytest.MonkeyPatch) -
     assert "loss 2.413, 3.1k tokens/s, idle 18 %" in beside
     assert shown.endswith("done\n")
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is given back
+
+
+class Full(Screen):
+    """A stream that takes nothing, once `fails` is set."""
+
+    fails: Exception | None = None
+
+    def write(self, text: str) -> int:
+        if self.fails:
+            raise self.fails
+        return super().write(text)
+
+
+@pytest.mark.parametrize(("error", "terminal"), [
+    (BrokenPipeError(32, "Broken pipe"), False), (OSError(28, "No space left on device"), False),
+    (ValueError("I/O operation on closed file"), False), (OSError(5, "Input/output error"), True),
+    (ValueError("I/O operation on closed file"), True)])
+def test_a_stream_that_fails_does_not_end_the_run(
+    error: Exception, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Full()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    console = Console(stream)
+    console.show(RunStarted(("model tiny",), 1, 60))
+    stream.fails = error
+    for message in (StepCommitted(METRICS, EXTRA), Notice("sample a[1] left out"), RunFinished("done")):
+        console.show(message)
+    console.close()
+    assert console.steps == 1
+    stream.fails = None
+    console.show(Notice("there is room again"))
+    assert stream.getvalue().endswith("there is room again\n")

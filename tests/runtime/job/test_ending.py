@@ -89,7 +89,8 @@ def begin() -> Iterator[Begin]:
 
 @pytest.mark.parametrize("code", [SLEEP, RAY], ids=["sleep", "after-another-handler"])
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")], ids=["SIGINT", "SIGTERM"]
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"]
 )
 def test_before_there_is_anything_to_save_a_signal_ends_the_process(
     begin: Begin, code: str, number: int, name: str
@@ -152,15 +153,16 @@ def test_a_run_is_told_though_nothing_can_be_said(begin: Begin) -> None:
     assert next(process.lines) == "told SIGTERM\n"
 
 
-def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(begin: Begin) -> None:
-    """As a shell starts what runs in the background."""
-    process = begin(TRAIN, ignored="SIGINT")
-    process.send(signal.SIGINT)
+@pytest.mark.parametrize("ignored", ["SIGINT", "SIGHUP"])
+def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(begin: Begin, ignored: str) -> None:
+    """As a shell starts what runs in the background, and as nohup does."""
+    process = begin(TRAIN, ignored=ignored)
+    process.send(signal.Signals[ignored])
     process.send(signal.SIGTERM)
     assert next(process.lines) == "told SIGTERM\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_over_is_told_no_more(begin: Begin, number: int) -> None:
     process = begin(OVER)
     process.send(number)

@@ -1,0 +1,104 @@
+"""The cluster that a run starts by itself: signals to the run's process group do not reach it, and it ends with the
+run, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dhp_ray.runtime.job.head import LOCAL_SETTINGS
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+import signal, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, lambda *_: print("heard", flush=True))
+from dhp_ray.runtime.job.head import _started, connect, disconnect
+connect()
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+import ray
+answer = ray.remote(lambda: "answer").options(num_cpus=0)
+print(ray.get(answer.remote()), flush=True)
+print(_started[0].pid, flush=True)
+for line in sys.stdin:
+    print(ray.get(answer.remote()), flush=True)
+disconnect()
+"""
+
+
+class Run:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", RUN], text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, start_new_session=True, cwd=ROOT,
+                                        env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)})
+        assert self.line() == "answer"
+        self.session = int(self.line())
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def ask(self) -> str:
+        assert self.process.stdin is not None
+        print("?", file=self.process.stdin, flush=True)
+        return self.line()
+
+    @property
+    def cluster(self) -> list[int]:
+        """The processes of the session that the cluster has."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(ValueError, OSError):
+                if os.getsid(int(entry.name)) == self.session and "State:\tZ" not in (entry / "status").read_text():
+                    found.append(int(entry.name))
+        return found
+
+    def all_are_gone(self) -> bool:
+        deadline = time.monotonic() + 30
+        while self.cluster and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not self.cluster
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    begun = Run()
+    yield begun
+    if begun.process.poll() is None:
+        begun.process.kill()
+        begun.process.communicate()
+    for process in begun.cluster:
+        os.kill(process, signal.SIGKILL)
+
+
+def test_signals_to_the_process_group_leave_the_cluster_and_kill_ends_it(run: Run) -> None:
+    assert len(run.cluster) >= 4
+    # its metrics and task events, and its dashboard, would take time from ranks that share the machine
+    settings = {f"{name}={value}".encode() for name, value in LOCAL_SETTINGS.items()}
+    assert all(settings <= set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0")) for process in run.cluster)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.killpg(run.process.pid, number)
+        assert run.line() == "heard"
+    for process in run.cluster:  # as systemd and Slurm do: every process is sent it
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    time.sleep(1.0)
+    assert run.ask() == "answer"
+    run.process.kill()
+    assert run.all_are_gone()
+
+
+@pytest.mark.slow
+def test_the_cluster_ends_with_the_run(run: Run) -> None:
+    run.process.communicate()
+    assert run.process.returncode == 0
+    assert not run.cluster
