@@ -1,10 +1,12 @@
 """Numbers of all ranks, for sums that must be equal on every rank. No collective uses float64: HCCL refuses it.
 
-    count      int64, summed by the collective
+    counts     int64, summed by the collective
     number     high + low, two fp32 numbers with 48 of float64's 53 bits; gathered, and added up in float64 on the host
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,14 +16,16 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import gather_over_ranks, sum_over_ranks
 
 
-def sum_of_counts(count: int, group: dist.ProcessGroup | None, progress: Progress) -> int:
-    """Return the sum of a whole number over all ranks; every rank of `group` calls this. None is for a single rank."""
+def sums_of_counts(counts: Sequence[int], group: dist.ProcessGroup | None, progress: Progress) -> list[int]:
+    """Return the sums of whole numbers over all ranks; every rank of `group` calls this with as many. None is for a
+    single rank.
+    """
     if group is None:
-        return count
-    total = torch.tensor(count, dtype=torch.int64, device=progress.device)
+        return list(counts)
+    totals = torch.tensor(counts, dtype=torch.int64, device=progress.device)
     with progress.waiting("counts of other ranks"):
-        sum_over_ranks(total, group)
-    return int(progress.read(total))
+        sum_over_ranks(totals, group)
+    return [int(total) for total in progress.read(totals)]
 
 
 def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: Progress) -> list[float]:

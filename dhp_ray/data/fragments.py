@@ -13,12 +13,14 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
+from dhp_ray.data.errors import DataError, description
 from dhp_ray.user_cache import cache_folders, keep
 
 FORM = 4  # to be raised when the same files give another table
@@ -28,6 +30,8 @@ _SCHEMA = pa.schema([
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
     ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
 _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
+SAMPLES, SAMPLE_BYTES = 4, 4096
+"""The places in a file, evenly spread, and the bytes at each that a digest reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,29 @@ class Fragments(Sequence[Fragment]):
     @property
     def num_rows(self) -> int:
         return int(self.sizes.sum())
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that tells whether a row is still where it was: of how the files are cut into fragments, and of the
+        name, the size and samples of the content of each. A copy in another folder has the same.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
+        for name in _PLAIN:
+            digest.update(np.asarray(self._table[name], np.int64).tobytes())
+        for path, _ in self._files:
+            try:
+                with open(path, "rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    digest.update(json.dumps([os.path.basename(path), size]).encode())
+                    for place in range(SAMPLES):
+                        file.seek(max(0, size - SAMPLE_BYTES) * place // (SAMPLES - 1))
+                        digest.update(file.read(SAMPLE_BYTES))
+            except OSError as error:
+                raise DataError(f"data.path: {path} cannot be read: {description(error)}") from None
+        return int.from_bytes(digest.digest())
 
 
 class FragmentWriter:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.source_stream import Entry, SourceStream
-from dhp_ray.data.stream import ORDER, Batch, BatchBuilder, Cursor, Stream, check_cursor
+from dhp_ray.data.stream import ORDER, Batch, BatchBuilder, Cursor, Stream, check_cursor, check_digest
 from dhp_ray.schema import Data, Model
 
 
@@ -30,7 +30,7 @@ class Mixture:
     """Batches of `data.sources`, like those that `Stream` makes of `data.path`. Ray must be initialised.
 
     A sample's id begins with the number of its source and, from the second pass over that source on, ends with the
-    number of the pass: `0/cat`, `1/dog~2`.
+    number of the pass: `0/cat`, `1/dog~2`. (An id that ends like that by itself has it in the first pass too.)
 
     Raises:
         DataError: a source cannot be used at all.
@@ -39,30 +39,31 @@ class Mixture:
     def __init__(self, data: Data, model: Model, seed: int, max_tokens: int = 0, drop_last: bool = False) -> None:
         self._shares = shares([source.weight for source in data.sources])
         weighted = zip(sources_of(data), self._shares.tolist(), strict=True)
-        self._sources = [SourceStream(source, model, seed + number, f"{number}/", share)
-                         for number, (source, share) in enumerate(weighted)]
+        self.sources = [SourceStream(source, model, seed + number, f"{number}/", share)
+                        for number, (source, share) in enumerate(weighted)]
+        """By their numbers in `Batch.rows`."""
         self._path = ", ".join(source.path for source in data.sources)
         self._drop_last = drop_last
-        self.num_rows = sum(source.num_rows for source in self._sources)
+        self.num_rows = sum(source.num_rows for source in self.sources)
         self.max_tokens = max_tokens
-        self._start(0, np.zeros(len(self._sources), np.int64))
+        self._start(0, np.zeros(len(self.sources), np.int64))
 
     @property
     def max_tokens(self) -> int:
-        return self._sources[0].max_tokens
+        return self.sources[0].max_tokens
 
     @max_tokens.setter
     def max_tokens(self, limit: int) -> None:
-        for source in self._sources:
+        for source in self.sources:
             source.max_tokens = limit
 
     @property
     def max_image_tokens(self) -> int:
-        return self._sources[0].max_image_tokens
+        return self.sources[0].max_image_tokens
 
     @max_image_tokens.setter
     def max_image_tokens(self, limit: int) -> None:
-        for source in self._sources:
+        for source in self.sources:
             source.max_image_tokens = limit
 
     def next_batch(self, num_samples: int) -> Batch | None:
@@ -76,9 +77,9 @@ class Mixture:
             entry = self._peek(chosen)
             if not entry.error and len(batch.samples) == num_samples:
                 break
-            self._sources[chosen].take()
+            self.sources[chosen].take()
             self._given[chosen] += 1
-            batch.add(entry)
+            batch.add(entry, chosen)
         result = batch.finish(self.epoch, self.cursor, f"data.sources: {self._path}")
         return None if self._drop_last and len(batch.samples) < num_samples else result
 
@@ -86,15 +87,17 @@ class Mixture:
     def cursor(self) -> Cursor:
         """Where the next batch begins: the number of rows that each source has given since the first epoch."""
         counts = {f"source_{number}": int(count) for number, count in enumerate(self._given)}
-        return {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows} | counts | {
-            f"file_bytes_{number}": source.file_bytes for number, source in enumerate(self._sources)}
+        files = {f"file_bytes_{number}": source.file_bytes for number, source in enumerate(self.sources)}
+        digests = {f"digest_{number}": source.fragments.digest for number, source in enumerate(self.sources)}
+        return {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows} | counts | files | digests
 
     def restore(self, cursor: Cursor) -> None:
         """As `Stream.restore`."""
         check_cursor(cursor, self.num_rows, f"data.sources: {self._path}")
-        for number, source in enumerate(self._sources):
+        for number, source in enumerate(self.sources):
+            check_digest(cursor.get(f"digest_{number}"), source.fragments.digest, f"data.sources: {source.path}")
             source.file_bytes = cursor[f"file_bytes_{number}"]
-        taken = [cursor[f"source_{number}"] for number in range(len(self._sources))]
+        taken = [cursor[f"source_{number}"] for number in range(len(self.sources))]
         self._start(cursor["epoch"], np.array(taken, np.int64))
 
     def start_epoch(self, epoch: int) -> None:
@@ -108,12 +111,12 @@ class Mixture:
 
     def _start(self, epoch: int, given: np.ndarray) -> None:
         self.epoch, self._given = epoch, given.copy()
-        for source, count in zip(self._sources, given.tolist()):
+        for source, count in zip(self.sources, given.tolist()):
             source.start(*divmod(count, source.num_rows))
 
     def _peek(self, number: int) -> Entry:
         """The next row of a source; a source that is used up starts again."""
-        source = self._sources[number]
+        source = self.sources[number]
         if (entry := source.peek()) is None:
             source.start_next_epoch()
             entry = source.peek()

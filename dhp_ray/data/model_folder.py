@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,43 @@ def chat_template_of(folder: Path) -> str:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Refuse a folder that lacks a chat template or a file from which the tokenizer is made. Needs no transformers."""
+    """Refuse a folder that lacks a chat template or a file from which the tokenizer is made, or whose tokenizer.json
+    has token ids beyond the model's embedding. Needs no transformers.
+    """
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         raise DataError(
             f"model.path: {folder} has no tokenizer; allowed: a folder with "
             f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
         )
     chat_template_of(folder)
+    if (folder / "tokenizer.json").is_file():
+        check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
+
+
+def check_vocabulary(folder: Path, token_ids: Iterable[Any]) -> None:
+    """Refuse token ids beyond the embedding of the folder's model, as after words were added to the tokenizer alone.
+
+    Raises:
+        DataError: one line with the sizes of both.
+    """
+    tree = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    text = tree.get("text_config")
+    size = _number((text if isinstance(text, dict) else {}).get("vocab_size", tree.get("vocab_size")))
+    needed = 1 + max((number for number in token_ids if isinstance(number, int)), default=-1)
+    if 0 < size < needed:
+        raise DataError(
+            f"model.path: {folder}: its tokenizer has token ids up to {needed - 1}, which take {needed} rows of the "
+            f"model's embedding; it has {size} (vocab_size in config.json); allowed: a tokenizer that the embedding "
+            "holds, or a model saved after resize_token_embeddings"
+        )
+
+
+def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
+    """The token ids in a tokenizer.json, whatever kind of model it holds."""
+    model, added = tree.get("model"), tree.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+    yield from (token.get("id") for token in added or () if isinstance(token, dict))
 
 
 def own_pixels_of(folder: Path, most_pixels: int) -> int:

@@ -26,7 +26,7 @@ from dhp_ray.data.families import family_of, folder_image_settings, preset_image
 from dhp_ray.data.families.base import Bounds, Family
 from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import chat_template_of, video_pixels_of, write_json
+from dhp_ray.data.model_folder import chat_template_of, check_vocabulary, video_pixels_of, write_json
 from dhp_ray.data.spelled_tokens import HiddenTokens, SpelledTokens
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.data.tools import holds_any
@@ -270,6 +270,7 @@ def load_processor(
         raise DataError(f"model.path: {path} has no tokenizer that loads: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
+    check_vocabulary(folder, tokenizer.get_vocab().values())
     template = chat_template_of(folder)
     try:
         settings = folder_image_settings(folder, family)

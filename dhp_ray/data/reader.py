@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,8 +84,13 @@ class ReadFragments:
                        for place in (range(len(order)) if places is None else places)])
 
     def _named(self, row: Row, epoch: int) -> Row:
-        """For a mixture, the row with an id that is unique over its sources and its passes over them."""
-        return replace(row, id=f"{self.prefix}{row.id}{f'~{epoch + 1}' if epoch else ''}") if self.prefix else row
+        """For a mixture, the row with an id that is unique over its sources and its passes over them. It ends with the
+        number of the pass, in the first pass only where the row's own id ends like that.
+        """
+        if not self.prefix:
+            return row
+        numbered = epoch or re.search(r"~[0-9]+\Z", row.id)
+        return replace(row, id=f"{self.prefix}{row.id}{f'~{epoch + 1}' if numbered else ''}")
 
     def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:

@@ -29,6 +29,7 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
+from dhp_ray.data.bad_rows import BadRows
 from dhp_ray.data.blocks import Origin, columns_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
@@ -42,10 +43,6 @@ from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32
 STORE_SHARE = 1 / 16  # of the object store, that a part may take
-MOST_BAD_ROWS = 1000
-"""So many bad rows in a row, or all rows of a smaller source, and the source cannot be used: whatever holds its images
-no longer answers, say.
-"""
 # Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
                "ray.data._internal.progress": logging.ERROR}
@@ -78,7 +75,7 @@ class SourceStream:
     def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0,
                  answer_tokens: int = 0) -> None:
         self.fragments = index_fragments(data)
-        self._path = data.path
+        self.path = data.path
         processor = ProcessorSpec.of(model, data)
         processor.load()  # raises here if the model folder has no tokenizer
         self.num_rows = self.fragments.num_rows
@@ -90,7 +87,7 @@ class SourceStream:
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef, Origin]]] = deque()
-        self._bad_rows = 0  # that were taken last
+        self._bad_rows = BadRows(data.path, self.num_rows)
         # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
         for name, level in _LOG_LEVELS.items():
@@ -105,22 +102,18 @@ class SourceStream:
         """
         entry = self._entries.popleft()
         self.row += 1
-        self._bad_rows = self._bad_rows + 1 if entry.error else 0
-        if self._bad_rows == min(MOST_BAD_ROWS, self.num_rows):
-            what = ("has no usable row" if self._bad_rows == self.num_rows
-                    else f"has {self._bad_rows} rows in a row that cannot be used")
-            raise DataError(f"data.path: {self._path} {what}; the last, {entry.sample.id}: {entry.error}")
+        self._bad_rows.take(entry.sample.id, entry.error)
 
     def start_next_epoch(self) -> None:
         """Go to the beginning of the next epoch, as part of the same pass: bad rows before it still count."""
-        bad_rows = self._bad_rows
+        count = self._bad_rows.count
         self.start(self.epoch + 1, 0)
-        self._bad_rows = bad_rows
+        self._bad_rows.count = count
 
     def start(self, epoch: int, row: int) -> None:
         """Go to the position after the first `row` rows of an epoch."""
         self.epoch, self.row = epoch, row
-        self._bad_rows = 0
+        self._bad_rows.count = 0
         num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
         self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, self._window)
         self._bytes = num_bytes[self._order.fragments]
@@ -166,7 +159,7 @@ class SourceStream:
                 self._parts.popleft()
             columns, reference, origin = columns_of(*found, LENGTH_COLUMNS)
         except RayError as error:  # also where Ray ended a task because memory ran out
-            raise DataError(f"data.path: {self._path}: a task that reads it failed: {named_line(error)}") from None
+            raise DataError(f"data.path: {self.path}: a task that reads it failed: {named_line(error)}") from None
         lengths = columns.to_pylist()
         if lengths[0]["row"] == UNREADABLE:
             raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")

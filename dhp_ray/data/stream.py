@@ -38,7 +38,8 @@ class Batch:
 
     `payload` maps a sample's id to the reference of its block and its row there; `origins` says of every block where it
     was made, and how. `skipped` are the bad rows that were passed on the way. `cursor` is where the next batch begins;
-    `Stream.restore` takes it.
+    `Stream.restore` takes it. `rows` has the number of the source and the id of every row, bad ones too, in the order
+    of the stream.
     """
 
     epoch: int
@@ -47,6 +48,7 @@ class Batch:
     skipped: list[Skipped]
     cursor: Cursor
     origins: dict[ray.ObjectRef, Origin] = field(default_factory=dict, repr=False)
+    rows: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
     def longest(self) -> int:
@@ -62,8 +64,10 @@ class BatchBuilder:
         self._payload: dict[str, tuple[ray.ObjectRef, int]] = {}
         self._origins: dict[ray.ObjectRef, Origin] = {}
         self._skipped: list[Skipped] = []
+        self._rows: list[tuple[int, str]] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry, source: int = 0) -> None:
+        self._rows.append((source, entry.sample.id))
         if entry.error:
             self._skipped.append(Skipped(entry.sample.id, entry.error))
         else:
@@ -74,7 +78,7 @@ class BatchBuilder:
     def finish(self, epoch: int, cursor: Cursor, where: str) -> Batch:
         if not self.samples:
             raise DataError(f"{where} has no usable row; the first, {self._skipped[0].id}: {self._skipped[0].reason}")
-        return Batch(epoch, self.samples, self._payload, self._skipped, cursor, self._origins)
+        return Batch(epoch, self.samples, self._payload, self._skipped, cursor, self._origins, self._rows)
 
 
 class Stream:
@@ -94,6 +98,11 @@ class Stream:
         self.max_tokens = max_tokens
         self._path = data.path
         self._drop_last = drop_last
+
+    @property
+    def sources(self) -> list[SourceStream]:
+        """The sources, by their numbers in `Batch.rows`."""
+        return [self._rows]
 
     @property
     def epoch(self) -> int:
@@ -137,7 +146,7 @@ class Stream:
     def cursor(self) -> Cursor:
         """Where the next batch begins: the epoch, and the number of rows that it has given."""
         return {"order": ORDER, "epoch": self.epoch, "row": self._rows.row, "num_rows": self.num_rows,
-                "file_bytes": self._rows.file_bytes}
+                "file_bytes": self._rows.file_bytes, "digest": self.fragments.digest}
 
     def restore(self, cursor: Cursor) -> None:
         """Continue at the cursor of a batch.
@@ -146,6 +155,7 @@ class Stream:
             DataError: the cursor is of other data, or of a version that gave the rows in another order.
         """
         check_cursor(cursor, self.num_rows, f"data.path: {self._path}")
+        check_digest(cursor.get("digest"), self.fragments.digest, f"data.path: {self._path}")
         self._rows.file_bytes = cursor["file_bytes"]
         self._rows.start(cursor["epoch"], cursor["row"])
 
@@ -167,3 +177,14 @@ def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
         )
     if cursor["num_rows"] != num_rows:
         raise DataError(f"{where}: {num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")
+
+
+def check_digest(saved: int | None, digest: int, where: str) -> None:
+    """Refuse data in which other rows than those of the saved run may be at its places. `saved`: None in cursors that
+    earlier versions wrote.
+    """
+    if saved not in (None, digest):
+        raise DataError(
+            f"{where}: its files are not those of the saved run, as many rows as they have: others, changed, or cut "
+            "into other row groups; allowed: the same data, or another run.dir"
+        )

@@ -68,9 +68,11 @@ def document(title: str, written: str, parts: Sequence[str]) -> str:
 
 def summary(run: RunFiles, gains: Gains) -> str:
     last = run.metrics[-1]
+    losses = (line["loss"] for line in reversed(run.metrics) if line["loss"] is not None)
     rates = [line["num_tokens"] / line["step_time_s"] for line in run.metrics if line["step_time_s"]]
     cells = [("steps", f"{last['step']}"), ("samples", f"{sum(line['num_samples'] for line in run.metrics):,}"),
-             ("tokens", f"{sum(line['num_tokens'] for line in run.metrics):,}"), ("last loss", _number(last["loss"])),
+             ("tokens", f"{sum(line['num_tokens'] for line in run.metrics):,}"),
+             ("last loss", _number(next(losses, None))),
              ("tokens a second, median", f"{statistics.median(rates):,.0f}" if rates else "unknown"),
              ("idle, median", f"{100 * statistics.median(line['idle_fraction'] for line in run.metrics):.0f} %"),
              ("ranks", f"{last['num_ranks']}"),

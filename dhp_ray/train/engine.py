@@ -26,7 +26,8 @@ class Update:
     """What an update did; equal on all ranks.
 
     `gradient_norm` is that of the mean gradient over valid tokens, before clipping. `learning_rate` is the highest of
-    all parameters' at this step. If the norm is not finite, `applied` is False and the state keeps its version.
+    all parameters' at this step. If the norm is not finite, or there was no valid token, `applied` is False and the
+    state keeps its version.
     """
 
     gradient_norm: float
@@ -104,29 +105,33 @@ class Engine(ABC):
         return {name: value for name, value in self.gather((name, 0) for name in [*self.parameters, *self.frozen])
                 if value is not None}
 
-    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0, uses_vision: bool = True) -> Update:
         """Take one AdamW step on the gradients, summed over all ranks and divided by the global batch's valid tokens.
 
-        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (0 counts as 1, its
-        gradients are zeros), `learning_rate_factor` of the schedule. Version v+1 is written next to version v and takes
-        its place at the end, once the device has written it and there was no abort: if this raises, version v and the
-        gradients are whole, and `all_gather_parameters` on a working group brings the parameters back to it.
+        Every rank calls this, with the same arguments: `num_valid_tokens` of the whole global batch (with 0 there is
+        nothing to learn from, and nothing is updated), `learning_rate_factor` of the schedule, `uses_vision`: whether
+        any sample used the vision encoder; if none did, it is left as it is, its moments and its count of updates too.
+
+        Version v+1 is written next to version v and takes its place at the end, once the device has written it and
+        there was no abort: if this raises, version v and the gradients are whole, and `all_gather_parameters` on a
+        working group brings the parameters back to it.
         """
         assert self.current.version != UNFINISHED, "a state must be loaded first"
         norm = self._reduce() / max(1, num_valid_tokens)
         learning_rate = self.optimizer.peak_learning_rate * learning_rate_factor
-        if not math.isfinite(norm):
+        if not num_valid_tokens or not math.isfinite(norm):
             return Update(norm, learning_rate, applied=False)
         clip_norm = self.settings.clip_norm
         coefficient = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
-        scale = coefficient / max(1, num_valid_tokens)
+        scale = coefficient / num_valid_tokens
         self.spare.version = UNFINISHED
         for bucket in self._all_gather(self.spare):
             self.progress.mark("update")
             self.optimizer.write(bucket, self.current, self.spare, self._reduced_gradient(bucket) * scale,
-                                 learning_rate_factor)
+                                 learning_rate_factor, uses_vision)
         self.progress.synchronize()
         self.spare.version = self.current.version + 1
+        self.spare.vision_updates = self.current.vision_updates + uses_vision
         self.current, self.spare = self.spare, self.current
         return Update(norm, learning_rate, applied=True)
 

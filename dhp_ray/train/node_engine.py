@@ -148,11 +148,11 @@ class NodeEngine(FlatShards):
     def end_pack(self) -> None:
         self.buffers.end_pack()
 
-    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0) -> Update:
+    def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0, uses_vision: bool = True) -> Update:
         """See Engine. All ranks have ended their packs before any rank calls this, because a collective comes in
         between. If it raises, gradients may be lost: the step must run again.
         """
-        update = super().update(num_valid_tokens, learning_rate_factor)
+        update = super().update(num_valid_tokens, learning_rate_factor, uses_vision)
         if not update.applied:  # sums are zeroed; no rank may add to them before that
             self._meet()
         return update

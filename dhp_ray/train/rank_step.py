@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dhp_ray.comm.link import Link
 from dhp_ray.comm.progress import Moment, Wait, seconds_of
-from dhp_ray.comm.totals import numbers_of_ranks, sum_of_counts
+from dhp_ray.comm.totals import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
@@ -42,11 +42,21 @@ class PackRun(NamedTuple):
     """Seconds of these waits: on the CPU."""
     moved_bytes: int = 0
     """Bytes of activations moved to host memory."""
+    num_images: int = 0
+    """Images of the pack's samples, but for placeholders: every rank of the pack has the same number."""
 
     def time(self, start: Moment) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
                         self.link.blocked_s + seconds_of(self.waits) + self.gathering_s)
+
+
+class Totals(NamedTuple):
+    """Sums over the packs of all ranks; of `num_images` it counts only whether there are any."""
+
+    loss_sum: float
+    num_valid_tokens: int
+    num_images: int
 
 
 PHASE_INDEX = 2**20
@@ -102,8 +112,8 @@ class RankStep:
         self.engine.progress.stage = f"step {plan.step}, update"
         with self.engine.progress.waiting("copies of the state before"):
             self.before_update()
-        loss_sum, num_valid_tokens = self._totals(runs)
-        update = self.engine.update(num_valid_tokens, learning_rate_factor)
+        loss_sum, num_valid_tokens, num_images = self._totals(runs)
+        update = self.engine.update(num_valid_tokens, learning_rate_factor, uses_vision=num_images > 0)
         return StepResult(
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens,
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
@@ -119,7 +129,8 @@ class RankStep:
         """
         self.engine.progress.stage = f"evaluation {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
-        return self._totals(self._run_packs(inputs)[0])
+        totals = self._totals(self._run_packs(inputs)[0])
+        return totals.loss_sum, totals.num_valid_tokens
 
     @torch.no_grad()
     def predictions(self, inputs: StepInputs) -> list[Tensor]:
@@ -190,12 +201,13 @@ class RankStep:
             self.offload.backward(loss)
         self.engine.end_pack()
         return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link,
-                       moved_bytes=self.offload.moved_bytes)
+                       moved_bytes=self.offload.moved_bytes, num_images=inputs.num_images)
 
-    def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int]:
-        """Return the loss sum and the valid tokens of all ranks. The host waits here for the device."""
+    def _totals(self, runs: Sequence[PackRun]) -> Totals:
+        """Return the sums of all ranks. The host waits here for the device."""
         progress = self.engine.progress
         losses: list[float] = progress.read(torch.stack([run.loss for run in runs])) if runs else []
         loss_sum = torch.tensor(sum(losses), dtype=torch.float64)
-        return (sum(numbers_of_ranks(loss_sum, self.world, progress)),
-                sum_of_counts(sum(run.num_valid_tokens for run in runs), self.world, progress))
+        counts = [sum(run.num_valid_tokens for run in runs), sum(run.num_images for run in runs)]
+        return Totals(sum(numbers_of_ranks(loss_sum, self.world, progress)),
+                      *sums_of_counts(counts, self.world, progress))

@@ -26,6 +26,27 @@ def test_a_table_holds_what_was_added() -> None:
     assert list(Fragments(FragmentWriter().table())) == []
 
 
+def digest_of(path: Path) -> int:
+    return index_fragments(Data(format="llava", path=str(path))).digest
+
+
+def test_a_digest_is_of_what_the_files_hold(tmp_path: Path) -> None:
+    """Not of where they are, or of when they were written."""
+    rows = [{"id": f"r{number:02d}", "conversations": talk("a", "b")} for number in range(70)]
+    digests = {}
+    for name, changed in {"first": rows, "copy": rows, "reversed": rows[::-1],
+                          "one more sign": [{**rows[0], "x": ""}, *rows[1:]]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        digests[name] = digest_of(write_rows(folder / "rows.jsonl", changed))
+    os.utime(tmp_path / "first" / "rows.jsonl", (1, 1))
+    assert digests["copy"] == digests["first"] == digest_of(tmp_path / "first" / "rows.jsonl")
+    (tmp_path / "copy" / "rows.jsonl").rename(tmp_path / "copy" / "others.jsonl")
+    others = digest_of(tmp_path / "copy" / "others.jsonl")
+    assert len({others, *digests.values()}) == 4
+    assert json.loads(json.dumps(others)) == others < 2**53
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +92,24 @@ def test_a_restored_cursor_goes_on_exactly(mixture: Mixture, data: Data) -> None
     again.close()
     with pytest.raises(DataError, match=": 50 rows, the saved run's had 49"):
         again.restore(first.cursor | {"num_rows": 49})
+    with pytest.raises(DataError, match=r"^data.sources: .*small.parquet: its files are not those of the saved run"):
+        again.restore(first.cursor | {"digest_1": 7})
+
+
+def test_ids_that_look_like_those_of_a_later_pass_stay_apart(ray_cluster: None, tmp_path: Path) -> None:
+    """Or else a batch that has the second pass's `a` and the first one's `a~2` would hold one of them twice."""
+    given = ["a", "a~2", "a~2~2", "a~1", "b~", "c~x2"]
+    small = write_rows(tmp_path / "small.json", [{"id": name, "conversations": talk("a", "b")} for name in given])
+    mixture = open_stream(Data(format="llava", sources=[Source(path=str(small))]), TINY, seed=3)
+    ids = []
+    for epoch in range(3):
+        mixture.start_epoch(epoch)
+        batch = mixture.next_batch(8)
+        assert batch is not None
+        ids += [sample.id for sample in batch.samples]
+    assert sorted(ids[:6]) == ["0/a", "0/a~1~1", "0/a~2~1", "0/a~2~2~1", "0/b~", "0/c~x2"]
+    assert len(set(ids)) == len(ids) == 18
+    mixture.close()
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 300))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
 
 PROCESSOR = processor()
+SIZE = -1
+"""In a configuration, where the size of the embedding belongs."""
 
 
 class OwnProcessor(Qwen2_5_VLProcessor):
@@ -280,6 +283,39 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line(
         load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("model.path: ")
+
+
+@pytest.mark.parametrize("config", [
+    {"text_config": {"vocab_size": SIZE}}, {"vocab_size": SIZE},
+    {"vocab_size": 9999, "text_config": {"vocab_size": SIZE}}])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_with_words_beyond_the_embedding_is_refused(
+    config: dict[str, Any], file: str, tmp_path: Path
+) -> None:
+    """Also with words that its settings alone add."""
+    folder = word_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    largest = max(tokenizer.get_vocab().values())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | fitting(config, largest + 1)))
+    load_processor("", str(folder), MIN_PIXELS, MAX_PIXELS)
+    kept = (folder / "tokenizer.json").read_bytes()
+    tokenizer.add_tokens(["<red>"])
+    tokenizer.save_pretrained(folder)
+    if file != "tokenizer.json":
+        (folder / "tokenizer.json").write_bytes(kept)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["added_tokens_decoder"] = {str(largest + 1): {"content": "<red>", "special": False}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError) as caught:
+        load_processor("", str(folder), MIN_PIXELS, MAX_PIXELS)
+    assert (f"its tokenizer has token ids up to {largest + 1}, which take {largest + 2} rows of the model's embedding; "
+            f"it has {largest + 1} (vocab_size in config.json)") in str(caught.value)
+
+
+def fitting(config: dict[str, Any], size: int) -> dict[str, Any]:
+    """The configuration with an embedding of this size."""
+    return {name: fitting(value, size) if isinstance(value, dict) else size if value == SIZE else value
+            for name, value in config.items()}
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

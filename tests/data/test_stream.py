@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -145,6 +147,43 @@ def test_a_cursor_of_other_data_is_refused(stream: Stream) -> None:
         match=r"the saved run's version gave the rows in another order; allowed: another run.dir, or that version",
     ):
         stream.restore({"epoch": 0, "fragment": 0, "row": 0, "num_rows": 70})
+
+
+def tabled(path: Path, ids: list[str], row_group_size: int) -> Path:
+    """Equal rows but for their ids."""
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"id": ids, "conversations": [talk("a", "b")] * len(ids)}), path,
+                   row_group_size=row_group_size)
+    return path
+
+
+IDS = [f"r{number:02d}" for number in range(64)]
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: tabled(path, IDS, 10), lambda path: tabled(path, IDS[::-1], 16),
+    lambda path: tabled(path, [*IDS[:-1], "else"], 16)])
+def test_resuming_on_changed_data_of_as_many_rows_is_refused(
+    change: Callable[[Path], object], ray_cluster: None, tmp_path: Path
+) -> None:
+    """It would double some rows and lose others. A copy elsewhere, and a cursor of an earlier version, go on."""
+    path = tabled(tmp_path / "rows.parquet", IDS, 16)
+    stream = Stream(Data(format="parquet", path=str(path)), TINY, 0)
+    first = stream.next_batch(8)
+    assert first is not None
+    stream.close()
+    copied = Stream(Data(format="parquet", path=str(tabled(tmp_path / "copy" / "rows.parquet", IDS, 16))), TINY, 0)
+    copied.restore(json.loads(json.dumps(first.cursor)))
+    change(path)
+    changed = Stream(Data(format="parquet", path=str(path)), TINY, 0)
+    with pytest.raises(DataError) as caught:
+        changed.restore(json.loads(json.dumps(first.cursor)))
+    assert str(caught.value) == (
+        f"data.path: {path}: its files are not those of the saved run, as many rows as they have: others, changed, or "
+        "cut into other row groups; allowed: the same data, or another run.dir")
+    changed.restore({name: value for name, value in first.cursor.items() if name != "digest"})
+    changed.close()
+    copied.close()
 
 
 def test_the_last_batch_is_left_out_when_it_is_not_full(ray_cluster: None, rows: Path) -> None:

@@ -52,7 +52,7 @@ def refused(status: int, *arguments: str) -> str:
     assert ended.status == status, ended.output + ended.errors
     said = [line for line in ended.error_lines if line.startswith("error: ")]
     assert len(said) == 1, ended.errors
-    assert "Traceback" not in ended.output + ended.errors
+    assert "Traceback" not in ended.output + ended.errors, ended.output + ended.errors
     return said[0]
 
 

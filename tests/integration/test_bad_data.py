@@ -293,3 +293,31 @@ def test_a_file_that_is_damaged_meanwhile_ends_the_run_with_its_last_step_saved(
     assert "rows.parquet" in line
     assert line.endswith(f"; the newest checkpoint is step {len(ledger(run_dir))}: start the same command again to go "
                          "on from it")
+
+
+def write_cut_images(folder: Path, num_rows: int) -> Path:
+    """Rows whose images have whole headers and half of their pixels."""
+    for number in range(num_rows):
+        (folder / f"{number}.jpg").write_bytes(half(picture(112, 112, "JPEG")))
+    return write_rows(folder / "rows.json", [
+        {"id": f"r{number}", "image": f"{number}.jpg", "conversations": talk("<image>What?", ANSWER)}
+        for number in range(num_rows)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "num_steps", "said"), [
+    ("step", 8, "rows.json has no usable row; the last, r"),
+    ("micro_batch", 2, "no step of 2 has trained anything: none of their samples can be used (see skipped.jsonl)")])
+def test_a_run_whose_images_are_all_cut_fails(
+    ray_cluster: None, tmp_path: Path, sync: str, num_steps: int, said: str
+) -> None:
+    """At the latest when it has seen all of them, or at its end; until then steps train nothing."""
+    path = write_cut_images(tmp_path, 16)
+    line = refused(1, f"run.dir={tmp_path / 'run'}", f"data.path={path}", *SETTINGS, f"run.steps={num_steps}",
+                   f"planner.sync={sync}")
+    assert said in line
+    assert not any(ledger(tmp_path / "run"))
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert all((line["loss"], line["num_samples"], line["num_tokens"]) == (None, 0, 0) for line in metrics)
+    assert not (tmp_path / "run" / "model").exists()

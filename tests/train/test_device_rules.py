@@ -14,14 +14,15 @@ from tests.async_backend.rules import EMULATED, Backend, run_group
 from tests.train.networks import Network, make_engine, train_step
 
 
-def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, int]]:
+def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, ...]]:
     """The gradient norm of an update, and the totals of a loss of 1.1 and a loss of 2.1, of 3 and 4 tokens."""
     network = Network()
     engine = make_engine(network, rank, 2)
     update = train_step(engine, network, 0, rank, 2)
     step = RankStep(cast(Any, None), engine, cast(Any, None), dist.group.WORLD, device)
     now, loss = Moment(device), torch.tensor(1.1 + rank, dtype=torch.float64)
-    return update.gradient_norm, step._totals([PackRun(0, loss, 3 + rank, now, now, Link([rank], rank, None))])
+    run = PackRun(0, loss, 3 + rank, now, now, Link([rank], rank, None), num_images=2)
+    return update.gradient_norm, tuple(step._totals([run]))
 
 
 def test_an_update_and_its_totals_need_no_type_that_is_refused() -> None:
@@ -29,7 +30,7 @@ def test_an_update_and_its_totals_need_no_type_that_is_refused() -> None:
     found = run_group(one_step, EMULATED)
     assert found == expected
     assert found[0] == found[1]
-    norm, (loss_sum, num_valid_tokens) = found[0]
+    norm, (loss_sum, num_valid_tokens, num_images) = found[0]
     assert norm > 0.0
     assert abs(loss_sum - 3.2) < 1e-13
-    assert num_valid_tokens == 7
+    assert (num_valid_tokens, num_images) == (7, 4)

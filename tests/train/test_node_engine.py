@@ -100,6 +100,29 @@ def test_any_node_trains_as_one_rank_does(world_size, freeze, recomputes, tied):
         assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6), name
 
 
+def no_valid_token(rank, world_size):
+    group = dist.new_group([0, 1])
+    adapter = model((), False, True)
+    engine = NodeEngine(adapter, settings(), dist.group.WORLD, world_size, rank, Node(((0, 1),), group),
+                        torch.device("cpu"))
+    norms = []
+    for num_valid_tokens in (50, 0, 50):
+        for number in range(rank, len(SAMPLES), world_size) if num_valid_tokens else ():
+            own_loss(adapter, number, rank).backward()
+            engine.end_pack()
+        dist.barrier()
+        state = [tensor.clone() for tensor in engine.current.tensors().values()]
+        update = engine.update(num_valid_tokens)
+        same = all(map(torch.equal, state, engine.current.tensors().values()))
+        norms.append((update.applied, same, engine.state_version))
+    engine.release()
+    return norms
+
+
+def test_a_batch_without_valid_tokens_updates_nothing_here_either():
+    assert run_tensors(no_valid_token, 2, 2) == [[(True, False, 1), (False, True, 1), (True, False, 2)]] * 2
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_pack_reads_a_unit_twice_and_adds_to_it_once(recomputes, tied):

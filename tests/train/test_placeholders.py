@@ -103,7 +103,8 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         inputs = collated(rank_plan, own, member.adapter)
         inputs.mask(bad, member.adapter)
         result = member.stepper.run(inputs, 0.0)
-        assert result.applied
+        assert result.applied == (result.num_valid_tokens > 0)
+        assert result.applied or result.gradient_norm == 0.0
         return result.loss_sum, result.num_valid_tokens, whole(member.engine, "exp_avg")
 
     found = {}
@@ -139,4 +140,5 @@ def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str,
         assert errors["tokens"] == 0, (name, errors)
         assert errors["loss"] < TOLERANCE, (name, errors)
         assert errors["gradient"] < TOLERANCE, (name, errors)
-        assert (errors["size"] > 1e-3) == (errors["count"] > 0) == (name != "all of a batch") or freeze, (name, errors)
+        assert (errors["count"] > 0) == (name != "all of a batch"), (name, errors)
+        assert errors["size"] > 1e-3 or freeze, (name, errors)

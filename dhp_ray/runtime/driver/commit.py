@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.work import PAID_ONCE, TERMS, Work, work_of
 from dhp_ray.runtime.driver.calls import Calls
-from dhp_ray.runtime.driver.measures import cost_error, step_extra, step_metrics
+from dhp_ray.runtime.driver.measures import cost_error, step_extra, step_metrics, trained_samples
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.speeds import busy_s
 from dhp_ray.runtime.driver.stages import FinishedStep
@@ -58,7 +58,8 @@ class Commits:
                     f"{finished.plan_id}"
                 )
         work = work_of(plan)
-        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.current.number, finished.late)
+        metrics = step_metrics(plan, finished.results, finished.step_time_s, session.current.number, finished.late,
+                               finished.placeholders)
         metrics |= finished.evaluated
         if (error := cost_error(plan, work, finished.results)) is not None:
             metrics["cost_error"] = error
@@ -73,9 +74,10 @@ class Commits:
         if not extra["applied"]:
             records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"],
                           sample_ids=[sample.id for sample in plan.samples])
-            yield Notice(f"step {finished.step}: the gradient is not finite; update skipped on all ranks")
-        records.commit(finished.step, [sample.id for sample in plan.samples if sample.id not in finished.placeholders],
-                       metrics)
+            why = "the gradient is not finite" if extra["num_valid_tokens"] else "no sample can be used"
+            yield Notice(f"step {finished.step}: {why}; update skipped on all ranks")
+        trained = trained_samples(plan, finished.results, finished.placeholders)
+        records.commit(finished.step, [sample.id for sample in trained], metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
         # after a recovery ranks may be others, though there are as many
         if finished.generation == session.current.number and len(finished.results) == session.group.size:

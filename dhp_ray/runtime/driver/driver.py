@@ -25,6 +25,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
+from dhp_ray.data.bad_rows import BadRows
 from dhp_ray.data.errors import DataError
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.driver.arrivals import Arrivals
@@ -70,6 +71,8 @@ class Driver:
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
+        self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
+        self.counted_step = 0  # the last step whose rows have been counted
         # calls that wait for copies of the state after a step
         self.copies = 0, Calls()
 
@@ -114,6 +117,7 @@ class Driver:
                 self.config, folder, self.group, self.store, self.arrivals, self.takes_over,
                 lambda: self.stop_reason)
             self.commits = Commits(session)
+            self.bad_rows = [BadRows(source.path, source.num_rows) for source in session.stream.sources]
             gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
             gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread
             yield from self._train(session, "the driver was lost" if self.takes_over else "")
@@ -141,6 +145,9 @@ class Driver:
                 if not change:
                     stopping = session.stopping
                     yield from save_last(session, self.commits)
+                    if not (stopping or session.records.has_trained):
+                        raise RunError(f"no step of {session.records.last_step} has trained anything: none of their "
+                                       "samples can be used (see skipped.jsonl)")
                     if not stopping:
                         export(session)
                     yield finish(session, stopping)
@@ -240,11 +247,30 @@ class Driver:
                 # reported once the step before is committed and saved
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
+        try:
+            self._count_bad_rows(dispatched, failures)
+        except DataError as error:
+            self.refused = str(error)
+            return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
         order = StepOrder(dispatched.step, dispatched.plan_id, failures, session.total_steps, mirrors)
         results = session.group.start("run", pickle.dumps(order))  # once; Ray would pickle it for each rank
         session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
+
+    def _count_bad_rows(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
+        """Count the bad rows of a step's batch, those that do not decode (`failures`) included; once, if it is launched
+        again.
+
+        Raises:
+            DataError: a source has too many of them.
+        """
+        if dispatched.step <= self.counted_step:
+            return
+        self.counted_step = dispatched.step
+        reasons = {skipped.id: skipped.reason for skipped in dispatched.batch.skipped} | failures
+        for source, sample_id in dispatched.batch.rows:
+            self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""))
 
     def _copies_arrived(self, session: Session) -> Iterator[Message]:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.planner.work import PAID_ONCE, Work
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
@@ -75,18 +76,28 @@ class TimeScale:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
 
 
+def trained_samples(plan: Plan, results: Sequence[StepResult], placeholders: Collection[str]) -> list[Sample]:
+    """Return the samples that a step was trained on: those that could be used, if any of them had a valid token."""
+    if not results[0].num_valid_tokens:
+        return []
+    return [sample for sample in plan.samples if sample.id not in placeholders]
+
+
 def step_metrics(
-    plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False
+    plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False,
+    placeholders: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl, with the fields of the run folder's contract."""
-    first = results[0]
+    """Return the line of metrics.jsonl, with the fields of the run folder's contract. `placeholders`: the samples that
+    could not be used. Without a valid token there is no loss (NaN).
+    """
+    first, trained = results[0], trained_samples(plan, results, placeholders)
     return {
         "step": first.step,
-        "loss": first.loss_sum / first.num_valid_tokens if first.num_valid_tokens else 0.0,
+        "loss": first.loss_sum / first.num_valid_tokens if first.num_valid_tokens else math.nan,
         "learning_rate": first.learning_rate,
         "gradient_norm": first.gradient_norm,
-        "num_tokens": sum(sample.num_tokens for sample in plan.samples),
-        "num_samples": len(plan.samples),
+        "num_tokens": sum(sample.num_tokens for sample in trained),
+        "num_samples": len(trained),
         "step_time_s": step_time_s,
         "planning_time_s": plan.planning_time_s,
         "predicted_makespan_s": plan.makespan_s,

@@ -83,7 +83,7 @@ def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
     counts = sorted((int(degree), count) for degree, count in metrics["degrees"].items())
     degrees = " ".join(f"{degree}x{count}" for degree, count in counts)
-    words = [place, f"loss {metrics['loss']:.3f}",
+    words = [place, _loss(metrics),
              f"(lr {_short_exponent(metrics['learning_rate'])}, norm {metrics['gradient_norm']:.3g})"]
     if "eval_loss" in metrics:
         words.append(f"eval loss {metrics['eval_loss']:.3f}")
@@ -99,7 +99,11 @@ def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
 
 def now_line(metrics: Mapping[str, Any]) -> str:
     """Return the text next to the bar: `loss 2.413, 3.1k tokens/s, idle 18 %`."""
-    return f"loss {metrics['loss']:.3f}, {_rate(metrics)} tokens/s, idle {100 * metrics['idle_fraction']:.0f} %"
+    return f"{_loss(metrics)}, {_rate(metrics)} tokens/s, idle {100 * metrics['idle_fraction']:.0f} %"
+
+
+def _loss(metrics: Mapping[str, Any]) -> str:
+    return f"loss {metrics['loss']:.3f}" if metrics["num_samples"] else "no loss"
 
 
 def _rate(metrics: Mapping[str, Any]) -> str:

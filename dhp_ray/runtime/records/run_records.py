@@ -217,6 +217,11 @@ class RunRecords:
         """The ledger: the sample ids of every committed step, from the first."""
         return [line["sample_ids"] for line in self._ledger.lines()]
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether any committed step was trained on any sample."""
+        return any(line["sample_ids"] for line in self._ledger.lines())
+
     def flush(self) -> None:
         """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this.
         """

@@ -263,4 +263,4 @@ class Rank:
         return OptimizerSettings(
             learning_rate_of=lambda name: vision if self.adapter.is_vision(name) else train.learning_rate,
             decays=self.adapter.decays, weight_decay=train.weight_decay, betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_eps, clip_norm=train.clip_norm)
+            eps=train.adam_eps, clip_norm=train.clip_norm, is_vision=self.adapter.is_vision)

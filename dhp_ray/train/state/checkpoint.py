@@ -2,8 +2,8 @@
 
     checkpoints/step_000020/
         generation_3/                of the ranks that save; an aborted generation has files of its own
-            parameters.json          state version, the shape of every trained parameter, and the fingerprint of the
-                                     files of the parameters that are not trained
+            parameters.json          state version, the updates of the vision encoder, the shape of every trained
+                                     parameter, and the fingerprint of the files of the parameters that are not trained
             .metadata, __R_0.distcp  torch.distributed.checkpoint: `value.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`, each
                                      the flattened parameter in fp32, of which rank R wrote the intervals that it owns
         manifest.json                the driver's, written last
@@ -146,6 +146,8 @@ class Checkpointer:
             if fetched:
                 shutil.rmtree(fetched, ignore_errors=True)
         state.version = int(description["state_version"])
+        # earlier versions updated the vision encoder in every update
+        state.vision_updates = int(description.get("vision_updates", state.version))
         self.engine.load_state(state)
 
     def _entries(self, state: ShardState) -> dict[str, Intervals]:
@@ -217,7 +219,8 @@ class Checkpointer:
     def _describe(self, name: str, state: ShardState) -> None:
         shapes = {parameter: list(shape) for parameter, shape in self.engine.shapes.items()}
         self.folder.write(f"{name}/{DESCRIPTION}",
-                          json.dumps({"state_version": state.version, "shapes": shapes,
+                          json.dumps({"state_version": state.version, "vision_updates": state.vision_updates,
+                                      "shapes": shapes,
                                       "base": self.base.fingerprint if self.base else ""}).encode())
 
     def _upload(self, name: str, folder: Path) -> None:

@@ -18,8 +18,8 @@ class DoubleBuffer:
     pieces: tuple[Piece, ...]
     front: ShardState
     back: ShardState
-    version: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """The version that the back buffer will hold; it is sent along."""
+    counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    """The version that the back buffer will hold, and its `vision_updates`; they are sent along."""
 
     @classmethod
     def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False, versions: int = 2) -> DoubleBuffer:
@@ -31,7 +31,7 @@ class DoubleBuffer:
 
     def swap(self) -> None:
         """The back buffer is complete: it becomes the front buffer."""
-        self.back.version = int(self.version)
+        self.back.version, self.back.vision_updates = self.counts.tolist()
         self.front, self.back = self.back, self.front
 
     def complete(self) -> list[ShardState]:

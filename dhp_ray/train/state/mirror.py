@@ -122,7 +122,7 @@ class Mirror:
         if self._group is None:
             return
         self._replica_peer = torch_peer(replica_ranks[rank])
-        self._version = torch.zeros(1, dtype=torch.int64)
+        self._counts = torch.zeros(2, dtype=torch.int64)
         owners = [owner for owner, replica_rank in enumerate(replica_ranks) if replica_rank == rank]
         self._replicas = self._described(owners)
         on_device = engine.device.type != "cpu"
@@ -155,7 +155,7 @@ class Mirror:
         begun_s, receives, failure = perf_counter(), dict[int, list[dist.Work]](), ""
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED
-            tensors = [buffers.version, *buffers.back.tensors().values()]
+            tensors = [buffers.counts, *buffers.back.tensors().values()]
             peer = torch_peer(owner)
             try:
                 receives[owner] = [_posted(dist.irecv(tensor, group=self._group, group_src=peer, tag=tag))
@@ -237,13 +237,13 @@ class Mirror:
 
     def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:
         """Return a function that sends `current`, on a device once it has been copied to host memory."""
-        self._version.fill_(current.version)
+        self._counts.copy_(torch.tensor([current.version, current.vision_updates]))
         own, group, peer = self._own, self._group, self._replica_peer
-        tensors = [self._version, *current.tensors().values()]
+        tensors = [self._counts, *current.tensors().values()]
         if own is not None:
             own.back.version = UNFINISHED
-            own.version.fill_(current.version)
-            tensors = [self._version, *own.back.tensors().values()]
+            own.counts.copy_(self._counts)
+            tensors = [self._counts, *own.back.tensors().values()]
 
         def send() -> list[dist.Work]:
             return [_posted(dist.isend(tensor, group=group, group_dst=peer, tag=tag))

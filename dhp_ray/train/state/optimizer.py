@@ -25,8 +25,9 @@ PART_ELEMENTS = 2**26
 class OptimizerSettings:
     """AdamW (arXiv 1711.05101) and the clipping before it; what differs between parameters is a function of the name.
 
-    `learning_rate_of(name)` is the peak; `decays(name)` tells whether `weight_decay` applies. `clip_norm` bounds the
-    global gradient norm; 0 leaves it alone.
+    `learning_rate_of(name)` is the peak; `decays(name)` tells whether `weight_decay` applies; `is_vision(name)` whether
+    it is one of the vision encoder's, which not every batch uses. `clip_norm` bounds the global gradient norm; 0 leaves
+    it alone.
     """
 
     learning_rate_of: Callable[[str], float]
@@ -35,17 +36,20 @@ class OptimizerSettings:
     betas: tuple[float, float]
     eps: float
     clip_norm: float
+    is_vision: Callable[[str], bool] = lambda name: False
 
 
 @dataclass
 class ShardState:
-    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training.
+    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training,
+    `vision_updates` those of them that the vision encoder took part in: the step counters of Adam.
     """
 
     value: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     version: int = 0
+    vision_updates: int = 0
 
     @classmethod
     def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
@@ -69,7 +73,7 @@ class ShardState:
             for part, source in zip(mine.split(PART_ELEMENTS), theirs.split(PART_ELEMENTS)):
                 before_part()
                 part.copy_(source)
-        self.version = other.version
+        self.version, self.vision_updates = other.version, other.vision_updates
 
     def tensors(self) -> dict[str, Tensor]:
         return {"value": self.value, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -77,10 +81,11 @@ class ShardState:
 
 @dataclass(frozen=True)
 class _Group:
-    """Intervals of the shard that one learning rate and one decay apply to."""
+    """Intervals of the shard that one learning rate and one decay apply to, in one part of the model."""
 
     learning_rate: float
     weight_decay: float
+    is_vision: bool
     intervals: tuple[slice, ...]
 
 
@@ -103,19 +108,24 @@ class ShardedAdamW:
         self._groups = {start: self._grouped(found) for start, found in by_bucket.items()}
 
     def write(
-        self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float
+        self, bucket: Bucket, current: ShardState, following: ShardState, gradient: Tensor, learning_rate_factor: float,
+        uses_vision: bool = True,
     ) -> None:
         """Write the bucket's part of version v+1 into `following`, from version v in `current`, which is left as it is.
 
         `gradient` is this rank's slice of the bucket, fp32. Parameters without a gradient have zeros there: their
-        moments fade and their decay applies, as with any other gradient.
+        moments fade and their decay applies, as with any other gradient. Those of the vision encoder stay as they are
+        unless the batch `uses_vision`, as in torch where a gradient is None.
         """
         fused = gradient.device.type in FUSED
         steps_on = gradient.device if fused else torch.device("cpu")  # otherwise the host reads them one by one
         for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
             mine[bucket.shard].copy_(theirs[bucket.shard])
         for group in self._groups[bucket.shard.start]:
-            steps = torch.full((len(group.intervals),), float(current.version), device=steps_on)
+            if group.is_vision and not uses_vision:
+                continue
+            count = current.vision_updates if group.is_vision else current.version
+            steps = torch.full((len(group.intervals),), float(count), device=steps_on)
             adamw(
                 [following.value[interval] for interval in group.intervals],
                 [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start]
@@ -128,15 +138,15 @@ class ShardedAdamW:
 
     def _grouped(self, pieces: list[Piece]) -> list[_Group]:
         """Group pieces by their settings; neighbours are joined over the padding between them, which stays zero."""
-        found: dict[tuple[float, float], list[slice]] = {}
+        found: dict[tuple[float, float, bool], list[slice]] = {}
         previous = None
         for piece in pieces:
             decay = self.settings.weight_decay if self.settings.decays(piece.name) else 0.0
-            key = (self.settings.learning_rate_of(piece.name), decay)
+            key = (self.settings.learning_rate_of(piece.name), decay, self.settings.is_vision(piece.name))
             intervals = found.setdefault(key, [])
             if key == previous:
                 intervals[-1] = slice(intervals[-1].start, piece.shard.stop)
             else:
                 intervals.append(piece.shard)
             previous = key
-        return [_Group(learning_rate, decay, tuple(intervals)) for (learning_rate, decay), intervals in found.items()]
+        return [_Group(*key, tuple(intervals)) for key, intervals in found.items()]

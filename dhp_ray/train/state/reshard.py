@@ -27,8 +27,8 @@ from dhp_ray.train.state.optimizer import ShardState
 CPU = torch.device("cpu")
 PieceFields = tuple[str, int, int, int]
 """A Piece as it is sent: name, start, stop, offset."""
-Offer = tuple[int, int, list[PieceFields]]
-"""A LocalShard as it is sent: owner, version, pieces."""
+Offer = tuple[int, int, int, list[PieceFields]]
+"""A LocalShard as it is sent: owner, version, vision updates, pieces."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def reshard(
         ValueError: on all ranks alike, one line: an interval that nobody supplies, a shard supplied twice, or two
             versions.
     """
-    offer: list[Offer] = [(shard.owner, shard.version, _intervals(shard.pieces)) for shard in supplies]
+    offer: list[Offer] = [(shard.owner, shard.version, shard.state.vision_updates, _intervals(shard.pieces))
+                          for shard in supplies]
     offers, wants = _all_of(offer, _intervals(wanted), group)
     version = _common_version(offers)
     sends, receives = _routes(offers, wants, rank)
@@ -98,6 +99,7 @@ def reshard(
         if group is not None:
             _exchange(sources, target, sends, receives, group)
     state.version = version
+    state.vision_updates = next(updates for offered in offers for _, _, updates, _ in offered)  # equal on all
     return state
 
 
@@ -120,7 +122,7 @@ def _common_version(offers: list[list[Offer]]) -> int:
     versions: dict[int, int] = {}
     suppliers: dict[int, int] = {}
     for supplier, offered in enumerate(offers):
-        for owner, version, _ in offered:
+        for owner, version, _, _ in offered:
             if owner in suppliers:
                 raise ValueError(
                     f"state: the shard of old rank {owner} is supplied by ranks {suppliers[owner]} and {supplier}; "
@@ -144,7 +146,7 @@ def _routes(
     """
     supplied: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for supplier, offered in enumerate(offers):
-        for number, (_, _, intervals) in enumerate(offered):
+        for number, (*_, intervals) in enumerate(offered):
             for name, start, stop, offset in intervals:
                 supplied.setdefault(name, []).append((start, stop, offset, supplier, number))
     for found in supplied.values():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from dhp_ray.config import load
+from dhp_ray.data.bad_rows import BadRows
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.stream import Batch, Skipped
+from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
+from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.driver import Driver
+from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Message, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -53,3 +62,38 @@ def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) 
                                     Checkpoints(Folder(str(tmp_path)), 2))
     assert len(list(driver.run())) == 1
     assert flushed == [True]
+
+
+def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, str]]) -> DispatchedStep:
+    """A step of a batch whose samples are `good`; `bad` rows were left out of it."""
+    samples = [Sample(name, 8) for name in good]
+    batch = Batch(0, samples, {}, [Skipped(name, "no image") for name in bad], {}, {}, rows)
+    plan = Plan("dhp", "step", ClusterSpec(1, 1, 64), tuple(samples), (), 1.0, 1.0)
+    return DispatchedStep(step, batch, plan, "1.1.1", False, Calls(), Future())
+
+
+def counting_driver(*num_rows: int) -> Driver:
+    driver = Driver(load(["data.format=synthetic", "data.path=unused", "run.dir=unused"]), {}, ("", 0),
+                    takes_over=False)
+    driver.bad_rows = [BadRows(f"source{number}", rows) for number, rows in enumerate(num_rows)]
+    return driver
+
+
+def test_rows_that_do_not_decode_count_with_those_whose_headers_are_bad() -> None:
+    driver = counting_driver(5)
+    first = dispatched_of(1, ["a", "b"], ["c"], [(0, "a"), (0, "c"), (0, "b")])
+    driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})
+    driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})  # launched again after a recovery
+    with pytest.raises(DataError) as caught:
+        driver._count_bad_rows(dispatched_of(2, ["e", "f"], ["d"], [(0, "d"), (0, "e"), (0, "f")]),
+                               {"e": "truncated", "f": "truncated"})
+    assert str(caught.value) == "data.path: source0 has no usable row; the last, e: truncated"
+
+
+def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
+    driver = counting_driver(3, 100)
+    rows = [(1, "1/a"), (0, "0/a"), (0, "0/b"), (0, "0/c")]
+    driver._count_bad_rows(dispatched_of(1, [name for _, name in rows], [], rows), {"0/a": "cut", "0/c": "cut"})
+    with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/e: cut$"):
+        driver._count_bad_rows(dispatched_of(2, ["1/b", "0/d", "0/e"], [], [(0, "0/d"), (1, "1/b"), (0, "0/e")]),
+                               {"0/d": "cut", "0/e": "cut"})

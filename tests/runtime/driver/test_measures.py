@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (1.0, 2.0)
     assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"],
             metrics["late"]) == (1e-3, 1.0, "dhp", True)
+
+
+def test_metrics_count_what_was_trained() -> None:
+    """Not what could not be used: placeholders keep their places, and with nothing else there is no loss."""
+    samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6))
+    plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), samples,
+                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((1,), Pack((1,)), 0.5)), 1.25, 0.9)
+    some = step_metrics(plan, [result(0), result(1)], 1.0, 1, placeholders={"a": "truncated"})
+    assert (some["num_tokens"], some["num_samples"], some["loss"]) == (6, 1, 3.0)
+    none = [result(rank, loss_sum=0.0, num_valid_tokens=0) for rank in range(2)]
+    for placeholders in ({"a": "truncated", "b": "truncated"}, {}):
+        metrics = step_metrics(plan, none, 1.0, 1, placeholders=placeholders)
+        assert (metrics["num_tokens"], metrics["num_samples"]) == (0, 0)
+        assert math.isnan(metrics["loss"])
 
 
 def test_the_cost_error_is_the_median_of_parts_of_packs_at_the_speeds_that_the_plan_knew() -> None:
@@ -113,8 +128,3 @@ def with_phases(
 ) -> StepResult:
     """With phases of the encoder: begin, end, blocked."""
     return found._replace(encoder_times=(PackTime(-1, *before), PackTime(-1, *after)), exchanged_bytes=num_bytes)
-
-
-def test_a_batch_without_a_valid_token_has_loss_zero() -> None:
-    plan = Plan("dhp", "step", ClusterSpec(1, 1, 8), (Sample("a", 4),), (GroupPlan((0,), Pack((0,)), 1.0),), 1.0, 1.0)
-    assert step_metrics(plan, [result(0, loss_sum=0.0, num_valid_tokens=0)], 1.0, 1)["loss"] == 0.0

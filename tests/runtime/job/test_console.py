@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.runtime.job.console import Console, step_line
+from dhp_ray.runtime.job.console import Console, now_line, step_line
 from dhp_ray.runtime.messages import Notice, RunFinished, RunStarted, StepCommitted
 
 METRICS: dict[str, Any] = {"step": 12, "loss": 2.4131, "learning_rate": 9.8e-4, "gradient_norm": 1.2,
@@ -55,6 +55,9 @@ def test_numbers_that_are_none_have_a_line_too() -> None:
     line = step_line(METRICS | {"loss": math.nan, "step_time_s": 0.0, "gradient_norm": math.inf, "learning_rate": 0.0},
                      60)
     assert "loss nan (lr 0, norm inf) 0 tokens/s" in line
+    untrained = METRICS | {"loss": math.nan, "num_samples": 0, "num_tokens": 0, "gradient_norm": 0.0}
+    assert step_line(untrained, 60).startswith("step 12/60 no loss (lr 9.8e-4, norm 0) 0 tokens/s step 0.84 s ")
+    assert now_line(untrained) == "no loss, 0 tokens/s, idle 18 %"
 
 
 class Interrupted(io.StringIO):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from dhp_ray.comm.device import CUDA, NPU, Accelerator
 from dhp_ray.config import Config, ConfigError, dump, load
@@ -159,7 +160,17 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def add_words(folder: Path) -> None:
+    """To the tokenizer, and not to the embedding, which has one row to spare."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<red>", "<green>"])
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(("damage", "line"), [
+    (add_words, ": its tokenizer has token ids up to 264, which take 265 rows of the model's embedding; it has 264 "
+                "(vocab_size in config.json); allowed: a tokenizer that the embedding holds, or a model saved after "
+                "resize_token_embeddings"),
     (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
      " holds a model of type 'llama'; allowed: internvl, qwen2_5_vl, qwen3_vl"),

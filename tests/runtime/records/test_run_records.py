@@ -56,6 +56,15 @@ def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
     assert records.sample_ids() == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
 
 
+def test_steps_without_a_sample_have_trained_nothing(tmp_path: Path) -> None:
+    records = open_records(tmp_path)
+    for step, sample_ids in ((1, []), (2, []), (3, ["a"]), (4, [])):
+        records.commit(step, sample_ids, metrics(step))
+        assert records.has_trained == (step > 2)
+    records.truncate(2)
+    assert not records.has_trained
+
+
 def test_metrics_are_those_of_the_contract() -> None:
     contract = (
         "step loss learning_rate gradient_norm num_tokens num_samples step_time_s planning_time_s predicted_makespan_s "

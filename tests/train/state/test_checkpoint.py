@@ -57,6 +57,7 @@ def save_while_training(rank, world_size, run_dir):
     checkpointer.may_write = Event()
     for step in range(3):
         train_step(engine, network, step, rank, world_size)
+    engine.current.vision_updates = 2
     saved = state_of(engine)
     checkpointer.begin(3)
     for step in range(3, 5):
@@ -96,7 +97,7 @@ def test_a_save_holds_the_values_of_its_beginning_while_training_goes_on(saved_r
     names = sorted(path.name for path in (run_dir / "run" / NAME).iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "parameters.json"]
     description = json.loads((run_dir / "run" / NAME / "parameters.json").read_text())
-    assert description["state_version"] == 3
+    assert (description["state_version"], description["vision_updates"]) == (3, 2)
     assert description["shapes"]["scale"] == []
 
 
@@ -105,6 +106,7 @@ def load_checkpoint(rank, world_size, run_dir, bucket_bytes, folder_kind=Folder,
     engine = make_engine(network, rank, world_size, bucket_bytes, precision)
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
     checkpointer.load(NAME)
+    assert engine.current.vision_updates == 2
     state, version, full = state_of(engine), engine.state_version, engine.full_parameters()
     resident = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for step in range(3, 6):
@@ -252,3 +254,19 @@ def test_a_copy_of_the_state_shows_progress(tmp_path, monkeypatch):
     Checkpointer(other, 0, 1, None, None, Folder(f"{tmp_path}/run"), 1).load(tensors_folder(1, 1))
     assert all(torch.equal(one, two) for one, two in zip(
         engine.current.tensors().values(), other.current.tensors().values()))
+
+
+def load_old(rank, world_size, run_dir):
+    engine = make_engine(Network(), rank, world_size, 400)
+    make_checkpointer(engine, rank, world_size, run_dir).load(NAME)
+    return engine.state_version, engine.current.vision_updates
+
+
+def test_an_earlier_version_s_checkpoint_has_updated_the_encoder_each_time(saved_run, tmp_path):
+    run_dir, _ = saved_run
+    shutil.copytree(run_dir / "run", tmp_path / "run")
+    file = tmp_path / "run" / NAME / "parameters.json"
+    description = json.loads(file.read_text())
+    del description["vision_updates"]
+    file.write_text(json.dumps(description))
+    assert run_tensors(load_old, 2, 2, str(tmp_path)) == [(3, 3)] * 2

@@ -27,9 +27,8 @@ def copied(state: ShardState) -> ShardState:
 
 
 def equal(first: ShardState, second: ShardState) -> bool:
-    return first.version == second.version and all(torch.equal(mine, theirs)
-                                                   for mine, theirs in zip(first.tensors().values(),
-                                                                           second.tensors().values()))
+    counts = [(state.version, state.vision_updates) for state in (first, second)]
+    return counts[0] == counts[1] and all(map(torch.equal, first.tensors().values(), second.tensors().values()))
 
 
 def gathered(state: ShardState) -> list[ShardState]:
@@ -37,7 +36,7 @@ def gathered(state: ShardState) -> list[ShardState]:
     mine = torch.stack(list(state.tensors().values()))
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
-    return [ShardState(*tensors.unbind(), version=state.version) for tensors in found]
+    return [ShardState(*tensors.unbind(), state.version, state.vision_updates) for tensors in found]
 
 
 def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
@@ -51,6 +50,7 @@ def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
     for step in range(4):
         if step:
             train_step(engine, network, step - 1, rank, world_size)
+            engine.current.vision_updates = step // 2  # as if some had left it out
         had[engine.state_version] = gathered(engine.current)
         mirror.begin()
         during = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
