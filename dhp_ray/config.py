@@ -6,17 +6,18 @@ Later wins: the schema's defaults, the file given by `--config` (`conf/train.yam
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dhp_ray.constraints import brief, check, check_device, check_evaluation, texts, walk
+from dhp_ray.constraints import brief, check, check_device, check_evaluation, expand_homes, texts, walk
 from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError
@@ -32,27 +33,30 @@ CHOICES = ("model", "data", "cluster")
 class Layout:
     """The keys that a file may have, as a dataclass of sections, and the folder of conf/ for each key that takes a file
     by its name. `either`: pairs of keys that exclude each other: one given on the command line takes the place of the
-    other in a file.
+    other in a file. `keys` (a pattern) and `own`: the keys that a command uses, and those that it has beside the
+    schema, of which it reads the latter itself: what an error offers in place of a key that there is not.
     """
 
     schema: type
     choices: Mapping[str, str]
     either: Sequence[tuple[str, str]] = ()
+    keys: str = ""
+    own: Sequence[str] = ()
 
 
 TRAINING = Layout(Config, {group: group for group in CHOICES},
                   (("model.preset", "model.path"), ("data.path", "data.sources")))
 
 
-def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check
-         ) -> Config:
+def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check,
+         keys: str = "", own: Sequence[str] = ()) -> Config:
     """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, once `checked` has accepted its
-    values. URIs in it show no credentials (dhp_ray/credentials.py).
+    values. URIs in it show no credentials (dhp_ray/credentials.py). `keys`, `own`: see Layout.
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
-    config: Config = load_as(TRAINING, argv, default_file)
+    config: Config = load_as(replace(TRAINING, keys=keys, own=own), argv, default_file)
     checked(config)
     return config
 
@@ -81,6 +85,7 @@ def load_as(layout: Layout, argv: list[str], default_file: Path) -> Any:
         _set(layout, config, name, _value(layout, name, text), "the command line")
     result = OmegaConf.to_object(config)
     assert isinstance(result, layout.schema)
+    expand_homes(result)
     _conceal(result)
     return result
 
@@ -93,9 +98,9 @@ def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str
         if word == "--config":
             if not rest:
                 raise ConfigError("--config: needs a file")
-            path = Path(rest.pop(0))
+            path = Path(os.path.expanduser(rest.pop(0)))
         elif word.startswith("--config="):
-            path = Path(word.partition("=")[2])
+            path = Path(os.path.expanduser(word.partition("=")[2]))
         elif word.startswith("-") or "=" not in word:
             raise ConfigError(f"{word}: not understood; allowed: --config FILE, --help and key=value")
         else:
@@ -206,10 +211,13 @@ def _set(layout: Layout, config: Any, dotted: str, value: Any, origin: str) -> N
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        near = [name for name in types if section
-                and name.rpartition(".")[0] == section] or sorted({name.split(".")[0] for name in types})
+        known = [name for name in types if re.match(layout.keys, name)]
+        near = [name for name in known if section and name.rpartition(".")[0] == section]
+        near = near or [*layout.own, *sorted({name.split(".")[0] for name in known})]
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
     kind = types[dotted]
+    if kind == list[str] and isinstance(value, str):  # a list of one, or several without brackets
+        value = [name.strip() for name in value.split(",")]
     allowed = _allowed(choices, kind)
     if value is None:
         raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.credentials import MASK, Uri
-from dhp_ray.schema import MAX_MIRROR_STEPS, Config, ConfigError, Lora
+from dhp_ray.credentials import MASK, Uri, masked
+from dhp_ray.schema import MAX_MIRROR_STEPS, MEASURE, Config, ConfigError, Lora
 
 UPLOADS = "working_dir_files"
 """Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
@@ -149,6 +150,11 @@ def check_device(config: Config) -> None:
         )
 
 
+def in_upload(folder: Path) -> bool:
+    """Whether a folder is in Ray's copy of the working directory of a job."""
+    return UPLOADS in folder.parts
+
+
 def upload_warning(key: str, folder: str, working_folder: Path) -> str:
     """Return a warning if a key's folder or file is inside the upload of a submitted job: each node has its own copy of
     that, and Ray deletes it. Empty if it is not.
@@ -156,10 +162,75 @@ def upload_warning(key: str, folder: str, working_folder: Path) -> str:
     The job's working folder shows this, not the fact that it was submitted: a job may have changed to a folder that
     stays.
     """
-    if UPLOADS in working_folder.parts and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
+    if in_upload(working_folder) and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
         return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
                 "give an absolute path or a URI that every node reaches")
     return ""
+
+
+def places(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Every key of a configuration that names a path, those of lists of sections included: its dotted name, the section
+    that has it, and its field.
+    """
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if item.metadata.get("path"):
+            yield f"{prefix}{item.name}", node, item
+        for index, inner in enumerate(value if isinstance(value, list) else [value]):
+            if is_dataclass(inner):
+                yield from places(inner, f"{prefix}{item.name}" + (f"[{index}]." if isinstance(value, list) else "."))
+
+
+def expand_homes(config: Any) -> None:
+    """Replace a leading `~` of every path by the user's home."""
+    for _, section, item in places(config):
+        setattr(section, item.name, os.path.expanduser(getattr(section, item.name)))
+
+
+def make_absolute(config: Config) -> None:
+    """Take relative paths from this process's folder, for a driver and workers that may run in other ones. Not where
+    all of them run in Ray's copies of a folder: what is in it is read from there.
+    """
+    for name, section, item in places(config):
+        value = getattr(section, item.name)
+        kept = "://" in value or item.metadata["path"] == "output file" or (name, value) == ("planner.cost", MEASURE)
+        if value and not kept:
+            setattr(section, item.name, os.path.abspath(value))
+
+
+def refuse_relative_run(config: Config) -> None:
+    """Refuse a relative `run.dir` where the run's processes run in Ray's copies of a folder.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    if "://" not in config.run.dir and not os.path.isabs(config.run.dir):
+        raise ConfigError(f"run.dir: got {config.run.dir!r}, which is relative: it would lie in the copy of the "
+                          "working directory that Ray makes on each node, and deletes; allowed: an absolute path or a "
+                          "URI that every node reaches")
+
+
+def local_path(name: str, text: str) -> Path:
+    """The path that a word of a command names, with `~` as the user's home.
+
+    Raises:
+        ConfigError: it is a URI.
+    """
+    if "://" in text:
+        raise ConfigError(f"{name}: got {masked(text)}; allowed: a path of this machine (URIs are not read)")
+    return Path(os.path.expanduser(text))
+
+
+def check_place(name: str, value: str, kind: str) -> None:
+    """Refuse a file where a folder is wanted, and the reverse. What is absent, or behind a URI, is not looked at here.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    if os.path.isfile(value) and "file" not in kind:
+        raise ConfigError(f"{name}: {value} is a file; allowed: a {kind}")
+    if os.path.isdir(value) and "folder" not in kind:
+        raise ConfigError(f"{name}: {value} is a folder; allowed: a file")
 
 
 def walk(node: Any, prefix: str = "") -> list[tuple[str, Any, dict[str, Any]]]:
@@ -186,6 +257,11 @@ def _check_value(dotted: str, value: Any, spec: dict[str, Any]) -> None:
         raise ConfigError(
             f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials"
         )
+    if spec["path"] and "://" in value and "URI" not in spec["path"]:
+        allowed = "a file" if spec["path"] == "output file" else f"a {spec['path']}"
+        raise ConfigError(f"{dotted}: got {masked(value)}; allowed: {allowed} of this machine (URIs are not read)")
+    if spec["path"] and "\0" in value:
+        raise ConfigError(f"{dotted}: got {value!r}; allowed: a name without a zero character")
     if spec["choices"] and value not in spec["choices"]:
         raise ConfigError(f"{dotted}: got {value!r}; allowed: {', '.join(spec['choices'])}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -18,6 +18,10 @@ class ConfigError(ValueError):
         super().__init__(" ".join(masked(message).split()))  # one line, whatever the value was
 
 
+PATHS = ("file", "folder", "file or folder", "folder or URI", "output file")
+"""What a key with a path may name."""
+
+
 def key(
     default: Any,
     text: str,
@@ -27,10 +31,14 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    path: str = "",
 ) -> Any:
-    """A field of the schema: its default, its line in `--help`, and the values that it admits."""
+    """A field of the schema: its default, its line in `--help`, and the values that it admits. `path`: what it names,
+    one of PATHS; `~` in it is the user's home.
+    """
+    assert path in ("", *PATHS)
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
-                "below": below}
+                "below": below, "path": path}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -47,6 +55,9 @@ two.
 LARGEST = 1e30
 """The largest of numbers that are computed with in 32 bits."""
 
+MEASURE = "measure"
+"""The `planner.cost` that is no file: costs are measured before the run's first step."""
+
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
 PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dhp_quick")
@@ -55,7 +66,8 @@ PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dh
 
 @dataclass(kw_only=True)
 class Run:
-    dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it")
+    dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it",
+                   path="folder or URI")
     steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
     epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
     resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one",
@@ -76,7 +88,7 @@ class Synthetic:
 
 @dataclass(kw_only=True)
 class Source:
-    path: str = key("", "file or folder of this source")
+    path: str = key("", "file or folder of this source", path="file or folder")
     weight: float = key(1.0, "share of this source in the mixture", above=0)
     format: str = key("", "layout of this source's samples; empty: data.format", choices=("", *FORMATS))
 
@@ -84,8 +96,8 @@ class Source:
 @dataclass(kw_only=True)
 class Data:
     format: str = key("synthetic", "layout of the samples", choices=FORMATS)
-    path: str = key("", "file or folder of the samples")
-    image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path")
+    path: str = key("", "file or folder of the samples", path="file or folder")
+    image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path", path="folder")
     sources: list[Source] = key([],
                                 "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
     min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
@@ -122,7 +134,7 @@ class Batch:
 @dataclass(kw_only=True)
 class Model:
     preset: str = key("", "a model built from a configuration of ours, with fresh weights (see conf/model)")
-    path: str = key("", "local Hugging Face folder with safetensors, tokenizer and image processor")
+    path: str = key("", "local Hugging Face folder with safetensors, tokenizer and image processor", path="folder")
 
 
 @dataclass(kw_only=True)
@@ -149,7 +161,7 @@ class Planner:
                        choices=("group", "world", "auto"))
     cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measured before the "
                     "run's first step, kept in run.dir; empty: derived from model and device, on the CPU "
-                    "conf/cost/cpu.yaml")
+                    "conf/cost/cpu.yaml", path="file")
     refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: where they were "
                      "not measured for this run", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
@@ -183,19 +195,20 @@ class Checkpoint:
         "",
         "folder of each node from which checkpoints are uploaded to an object store; "
         "empty: the system's temporary one. Not used where run.dir is a folder",
+        path="folder",
     )
 
 
 @dataclass(kw_only=True)
 class Eval:
-    path: str = key("", "held-out samples, in the form of data.format")
+    path: str = key("", "held-out samples, in the form of data.format", path="file or folder")
     every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
     generate: bool = key(False, "generate answers to the held-out samples and score them, beside the loss")
     max_new_tokens: int = key(128, "tokens of an answer at most", minimum=1, maximum=1_000_000)
     ranks_per_model: int = key(1, "jobs/evaluate.py: workers that hold a model together, each a part of every layer, "
                                   "and go in step; 1: each holds the whole", minimum=1, maximum=100_000)
     output: str = key("predictions.jsonl", "jobs/evaluate.py: file for a line a sample: prompt, references, "
-                      "prediction, scores, loss")
+                      "prediction, scores, loss", path="output file")
 
 
 @dataclass(kw_only=True)

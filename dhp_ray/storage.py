@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -69,6 +70,10 @@ class Folder:
     def local_path(self) -> Path | None:
         """Return where the folder is on this machine, or None on an object store."""
         return self._local
+
+    def place(self) -> tuple[fs.FileSystem, str]:
+        """Return the file system, which has the credentials, and the folder's path on it, which shows none."""
+        return self._files, self._path
 
     def child(self, name: str) -> Folder:
         """The folder `name` inside this one."""
@@ -159,6 +164,21 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
         return [(source, name)]
     return [(file, f"{name}/{file.relative_to(source).as_posix()}") for file in sorted(source.rglob("*"))
             if file.is_file()]
+
+
+def check_writable(file: Path) -> None:
+    """Raise OSError if a local file cannot be written, before the work whose result it is to hold. Leaves nothing
+    behind; folders that are missing above it may be made.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if file.exists() and not os.access(file, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    folder = file.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def retry_when_full(write: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ def _main(argv: list[str], ending: Ending) -> int:
         print(help_text("python jobs/evaluate.py", PURPOSE, KEYS))
         return 0
     try:
-        config = load(argv, CONF / "evaluate.yaml", check_evaluation)
+        config = load(argv, CONF / "evaluate.yaml", check_evaluation, KEYS)
         from dhp_ray.runtime.job.preflight import check_evaluation_here  # after --help, which needs nothing of it
 
         check_evaluation_here(config)

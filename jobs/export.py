@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
+    from dhp_ray.config import Config
     from dhp_ray.storage import Folder
 
-HELP = """usage: python jobs/export.py run.dir=FOLDER [checkpoint=STEP] [out=FOLDER] [model.path=FOLDER]
+HELP = """usage: python jobs/export.py run.dir=FOLDER [checkpoint=STEP|latest] [out=FOLDER] [model.path=FOLDER]
 
 Writes the model of a checkpoint with its tokenizer and processor as a folder in the Hugging Face form, as a run writes
 its model at its end. Needs no Ray; holds one file of the model in memory. Works while the run is going.
 
   run.dir=FOLDER     the run's folder, a local one or a URI (s3://, gs://)
-  checkpoint=STEP    the step of a checkpoint that is kept; without it, the newest
+  checkpoint=STEP    the step of a checkpoint that is kept; latest, or without it: the newest
   out=FOLDER         where to write: a local folder, empty or new; without it, FOLDER/exports/step_000020 of the run
   model.path=FOLDER  where the folder lies now that the run began with; without it, where it lay then
 
@@ -34,18 +33,27 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from dhp_ray.config import ConfigError
+    from dhp_ray.runtime.job.preflight import choose_step, refuse_export
+    from dhp_ray.runtime.records.checkpoints import Checkpoints
     from dhp_ray.storage import StorageError
 
     try:
         given = arguments(argv)
         folder, config = run_of(given)
+        step = choose_step(Checkpoints(folder, config.checkpoint.keep), given.get("checkpoint", "latest"))
+        out = target(given, folder, step)
+        refuse_export(config, out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return export(folder, config, given)
+    except OSError as error:
+        print(f"error: out: {out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return export(folder, config, step, out)
 
 
 def arguments(argv: list[str]) -> dict[str, str]:
@@ -54,6 +62,8 @@ def arguments(argv: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: a word is not one of these keys with a value, or run.dir is missing.
     """
+    from dhp_ray.config import ConfigError
+
     given: dict[str, str] = {}
     for word in argv:
         key, mark, value = word.partition("=")
@@ -62,8 +72,9 @@ def arguments(argv: list[str]) -> dict[str, str]:
         given[key] = value
     if "run.dir" not in given:
         raise ConfigError("run.dir: not given; allowed: the folder of a run")
-    if not given.get("checkpoint", "0").isdecimal():
-        raise ConfigError(f"checkpoint: got {given['checkpoint']!r}; allowed: the step of a checkpoint that is kept")
+    step = given.get("checkpoint", "latest")
+    if step != "latest" and not (step.isdecimal() and step.isascii() and len(step) < 19):
+        raise ConfigError(f"checkpoint: got {step!r}; allowed: latest, or the step of a checkpoint that is kept")
     return given
 
 
@@ -73,10 +84,16 @@ def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
     Raises:
         ConfigError: there is no run, or its configuration is none of this program.
     """
+    import tempfile
+
+    from dhp_ray.config import ConfigError, load
+    from dhp_ray.constraints import check_place
     from dhp_ray.run_folder import CONFIG_FILE
     from dhp_ray.storage import Folder
 
     folder = Folder(given["run.dir"])
+    if local := folder.local_path():
+        check_place("run.dir", str(local), "folder or URI")
     if not folder.exists(CONFIG_FILE):
         raise ConfigError(f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that "
                           "jobs/train.py has written")
@@ -89,32 +106,34 @@ def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
         return folder, load(["--config", str(file), *overrides])
 
 
-def export(folder: Folder, config: Config, given: dict[str, str]) -> int:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def target(given: dict[str, str], folder: Folder, step: int) -> Path:
+    """The folder to write.
 
+    Raises:
+        ConfigError: none is given for a run in an object store, or it is a URI.
+    """
+    from dhp_ray.config import ConfigError
+    from dhp_ray.constraints import local_path
     from dhp_ray.run_folder import EXPORTS_FOLDER, step_folder
 
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    from dhp_ray.runtime.job.export import ExportRefusedError, check_out, choose_step, export_checkpoint
-    from dhp_ray.runtime.records.checkpoints import Checkpoints
+    if "out" in given:
+        return local_path("out", given["out"]).absolute()
+    local = folder.local_path()
+    if local is None:
+        raise ConfigError(f"out: not given; allowed, as run.dir is {folder.uri}: a folder on this machine")
+    return local / EXPORTS_FOLDER / step_folder(step)
 
-    try:
-        step = choose_step(Checkpoints(folder, config.checkpoint.keep),
-                           int(given["checkpoint"]) if "checkpoint" in given else None)
-        local = folder.local_path()
-        if "out" not in given and local is None:
-            raise ExportRefusedError(f"out: not given; allowed, as run.dir is {folder.uri}: a folder on this machine")
-        out = Path(given["out"]).expanduser().absolute() if "out" in given else Path(
-            f"{local}/{EXPORTS_FOLDER}/{step_folder(step)}")
-        check_out(out)
-    except ExportRefusedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+def export(folder: Folder, config: Config, step: int, out: Path) -> int:
+    import os
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
+        from dhp_ray.runtime.job.export import export_checkpoint  # torch takes seconds to import
+
         with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
             task = progress.add_task("writing files", total=None)
             num_bytes = export_checkpoint(
@@ -130,4 +149,4 @@ def export(folder: Folder, config: Config, given: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from errno import EISDIR
-from os import strerror
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.config import CONF, ConfigError, help_text, load
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
+
+if TYPE_CHECKING:
+    from dhp_ray.config import Config
 
 PURPOSE = """Measure packs, rings, exchanges and the end of a step on this machine, in minutes, and write a cost file
 for planner.cost: constants with intervals and errors, and beside it a picture of what the fit predicts against what
@@ -30,12 +32,14 @@ KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
 
 
 def main(argv: list[str]) -> int:
+    from dhp_ray.config import ConfigError, help_text, load
+
     if {"-h", "--help"} & set(argv):
         print(help_text("python jobs/measure.py", PURPOSE, KEYS))
         return 0
     try:
         own, rest = split(argv)
-        config = load(rest)
+        config = load(rest, keys=KEYS, own=tuple(OWN))
         return measure(config, own)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,6 +51,8 @@ def main(argv: list[str]) -> int:
 
 def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """This job's own words, checked, and the rest of them."""
+    from dhp_ray.config import ConfigError
+
     own, rest = dict(OWN), []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -67,7 +73,20 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
+def measure(config: Config, own: dict[str, str]) -> int:
+    from dhp_ray.config import CONF, ConfigError
+    from dhp_ray.constraints import local_path
+    from dhp_ray.runtime.job.preflight import check_measurement_here
+    from dhp_ray.storage import check_writable
+
+    check_measurement_here(config, int(own["ranks"] or 0))
+    target = local_path("out", own["out"]) if own["out"] else CONF / "cost" / f"{own['name'] or 'cost'}.yaml"
+    try:  # before minutes of measuring, not after them
+        check_writable(target)
+        check_writable(target.with_suffix(".png"))
+    except OSError as error:
+        print(f"error: {target}: {error.strerror}", file=sys.stderr)
+        return 1
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -86,18 +105,23 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     name = own["name"] or f"{kind}_{model_name(config)}"
-    target = Path(own["out"] or CONF / "cost" / f"{name}.yaml")
+    target = target if own["out"] else CONF / "cost" / f"{name}.yaml"
     request = Request(name, int(own["ranks"] or 0), int(own["max_tokens"] or 0), own["quick"] == "true",
                       own["preempt"] == "true")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
                TimeRemainingColumn())
     console = Console(stderr=True)
     try:
-        check_writable(target)
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("starting the ranks", total=1.0)
-            measured = measure_here(config, request,
-                                    lambda what, share: bar.update(task, description=what, completed=share))
+            task, said = bar.add_task("starting the ranks", total=1.0), set()
+
+            def tell(what: str, share: float) -> None:
+                bar.update(task, description=what, completed=share)
+                if what not in said and not sys.stdout.isatty():
+                    print(f"measuring {what} ({100 * share:.0f} % done)", flush=True)
+                said.add(what)
+
+            measured = measure_here(config, request, tell)
         write(measured, target)
         draw(measured, target.with_suffix(".png"))
     except DataError as error:
@@ -113,15 +137,5 @@ def measure(config, own: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
     return 0
 
 
-def check_writable(target: Path) -> None:
-    """Raise OSError before minutes of measuring, not after them. (The file is written beside its place, then moved.)"""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        raise IsADirectoryError(EISDIR, strerror(EISDIR))
-    probe = target.with_name(f".{target.name}.unfinished")
-    probe.open("w").close()
-    probe.unlink()
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

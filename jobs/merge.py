@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 HELP = """usage: python jobs/merge.py adapter=FOLDER [base=FOLDER] out=FOLDER
 
@@ -27,6 +28,9 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(HELP)
         return 0 if argv else 2
+    from dhp_ray.constraints import local_path
+    from dhp_ray.schema import ConfigError
+
     arguments = dict.fromkeys(NAMES, "")
     for word in argv:
         name, equals, value = word.partition("=")
@@ -39,7 +43,12 @@ def main(argv: list[str]) -> int:
         if not arguments[name]:
             print(f"error: {name}: got nothing; allowed: a folder", file=sys.stderr)
             return 2
-    return _merge(arguments["adapter"], arguments["base"], Path(arguments["out"]))
+    try:
+        paths = {name: local_path(name, value) for name, value in arguments.items() if value}
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _merge(str(paths["adapter"]), str(paths.get("base", "")), paths["out"])
 
 
 def _merge(adapter: str, base: str, out: Path) -> int:
@@ -47,10 +56,11 @@ def _merge(adapter: str, base: str, out: Path) -> int:
 
     from dhp_ray.errors import first_line
     from dhp_ray.model.files import ModelError
-    from dhp_ray.model.merge import base_of, merged_files
+    from dhp_ray.model.merge import base_of, check_merge, merged_files  # torch is imported once all this is fine
 
     try:
         base = base or base_of(adapter)
+        check_merge(adapter, base, out)
         changed = sum(track(merged_files(adapter, base, out), "merging", transient=True))
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -66,4 +76,4 @@ def _merge(adapter: str, base: str, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

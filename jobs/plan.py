@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.schema import PLANNERS
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
     from dhp_ray.planner import Plan
@@ -22,7 +20,7 @@ HELP = """usage: python jobs/plan.py lengths=FILE.csv num_ranks=N [key=value ...
 Plans one global batch, prints a table, and writes the plan.
 
   lengths=FILE.csv       one sequence a row; column num_tokens, and vision_tokens (part of num_tokens) if there is one
-  replay=FILE.json       plan again from the inputs of a plan file, in place of lengths=
+  replay=FILE.json       plan again from the inputs of a plan file, with its own settings: only out= and picture= beside
   num_ranks=N            ranks of the cluster
   ranks_per_node=8       ranks of a node
   nodes=                 ranks of each node, comma-separated, where nodes differ: nodes=8,8,4
@@ -43,7 +41,8 @@ DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8",
 
 
 MOST = 10**9
-"""The largest number that counts as a length, or as ranks or tokens."""
+"""The largest number that counts as a length, or as tokens."""
+MOST_RANKS = 100_000
 
 
 class ArgumentError(ValueError):
@@ -51,25 +50,36 @@ class ArgumentError(ValueError):
 
 
 def main(argv: list[str]) -> int:
+    import json
+
+    from dhp_ray.constraints import local_path
+    from dhp_ray.schema import PLANNERS
+
     if not argv or {"-h", "--help"} & set(argv):
         print(HELP.format(planners=", ".join(PLANNERS)))
         return 0 if argv else 2
     try:
         arguments = read_arguments(argv)
-        plan, compile_s = planned(recorded(arguments["replay"]) if arguments["replay"] else given(arguments))
-    except ValueError as error:  # PlanError and ArgumentError: one line each
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        targets = {name: local_path(name, arguments[name]) for name in ("out", "picture") if arguments[name]}
+    except ValueError as error:
+        return failed(error, 2)
     try:
-        if arguments["out"]:
-            Path(arguments["out"]).write_text(json.dumps(plan.to_json()))
-        if arguments["picture"]:
+        check_outputs(targets)
+    except (OSError, ValueError) as error:
+        return failed(error, 1)
+    try:
+        plan, compile_s = planned(recorded(arguments) if arguments["replay"] else given(arguments))
+    except ValueError as error:  # PlanError, ConfigError and ArgumentError: one line each
+        return failed(error, 2)
+    try:
+        if "out" in targets:
+            targets["out"].write_text(json.dumps(plan.to_json()))
+        if "picture" in targets:
             from dhp_ray.report.plan_picture import draw_plan
 
-            draw_plan(plan, arguments["picture"])
-    except (OSError, ValueError) as error:  # the latter: a picture of an unknown kind
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+            draw_plan(plan, targets["picture"])
+    except OSError as error:
+        return failed(error, 1)
     print_table(plan)
     print(
         f"compiling:       {compile_s:.1f} s before it, once a process: compiled code is read from its cache, or made"
@@ -77,15 +87,52 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def failed(error: Exception, status: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def check_outputs(targets: dict[str, Path]) -> None:
+    """Find what cannot be written before the work.
+
+    Raises:
+        OSError: a file cannot be written.
+        ArgumentError: a picture of an unknown kind.
+    """
+    from dhp_ray.storage import check_writable
+
+    for name, target in targets.items():
+        try:
+            check_writable(target)
+        except OSError as error:
+            raise OSError(f"{name}: {target} cannot be written: {error.strerror}") from None
+    if "picture" in targets:
+        from matplotlib.figure import Figure
+
+        kinds, kind = Figure().canvas.get_supported_filetypes(), targets["picture"].suffix[1:].lower()
+        if kind and kind not in kinds:
+            raise ArgumentError(f"picture: got {str(targets['picture'])!r}; allowed: a name ending in "
+                                f"{', '.join(f'.{name}' for name in sorted(kinds))}")
+
+
 def read_arguments(argv: list[str]) -> dict[str, str]:
-    arguments = dict(DEFAULTS)
+    """The values by name.
+
+    Raises:
+        ArgumentError: a word is none of the arguments, or they exclude each other.
+    """
+    arguments, given = dict(DEFAULTS), []
     for word in argv:
         name, equals, value = word.partition("=")
         if not equals or name not in DEFAULTS:
             raise ArgumentError(f"{word}: no such argument; allowed: {', '.join(f'{name}=' for name in DEFAULTS)}")
         arguments[name] = value
+        given.append(name)
     if bool(arguments["lengths"]) == bool(arguments["replay"]):
         raise ArgumentError("lengths: give lengths=FILE.csv or replay=FILE.json, one of the two")
+    if arguments["replay"] and (others := [name for name in given if name not in ("replay", "out", "picture")]):
+        raise ArgumentError(f"{others[0]}: got {arguments[others[0]]!r} with replay={arguments['replay']}; allowed: "
+                            "replay= with out= and picture= alone (the file has all other settings)")
     return arguments
 
 
@@ -102,32 +149,41 @@ def planned(inputs: dict[str, Any]) -> tuple[Plan, float]:
 
 def given(arguments: dict[str, str]) -> dict[str, Any]:
     """The inputs of `plan_batch` that the arguments name."""
+    from dhp_ray.constraints import local_path
     from dhp_ray.planner import ClusterSpec, CostModel
 
-    tokens_per_rank, speeds = whole(arguments, "tokens_per_rank"), numbers(arguments["speeds"])
+    tokens_per_rank, speeds = count(arguments["tokens_per_rank"], "tokens_per_rank"), numbers(arguments["speeds"])
     if arguments["nodes"]:
         cluster = ClusterSpec.of_nodes(nodes_of(arguments), tokens_per_rank, speeds)
     else:
-        cluster = ClusterSpec(whole(arguments, "num_ranks"), whole(arguments, "ranks_per_node"), tokens_per_rank,
+        cluster = ClusterSpec(count(arguments["num_ranks"], "num_ranks", most=MOST_RANKS),
+                              count(arguments["ranks_per_node"], "ranks_per_node", most=MOST_RANKS), tokens_per_rank,
                               speeds)
-    cost = CostModel.load(arguments["cost"] or Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml")
-    return {"samples": read_lengths(arguments["lengths"]), "cluster": cluster, "cost": cost,
+    default = Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml"
+    cost = CostModel.load(local_path("cost", arguments["cost"]) if arguments["cost"] else default)
+    return {"samples": read_lengths(local_path("lengths", arguments["lengths"])), "cluster": cluster, "cost": cost,
             "planner": arguments["planner"], "sync": arguments["sync"]}
 
 
-def recorded(path: str) -> dict[str, Any]:
+def recorded(arguments: dict[str, str]) -> dict[str, Any]:
     """The inputs of `plan_batch` that a plan file holds."""
+    import json
+
+    from dhp_ray.constraints import local_path
     from dhp_ray.planner import recorded_inputs
 
+    path = local_path("replay", arguments["replay"])
     try:
-        tree = json.loads(Path(path).read_text())
+        tree = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(f"replay: {path} cannot be read: {error}") from None
     return recorded_inputs(tree)
 
 
-def read_lengths(path: str) -> list[Any]:
+def read_lengths(path: Path) -> list[Any]:
     """A CSV's sequences; `sequences` of the plan are its row numbers, from 0 after the header."""
+    import csv
+
     from dhp_ray.planner import Sample
 
     samples = []
@@ -151,26 +207,25 @@ def read_lengths(path: str) -> list[Any]:
     return samples
 
 
-def count(text: str | None, name: str, minimum: int = 1) -> int:
+def count(text: str | None, name: str, minimum: int = 1, most: int = MOST) -> int:
     try:
         value = int(text or "")
     except ValueError:
         value = minimum - 1
     if value < minimum:
         raise ArgumentError(f"{name}: got {text!r}; allowed: a whole number of at least {minimum}")
-    if value > MOST:
-        raise ArgumentError(f"{name}: got {text}; allowed: at most {MOST}")
+    if value > most:
+        raise ArgumentError(f"{name}: got {text}; allowed: at most {most}")
     return value
-
-
-def whole(arguments: dict[str, str], name: str) -> int:
-    return count(arguments[name], name)
 
 
 def nodes_of(arguments: dict[str, str]) -> list[int]:
     """The node of each rank, from the sizes of the nodes."""
-    nodes = [node for node, size in enumerate(arguments["nodes"].split(",")) for _ in range(count(size, "nodes"))]
-    if arguments["num_ranks"] and whole(arguments, "num_ranks") != len(nodes):
+    sizes = [count(size, "nodes", most=MOST_RANKS) for size in arguments["nodes"].split(",")]
+    if sum(sizes) > MOST_RANKS:
+        raise ArgumentError(f"nodes: got {sum(sizes)} ranks; allowed: at most {MOST_RANKS}")
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    if arguments["num_ranks"] and count(arguments["num_ranks"], "num_ranks") != len(nodes):
         raise ArgumentError(
             f"num_ranks: got {arguments['num_ranks']}; nodes={arguments['nodes']} has {len(nodes)} ranks"
         )
@@ -228,4 +283,4 @@ def print_table(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.config import Config, ConfigError, help_text, load
-from dhp_ray.credentials import masked
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
+
+if TYPE_CHECKING:
+    from dhp_ray.config import Config
 
 PURPOSE = (
     "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
 )
+KEYS = r"data\.(format|path|synthetic\.|min_pixels|max_pixels|video_fps|max_frames)|seed"
 
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0 when the set is in place, 2 on a bad configuration, 1 on failure."""
+    from dhp_ray.config import ConfigError, help_text, load
+
     if {"--help", "-h"} & set(arguments):
-        print(help_text("python jobs/prepare_data.py", PURPOSE))
+        print(help_text("python jobs/prepare_data.py", PURPOSE, KEYS))
         return 0
     try:
-        config = load(arguments)
+        config = load(arguments, keys=KEYS)
         path = target(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -41,13 +46,13 @@ def main(arguments: list[str]) -> int:
 
 def target(config: Config) -> Path:
     """The file to write."""
+    from dhp_ray.config import ConfigError
+
     data = config.data
     if data.format != "synthetic":
         raise ConfigError(f"data.format: got {data.format}; allowed here: synthetic (other data is read as it is)")
     if not data.path.endswith(".parquet"):
         raise ConfigError(f"data.path: got {data.path!r}; allowed here: a file name ending in .parquet")
-    if "://" in data.path:
-        raise ConfigError(f"data.path: got {masked(data.path)}; allowed here: a file of this machine")
     if Path(data.path).is_dir():
         raise ConfigError(f"data.path: {data.path} is a folder; allowed here: a file name ending in .parquet")
     return Path(data.path)
@@ -59,9 +64,12 @@ def prepare(path: Path, config: Config) -> None:
     Raises:
         ValueError: the file that is there was not written by this program.
     """
+    import time
+
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from dhp_ray.data.synthetic import parameters, stored_parameters, write
+    from dhp_ray.storage import check_writable
 
     wanted = parameters(config.data, config.seed)
     if path.exists():
@@ -77,6 +85,7 @@ def prepare(path: Path, config: Config) -> None:
         print(
             f"{path}: replacing a set with {changed}={stored.get(changed)} by one with {changed}={wanted.get(changed)}"
         )
+    check_writable(path)
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as progress:
@@ -89,4 +98,4 @@ def prepare(path: Path, config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

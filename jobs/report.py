@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.config import ConfigError, load
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
 
@@ -27,8 +27,15 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    from dhp_ray.config import ConfigError, load, split_arguments
+    from dhp_ray.constraints import check_place
+
     try:
+        for word in split_arguments(argv, Path())[1]:
+            if not word.startswith("run.dir="):
+                raise ConfigError(f"{word}: not understood; allowed: --config FILE, --help, run.dir=...")
         folder_name = load(argv).run.dir
+        check_place("run.dir", folder_name, "folder or URI")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,6 +48,7 @@ def main(argv: list[str]) -> int:
         run = read_run(Folder(folder_name))
         if not run.metrics:
             raise StorageError(f"{run.folder.uri}: the run has not finished a step yet; there is nothing to report")
+        run.folder.probe()
         run.folder.write("report.html", page(run).encode())
     except NoRunError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,4 +61,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

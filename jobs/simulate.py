@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.streams import run_command
+from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
     from dhp_ray.simulate.settings import Simulation
@@ -45,7 +46,14 @@ def simulate(settings: Simulation) -> int:
     from dhp_ray.config import ConfigError
     from dhp_ray.planner import PlanError, warm_up  # takes half a second to import
     from dhp_ray.simulate.simulation import prepared
+    from dhp_ray.storage import check_writable
 
+    try:  # before the work, not after it
+        if settings.out:
+            check_writable(Path(settings.out) / "results.json")
+    except OSError as error:
+        print(f"error: out: {settings.out} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     try:
         simulation = prepared(settings)
     except (ConfigError, PlanError) as error:
@@ -108,4 +116,4 @@ def report(simulation: Simulated, settings: Simulation) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, check_device, dump, help_text, load
-from dhp_ray.constraints import walk
+from dhp_ray.constraints import make_absolute, places, walk
+from dhp_ray.credentials import full_uri
 from dhp_ray.schema import Source
 
 KEYS = [name for name, _, _ in walk(Config())]
@@ -108,6 +110,59 @@ def test_ranks_share_the_memory_of_their_node_in_one_mode(bare: list[str]) -> No
         "train.sharding: got 'node' with train.deterministic=true; allowed: whole")
 
 
+def test_a_name_is_a_list_of_one(bare: list[str], tmp_path: Path) -> None:
+    assert load([*bare, "train.freeze=vision"]).train.freeze == ["vision"]
+    assert load([*bare, "model.preset=", "model.path=x", "train.lora.rank=1",
+                 "train.lora.targets=q_proj, v_proj"]).train.lora.targets == ["q_proj", "v_proj"]
+    (tmp_path / "frozen.yaml").write_text("model: {preset: tiny}\ntrain: {freeze: vision}\n")
+    assert load(["--config", str(tmp_path / "frozen.yaml")]).train.freeze == ["vision"]
+
+
+PATHS = {name: item.metadata["path"] for name, _, item in places(Config())}
+
+
+def test_the_users_home_stands_in_every_path(bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert set(PATHS) == {"run.dir", "data.path", "data.image_root", "model.path", "planner.cost", "checkpoint.scratch",
+                          "eval.path", "eval.output"}
+    (tmp_path / "mine.yaml").write_text(Path(bare[1]).read_text())
+    config = load(["--config=~/mine.yaml", "model.preset=", "eval.every_steps=1", *(f"{name}=~/x" for name in PATHS)])
+    assert {getattr(section, item.name) for _, section, item in places(config)} == {str(tmp_path / "x")}
+    [source] = load([*bare, "data.sources=[{path: ~/x}]"]).data.sources
+    assert source.path == str(tmp_path / "x")
+    assert load([*bare, "data.path=~nobody_here/x"]).data.path == "~nobody_here/x"
+
+
+@pytest.mark.parametrize("name", sorted(set(PATHS) - {"run.dir"}))
+def test_a_uri_is_refused_where_none_is_read(bare: list[str], name: str) -> None:
+    said = refused([*bare, "eval.every_steps=1", "eval.path=x", f"{name}=s3://KEY:secret@bucket/x"])
+    assert re.fullmatch(rf"{name}: got s3://\*\*\*@bucket/x; allowed: a (file|folder|file or folder) of this machine "
+                        r"\(URIs are not read\)", said)
+    assert refused([*bare, "data.sources=[{path: s3://bucket/x}]"]).startswith("data.sources[0].path: got s3://bucket/x;")
+
+
+def test_relative_paths_are_the_callers(bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load([*bare, "data.sources=[{path: a/../b}]", "run.dir=runs/x", "planner.cost=measure", "eval.path=/c",
+                   "eval.every_steps=1", "checkpoint.scratch=d"])
+    make_absolute(config)
+    monkeypatch.chdir("/")
+    assert config.run.dir == str(tmp_path / "runs" / "x")
+    assert config.data.sources[0].path == str(tmp_path / "b")
+    assert (config.planner.cost, config.eval.path, config.model.path) == ("measure", "/c", "")
+    assert config.checkpoint.scratch == str(tmp_path / "d")
+    remote = load([*bare, "run.dir=s3://KEY:secret@bucket/run"])
+    make_absolute(remote)
+    assert full_uri(remote.run.dir) == "s3://KEY:secret@bucket/run"
+
+
+def test_a_command_offers_its_own_keys(bare: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^quik: no such key \(the command line\); allowed: quick, data, eval$"):
+        load([*bare, "quik=1"], keys=r"data\.|eval\.path", own=("quick",))
+    with pytest.raises(ConfigError, match=r"^eval.paht: no such key \(the command line\); allowed: eval.path$"):
+        load([*bare, "eval.paht=1"], keys=r"data\.|eval\.path")
+
+
 def test_sources(bare: list[str]) -> None:
     config = load([*bare, "data.sources=[{path: a, weight: 3}, {path: b}]"])
     assert config.data.sources == [Source(path="a", weight=3.0), Source(path="b", weight=1.0)]
@@ -179,7 +234,8 @@ def test_sources(bare: list[str]) -> None:
     ("data.min_pixels=9999999", "data.min_pixels", "got 9999999; allowed: at most data.max_pixels (1003520)"),
     ("train.activation_checkpointing=1", "train.activation_checkpointing", "allowed: true, false, packs, auto"),
     ("planner.sync=none", "planner.sync", "got 'none'; allowed: step, micro_batch, auto"),
-    ("train.freeze=vision", "train.freeze", "got 'vision' (the command line); allowed: a list of names"),
+    ("train.freeze=3", "train.freeze", "got 3 (the command line); allowed: a list of names"),
+    ("train.freeze=head", "train.freeze", "got 'head'; allowed: vision, language"),
     ("train.freeze=[audio]", "train.freeze", "got 'audio'; allowed: vision, language"),
     ("train.freeze=[[vision]]", "train.freeze", "allowed: vision, language"),
     ("train.freeze=[vision, language]", "train.freeze", "nothing is left to train"),

@@ -11,10 +11,29 @@ import traceback
 from pathlib import Path
 
 import pytest
+from pyarrow.fs import FileSystem
 
 from dhp_ray.credentials import full_uri
-from dhp_ray.storage import Folder, StorageError
+from dhp_ray.storage import Folder, StorageError, check_writable
 from tests.disks import fill
+
+
+def test_what_cannot_be_written_is_found_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    check_writable(tmp_path / "new" / "folder" / "x")
+    check_writable(tmp_path / "file")
+    for place, error in ((tmp_path, IsADirectoryError), (tmp_path / "file" / "x", NotADirectoryError),
+                         (tmp_path / ("x" * 300), OSError)):
+        with pytest.raises(error):
+            check_writable(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_the_file_system_has_the_credentials_and_the_path_shows_none() -> None:
+    files, path = Folder("s3://KEY:sec%2Fret@bucket/run?region=eu-1").place()
+    assert (files.type_name, path) == ("s3", "bucket/run")
+    assert files == FileSystem.from_uri("s3://KEY:sec%2Fret@bucket/run?region=eu-1")[0]
 
 
 def test_what_is_written_reads_back(folder: Folder) -> None:

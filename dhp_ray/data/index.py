@@ -16,7 +16,7 @@ from itertools import islice
 from dhp_ray.data import fragments as kept
 from dhp_ray.data.conversation import ROLES
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.formats import kind_of_file, read_texts, scan_file, suffixes_of
+from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_texts, scan_file, suffixes_of
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragments, FragmentWriter
@@ -124,10 +124,11 @@ def data_files(data: Data) -> list[str]:
     if os.path.isfile(path):
         if os.path.splitext(path)[1] not in suffixes_of(data.format):
             raise DataError(f"data.path: {data.path} is no file of the format {data.format}; allowed: a name ending in "
-                            f"{' or '.join(suffixes_of(data.format))}")
+                            f"{' or '.join(suffixes_of(data.format))}{_format_of([path])}")
         return [path]
     if not os.path.isdir(path):
-        hint = "; jobs/prepare_data.py writes it" if data.format == "synthetic" else ""
+        written = data.format == "synthetic" and path.endswith(suffixes_of(data.format))
+        hint = "; jobs/prepare_data.py writes it" if written else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
     if data.format == "huggingface":
         return saved_files(path)
@@ -136,9 +137,15 @@ def data_files(data: Data) -> list[str]:
     if not found:
         raise DataError(
             f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
-            f"{' or '.join(suffixes)}"
+            f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}"
         )
     return [os.path.join(path, name) for name in found]
+
+
+def _format_of(names: list[str]) -> str:
+    """The format that reads some of these files, for the end of an error; empty if none does."""
+    found = (name for name in DATA_FORMATS for file in names if file.endswith(suffixes_of(name)))
+    return f", or data={name}" if (name := next(found, "")) else ""
 
 
 def image_root(data: Data) -> str:

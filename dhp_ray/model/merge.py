@@ -12,14 +12,11 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from dhp_ray.errors import first_line
-from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,
@@ -32,7 +29,10 @@ from dhp_ray.model.files import (
     stored_tensors,
     weight_files,
 )
-from dhp_ray.model.weights import STORED_TYPES, module_name
+from dhp_ray.storage import check_writable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.safetensors")
 """Files of the base that the merged folder does not get as they are."""
@@ -65,21 +65,15 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
         it is of another base; `out` holds files, or is inside the base.
         OSError: `out` cannot be written.
     """
-    try:
-        check_model_folder(base_path)
-    except ModelError as error:
-        raise ModelError(str(error).replace("model.path:", "base:", 1)) from None
+    from safetensors.torch import load_file, save_file  # torch takes seconds to import
+
+    out = check_merge(adapter_path, base_path, out)
     adapter = read_adapter(adapter_path)
     files = weight_files(base_path)
     places = _places(adapter, adapter_path, base_path, files)
     if adapter.base and adapter.base != fingerprint(base_path):
         raise ModelError(f"base: the adapter in {adapter_path} was trained on other weights than those in {base_path}; "
                          "allowed: the folder that it was trained on")
-    out = out.expanduser().resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"out: {out} is there already; allowed: a folder that is empty, or not there")
-    if out.is_relative_to(Path(base_path).resolve()):
-        raise ModelError(f"out: {out} is inside the base, {base_path}; allowed: a folder elsewhere")
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -104,6 +98,30 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def check_merge(adapter_path: str, base_path: str, out: Path) -> Path:
+    """Refuse what can be seen to be wrong without torch; returns the folder to write, absolute.
+
+    Raises:
+        ModelError, OSError: as `merged_files`.
+    """
+    _settings(Path(adapter_path))
+    try:
+        stored_tensors(adapter_path, ADAPTER_FILE)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path:", "adapter:", 1)) from None
+    try:
+        check_model_folder(base_path)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path:", "base:", 1)) from None
+    out = out.expanduser().resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"out: {out} is there already; allowed: a folder that is empty, or not there")
+    if out.is_relative_to(Path(base_path).resolve()):
+        raise ModelError(f"out: {out} is inside the base, {base_path}; allowed: a folder elsewhere")
+    check_writable(out.with_name(f".{out.name}.unfinished") / "config.json")
+    return out
+
+
 def base_of(adapter_path: str) -> str:
     """The folder that an adapter says it was trained on.
 
@@ -122,6 +140,8 @@ def read_adapter(path: str) -> Adapter:
     Raises:
         ModelError: there is none, or one of a kind that is not merged so.
     """
+    from safetensors.torch import load_file
+
     folder = Path(path)
     settings = _settings(folder)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
@@ -175,6 +195,9 @@ def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str
     """The layer of each stored weight that the adapter changes, by the weight's key; refuses an adapter of which a part
     finds no place.
     """
+    from dhp_ray.model.families import FAMILIES
+    from dhp_ray.model.weights import STORED_TYPES, module_name
+
     renamed = FAMILIES[config_tree(base_path)["model_type"]].stored_names
     places = {}
     for file in files:

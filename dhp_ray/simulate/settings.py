@@ -29,7 +29,7 @@ class ClusterSettings:
                               "one for each of its ranks", minimum=0, maximum=100_000)
     oversubscription: float = key(1.0, "what all nodes can send at a time over what the network between them carries",
                                   minimum=1, maximum=1000)
-    cost: str = key("", "cost file; empty: derived from the model and the device, with fused operators")
+    cost: str = key("", "cost file; empty: derived from the model and the device, with fused operators", path="file")
 
 
 @dataclass(kw_only=True)
@@ -149,7 +149,8 @@ class Simulation:
                             maximum=YEARS_S)
     global_samples: int = key(512, "samples of a batch", minimum=1, maximum=10**7)
     seed: int = key(0, "seed of samples, faults and speeds", minimum=0, maximum=2**32 - 1)
-    out: str = key("", "folder for results.json, a picture, a trace and a page; empty: only the table is printed")
+    out: str = key("", "folder for results.json, a picture, a trace and a page; empty: only the table is printed",
+                   path="folder")
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     planning: PlanningSettings = field(default_factory=PlanningSettings)

@@ -25,7 +25,7 @@ class Numbers:
     minimum: float = key(0.0, "the least one", minimum=0, maximum=1e12)
     maximum: float = key(1e12, "the largest one", minimum=0, maximum=1e12)
     bins: list[list[float]] = key([], "[[from, to, weight], ...]; numbers of a bin are equally likely")
-    path: str = key("", "JSON file with `bins_s`, in place of bins")
+    path: str = key("", "JSON file with `bins_s`, in place of bins", path="file")
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class SourceSettings:
     name: str = key("", "what its samples' ids begin with")
     weight: float = key(1.0, "how many samples are its, beside the other sources", above=0, maximum=1e9)
     source: str = key("", "where the figures are published")
-    path: str = key("", "CSV file whose rows are drawn, in place of distributions")
+    path: str = key("", "CSV file whose rows are drawn, in place of distributions", path="file")
     text_tokens: Numbers = field(default_factory=Numbers)
     images: Numbers = field(default_factory=Numbers)
     image_width: Numbers = field(default_factory=Numbers)
@@ -63,7 +63,8 @@ class WorkloadSettings:
     mixture: list[Part] = key([], "workloads whose sources are mixed: [{workload: llava_video, weight: 1}, ...]; "
                                   "`folder` to `max_tokens` are this workload's own, those of the parts do not count")
     sources: list[SourceSettings] = key([], "samples of one kind each, mixed by weight")
-    folder: str = key("", f"folder of files with relative names; empty: that of the variable {DATA_FOLDER}")
+    folder: str = key("", f"folder of files with relative names; empty: that of the variable {DATA_FOLDER}",
+                      path="folder")
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
     frame_pixels: int = key(200704, "a frame of a video likewise", minimum=1, maximum=10**9)
     video_fps: float = key(1.0, "frames a second taken from a video", above=0, maximum=1000)

@@ -10,6 +10,8 @@ import torch
 
 from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, allow_streams, choose
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_names_backends_and_resources() -> None:
     assert [(a.name, a.backend, a.resource)
@@ -61,7 +63,7 @@ def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file\\nmore of it')\n")
     program = "from dhp_ray.comm.device import choose\nprint(choose('auto').name)\n"
     program += "try:\n    choose('npu')\nexcept ValueError as error:\n    print(error)"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     name, line = done.stdout.splitlines()
@@ -85,7 +87,7 @@ torch._register_device_module("npu", sys.modules[__name__])
 def set_device(device):
     print(device, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"])
 """)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
                    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
     environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
     program = "from dhp_ray.comm.device import NPU\nNPU.activate()"

@@ -55,6 +55,43 @@ def test_errors_are_one_line(common: list[str], tmp_path: Path) -> None:
     assert result.metrics == {}
 
 
+FIT = """
+import os, sys, dhp_ray, ray
+if len(sys.argv) > 2 and sys.argv[1].startswith("copy="):
+    ray.init(os.environ["RAY_ADDRESS"], runtime_env={"working_dir": sys.argv.pop(1)[5:]})
+found = dhp_ray.fit(sys.argv[1:])
+with found.checkpoint.as_directory() as folder:
+    print(found.error, found.path, sorted(os.listdir(folder)), found)
+"""
+
+
+def fitted(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`dhp_ray.fit` of a script in a folder of its own."""
+    return subprocess.run([sys.executable, "-c", FIT, *words], cwd=folder, capture_output=True, text=True, timeout=240,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+
+
+def test_relative_folders_are_the_callers(common: list[str], tmp_path: Path) -> None:
+    """On a cluster whose processes run in another folder."""
+    settings = [*common, "cluster.num_workers=1", "run.steps=1", "run.dir=runs/mine"]
+    done = fitted(tmp_path, *settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"None {tmp_path / 'runs' / 'mine'} [")
+    assert len(losses(tmp_path / "runs" / "mine")) == 1
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    refused = fitted(tmp_path, f"copy={copied}", *settings)
+    assert "ConfigError: run.dir: got 'runs/mine', which is relative: it would lie in the copy" in refused.stderr
+
+
+def test_a_checkpoint_behind_credentials_opens(common: list[str], object_store: str, tmp_path: Path) -> None:
+    uri = f"s3://KEY:s3cret@bucket/{tmp_path.name}/fitted{object_store}"
+    done = fitted(tmp_path, *common, "cluster.num_workers=1", "run.steps=1", f"run.dir={uri}")
+    assert done.returncode == 0, done.stderr
+    assert "'config.yaml'" in done.stdout.splitlines()[-1]
+    assert "s3cret" not in done.stdout + done.stderr
+
+
 class PauseOnce(FIFOScheduler):
     """Pauses a trial after its third step, once."""
 

@@ -2,6 +2,7 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dhp_ray.planner.baselines.pow2 import pow2_at
 from dhp_ray.planner.baselines.static import Layout, degrees_for, least_degree_of, uniform
 from dhp_ray.planner.pricing import time_of
 
+ROOT = Path(__file__).parents[2]
 PACKED_TO_MEMORY = {
     "static": lambda problem, memory: [uniform(problem, Layout(least_degree_of([problem]), memory))],
     "static_best": lambda problem, memory: [uniform(problem, Layout(degree, memory))
@@ -31,7 +33,7 @@ PACKED_TO_MEMORY = {
 @pytest.mark.parametrize("planner", sorted(PLANNERS))
 def test_many_packs_a_rank(planner, sync):
     """More than fifty: two per cent above a round's share of the tokens is then above memory."""
-    cost = CostModel.load("conf/cost/cuda.yaml")
+    cost = CostModel.load(ROOT / "conf" / "cost" / "cuda.yaml")
     lengths = np.minimum(np.random.default_rng(5).lognormal(6, 1, 330).astype(int) + 1, 1500)
     samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
     plan_batch(samples, ClusterSpec(1, 8, 1500), cost, planner=planner, sync=sync)  # is validated

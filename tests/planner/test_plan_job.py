@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.schema import PLANNERS as NAMES
 
 JOB = Path(__file__).parents[2] / "jobs" / "plan.py"
 spec = importlib.util.spec_from_file_location("plan_job", JOB)
@@ -104,7 +105,7 @@ def test_fixed_costs_are_printed_and_are_not_idle(lengths, tmp_path, capsys):
 
 
 def test_help_names_every_planner():
-    assert tuple(PLANNERS) == job.PLANNERS
+    assert tuple(PLANNERS) == NAMES
     text = subprocess.run([sys.executable, str(JOB), "--help"], check=True, capture_output=True, text=True).stdout
     assert all(name in text for name in (*PLANNERS, *(f"{key}=" for key in job.DEFAULTS)))
 
@@ -112,7 +113,14 @@ def test_help_names_every_planner():
 @pytest.mark.parametrize(("words", "message"), [
     (["num_ranks=4"], "lengths: give lengths=FILE.csv or replay=FILE.json"), (["lengths={csv}"], "num_ranks: got ''"),
     (["lengths={csv}", "num_ranks=4", f"tokens_per_rank={2**62}"], f"tokens_per_rank: got {2**62}; allowed: at most "),
-    (["lengths={csv}", f"num_ranks={10**21}"], f"num_ranks: got {10**21}; allowed: at most 1000000000"),
+    (["lengths={csv}", f"num_ranks={10**21}"], f"num_ranks: got {10**21}; allowed: at most 100000"),
+    (["lengths={csv}", "num_ranks=1000000000"], "num_ranks: got 1000000000; allowed: at most 100000"),
+    (["lengths={csv}", "num_ranks=4", "ranks_per_node=100001"], "ranks_per_node: got 100001; allowed: at most 100000"),
+    (["lengths={csv}", "nodes=" + ",".join(["100000"] * 20000)], "nodes: got 2000000000 ranks; allowed: at most "),
+    (["replay={csv}", "num_ranks=4"], "num_ranks: got '4' with replay="),
+    (["replay={csv}", "planner=dhp"], "planner: got 'dhp' with replay="),
+    (["lengths=s3://KEY:secret@bucket/x.csv", "num_ranks=4"], "lengths: got s3://***@bucket/x.csv; allowed: a path of"),
+    (["lengths={csv}", "num_ranks=4", "out=s3://bucket/x.json"], "out: got s3://bucket/x.json; allowed: a path of"),
     (["lengths={csv}", "num_ranks=four"], "num_ranks: got 'four'; allowed: a whole number of at least 1"),
     (["lengths={csv}", "num_ranks=4", "rank=1"], "rank=1: no such argument; allowed: lengths="),
     (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
@@ -142,6 +150,22 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, capsys, row, message):
 def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, capsys):
     (tmp_path / "marked.csv").write_text("num_tokens\n7\n", encoding="utf-8-sig")
     assert job.main([f"lengths={tmp_path / 'marked.csv'}", "num_ranks=1"]) == 0
+
+
+@pytest.mark.parametrize("name", ["out", "picture"])
+def test_what_cannot_be_written_is_said_before_the_work(lengths, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr(job, "planned", None)
+    (tmp_path / "folder.png").mkdir()
+    for path, reason in ((tmp_path / "folder.png", "Is a directory"), (lengths / "x.png", "Not a directory")):
+        assert job.main([f"lengths={lengths}", "num_ranks=4", f"{name}={path}"]) == 1
+        assert capsys.readouterr().err == f"error: {name}: {path} cannot be written: {reason}\n"
+
+
+def test_homes_are_expanded(lengths, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert job.main(["lengths=~/lengths.csv", "num_ranks=4", "out=~/plan.json"]) == 0
+    assert job.main(["replay=~/plan.json", "out=~/again.json"]) == 0
+    assert (tmp_path / "again.json").exists()
 
 
 def test_a_picture_of_an_unknown_kind_is_one_line(lengths, tmp_path, capsys):

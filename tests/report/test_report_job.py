@@ -40,11 +40,15 @@ def test_a_run_on_an_object_store(tmp_path: Path, object_store: str) -> None:
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    empty, damaged, file = tmp_path / "empty", tmp_path / "damaged", tmp_path / "file"
+    file.write_text("")
     write_run(empty, 0)
     write_run(damaged, 1)
     (damaged / "metrics.jsonl").write_text("x\n")
-    cases = [(2, "no run in", f"run.dir={tmp_path / 'absent'}"), (2, "run.dri: no such key", "run.dri=x"),
+    cases = [(2, "no run in", f"run.dir={tmp_path / 'absent'}"), 
+             (2, "run.dri=x: not understood; allowed: --config FILE, --help, run.dir=", "run.dri=x"),
+             (2, "model=tiny: not understood; allowed: ", "model=tiny"),
+             (2, " is a file; allowed: ", f"run.dir={file}"),
              (1, "not finished a step yet", f"run.dir={empty}"),
              (1, "metrics.jsonl: line 1", f"run.dir={damaged}"),
              (1, "not a folder that storage knows", "run.dir=nonsense://bucket/x")]

@@ -93,8 +93,14 @@ def test_a_sequence_that_devices_hold_with_host_memory_alone(capsys: pytest.Capt
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert job.main([*SMALL, "num_batches=1", f"out={tmp_path / 'file' / 'folder'}"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out: ")
+    for out in (tmp_path / "file" / "folder", tmp_path / "file"):  # before the work: none of it is left by then
+        assert job.main([*SMALL, f"num_batches={10**7}", f"out={out}"]) == 1
+        assert capsys.readouterr().err == f"error: out: {out} cannot be written: Not a directory\n"
+
+
+def test_planners_may_be_given_without_brackets() -> None:
+    assert load_simulation([*SMALL, "planners=dhp"]).planners == ["dhp"]
+    assert load_simulation([*SMALL, "planners=dhp,static"]).planners == ["dhp", "static"]
 
 
 def test_an_interrupt_is_one_line(

@@ -43,12 +43,10 @@ from dhp_ray.runtime.driver.host_room import (
 )
 from dhp_ray.runtime.driver.image_limits import image_tokens_of, largest_image_of
 from dhp_ray.runtime.origins import origin_of
+from dhp_ray.schema import MEASURE
 
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
 """For each kind, the description that is used for a device that no file of conf/device describes."""
-
-MEASURE = "measure"
-"""The value of `planner.cost` that takes the place of a file name."""
 
 RECOMPUTATION = "train.activation_checkpointing"
 

@@ -25,7 +25,7 @@ from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of
 from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
-from dhp_ray.runtime.driver.modes import MEASURE, Choice, check_cost, compares_modes, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import Choice, check_cost, compares_modes, memory_of, mode_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -42,6 +42,7 @@ from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
 from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.schema import MEASURE
 from dhp_ray.storage import Folder, StorageError
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import upload_warning
+from dhp_ray.constraints import in_upload, make_absolute, upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
@@ -47,6 +47,8 @@ def evaluate(config: Config, ending: Ending) -> int:
     try:
         if warning := upload_warning("eval.output", config.eval.output, Path.cwd()):
             _say(Notice(warning))
+        if not in_upload(Path.cwd()):
+            make_absolute(config)
         if warning := pixels_warning(config):
             _say(Notice(warning))
         with waits.on("the Ray cluster"):

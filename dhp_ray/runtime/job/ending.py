@@ -55,6 +55,8 @@ class Ending:
         except Exception:
             if not self._leaving:
                 raise
+        finally:
+            self._over = True
         self.tell()
         return 1
 

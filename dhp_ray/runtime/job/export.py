@@ -26,27 +26,6 @@ from dhp_ray.train.export import AllRanks, write_files
 from dhp_ray.train.state.stored_values import StoredValues
 
 
-class ExportRefusedError(ValueError):
-    """The requested export is not possible; one line that says what is allowed."""
-
-
-def choose_step(checkpoints: Checkpoints, step: int | None) -> int:
-    """Return the step of the whole checkpoint that is asked for, or of the newest one.
-
-    Raises:
-        ExportRefusedError: there is no such checkpoint; names those that exist.
-    """
-    kept = checkpoints.complete()
-    if not kept:
-        raise ExportRefusedError(f"checkpoint: {checkpoints.folder.uri} holds no whole checkpoint; allowed: a run that "
-                                 "has saved one (checkpoint.every_steps)")
-    if step is None:
-        return kept[-1]
-    if step not in kept:
-        raise ExportRefusedError(f"checkpoint: got {step}; allowed, of those kept: {', '.join(map(str, kept))}")
-    return step
-
-
 def export_checkpoint(
     run: Folder, config: Config, step: int, out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -96,22 +75,12 @@ def export_checkpoint(
     return sum(file.num_bytes for file in files)
 
 
-def check_out(out: Path) -> None:
-    """Refuse to write over anything.
-
-    Raises:
-        ExportRefusedError: `out` exists and is not an empty folder.
-    """
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
-        raise ExportRefusedError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
-
-
 def _local(run: Folder, name: str, config: Config, stack: ExitStack) -> Path:
     """Return the folder of the checkpoint's files on this machine."""
     local = run.local_path()
     if local is not None:
         return local / name
-    scratch = Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
+    scratch = Path(config.checkpoint.scratch or tempfile.gettempdir())
     with storage_errors(f"checkpoint.scratch: {scratch}", "cannot be made"):
         scratch.mkdir(parents=True, exist_ok=True)
         fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=scratch)))

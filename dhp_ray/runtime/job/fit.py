@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,17 @@ import ray
 from ray.train import Checkpoint, Result
 
 from dhp_ray.config import Config, load
-from dhp_ray.constraints import upload_warning
+from dhp_ray.constraints import in_upload, make_absolute, refuse_relative_run
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import run
 from dhp_ray.runtime.job.preflight import check_here
-from dhp_ray.runtime.job.trial import Trial, current_trial, factory_of
+from dhp_ray.runtime.job.trial import Trial, callers_folder, current_trial, factory_of
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.lease import EXPIRES_S, take_lease
 from dhp_ray.runtime.waits import Waits
+from dhp_ray.storage import Folder
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory
@@ -36,19 +38,26 @@ def fit(overrides: Overrides = ()) -> Result:
     Inside a trial of Ray Tune every committed step is reported, and the run goes on from Tune's checkpoint.
 
     Returns:
-        `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder,
-        and `error`, a RunError of one line if the run has ended early.
+        `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder
+        (the former opens it, also where its URI has credentials, which nothing shows), and `error`, a RunError of one
+        line if the run has ended early.
 
     Raises:
         ConfigError: a key or value in `overrides` is not allowed; one line.
         RunError: only in a trial, which has failed then: why the run has ended early.
     """
-    config = config_of(overrides)
     trial = None
-    if name := current_trial():
+    name = current_trial()
+    with chdir(callers_folder(name)):
+        config = config_of(overrides)
+        if not name:
+            check_here(config)
+        if in_upload(Path.cwd()) or runs_in_a_copy():
+            refuse_relative_run(config)
+        else:
+            make_absolute(config)
+    if name:
         trial = Trial(name, config)
-    else:
-        check_here(config)
     shown = Shown(trial)
     waits = Waits(shown.show)
     lease = None
@@ -57,8 +66,6 @@ def fit(overrides: Overrides = ()) -> Result:
     try:
         # Ray Tune may start a trial again while the process that it has paused is still ending
         lease = take_lease(config.run.dir, lambda text: shown.show(Notice(text)), EXPIRES_S if trial else 0.0)
-        if warning := upload_warning("run.dir", config.run.dir, Path.cwd()):
-            shown.show(Notice(warning))
         if joined:
             with waits.on("the Ray cluster"):
                 connect()
@@ -76,7 +83,8 @@ def fit(overrides: Overrides = ()) -> Result:
             lease.release()
     if error and trial:
         raise RunError(error)
-    return Result(metrics=shown.metrics, checkpoint=Checkpoint(config.run.dir), path=config.run.dir,
+    files, path = Folder(config.run.dir).place()
+    return Result(metrics=shown.metrics, checkpoint=Checkpoint(path, files), path=config.run.dir,
                   error=RunError(error) if error else None)
 
 
@@ -88,6 +96,11 @@ def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
         ConfigError: a key or value in `overrides` is not allowed; one line.
     """
     return factory_of(config_of(overrides))
+
+
+def runs_in_a_copy() -> bool:
+    """Whether what this process starts on Ray runs in copies of a working directory."""
+    return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env.get("working_dir"))
 
 
 def config_of(overrides: Overrides) -> Config:

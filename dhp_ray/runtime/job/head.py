@@ -14,6 +14,7 @@ from dhp_ray.credentials import masked
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.local_cluster import end_cluster, start_cluster
 from dhp_ray.runtime.messages import RunError
+from dhp_ray.schema import ConfigError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
                   "RAY_task_events_report_interval_ms": "0"}
@@ -42,6 +43,19 @@ def named_head() -> tuple[str, str]:
     return (file.read_text().strip() if os.access(file, os.R_OK) else ""), str(file)
 
 
+def check_address() -> None:
+    """Refuse an address of a cluster that this machine is not a node of.
+
+    Raises:
+        ConfigError: one line with the address, what names it, and what is allowed.
+    """
+    address, named_by = named_head()
+    if "://" in address:
+        raise ConfigError(f"{named_by}: got {masked(address)}; allowed: HOST:PORT of the head of a cluster that this "
+                          "machine is a node of, or local; to a cluster elsewhere jobs are submitted (`ray job submit "
+                          "--address ...`)")
+
+
 def connect() -> None:
     """Join the cluster that RAY_ADDRESS or a running head names, else start a local one, which `disconnect` ends.
 
@@ -65,7 +79,13 @@ def connect() -> None:
     try:
         ray.init(address=started, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
-        raise RunError(masked(f"no Ray cluster at {where}: {first_line(error)}")) from None
+        raise RunError(masked(f"no Ray cluster at {where}: {_reason(error)}")) from None
+
+
+def _reason(error: BaseException) -> str:
+    """Return why Ray does not join, in a line: where versions differ, it names both over several."""
+    text = str(error)
+    return " ".join(text.split()) if text.startswith("Version mismatch") else first_line(error)
 
 
 def disconnect() -> None:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device, upload_warning
+from dhp_ray.constraints import check_device, in_upload, make_absolute
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending
@@ -47,8 +47,8 @@ def train(config: Config, lease: Lease, ending: Ending) -> int:
     waits = Waits(console.show)
     ending.say = lambda text: console.show(Notice(text))
     try:
-        if warning := upload_warning("run.dir", config.run.dir, Path.cwd()):
-            console.show(Notice(warning))
+        if not in_upload(Path.cwd()):
+            make_absolute(config)
         with waits.on("the Ray cluster"):
             connect()
         ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ from typing import NamedTuple, cast
 from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose
 from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.constraints import check_device
-from dhp_ray.data.families import PRESETS
 from dhp_ray.measure.clock import may_preempt
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.measure.member import Member
@@ -31,6 +31,7 @@ from dhp_ray.planner.derived_cost import Device, derived_cost, described
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import PlanError
+from dhp_ray.runtime.job.preflight import check_measurement_here, devices_here
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.runtime.worker.measuring import MAX_TOKENS, measured_part, member_with, spec_of
@@ -90,22 +91,13 @@ def _checked(config: Config, request: Request) -> tuple[Accelerator, StateSize, 
     except ValueError as error:
         raise ConfigError(str(error)) from None
     config.cluster.device = accelerator.name
+    check_measurement_here(config, request.ranks)
     check_device(config)
-    for name, value in (("train.activation_checkpointing", config.train.activation_checkpointing),
-                        ("train.sharding", config.train.sharding)):
-        if value == "auto":
-            raise ConfigError(f"{name}: got auto; allowed here: the value that is to be measured")
-    if config.model.preset and config.model.preset not in PRESETS:
-        raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     try:
         size = state_size(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    there = accelerator.num_devices() if accelerator.name != "cpu" else len(os.sched_getaffinity(0))
-    if request.ranks > there:
-        raise ConfigError(f"ranks: got {request.ranks}; this machine has {there} {accelerator.name} "
-                          f"{'cores' if accelerator.name == 'cpu' else 'devices'}; allowed: at most {there}")
-    return accelerator, size, request.ranks or min(there, config.cluster.num_workers)
+    return accelerator, size, request.ranks or min(devices_here(accelerator), config.cluster.num_workers)
 
 
 def memory_here(
@@ -161,6 +153,8 @@ def _collected(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: list[Connection] = []
     processes = []
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # the ranks inherit this:
+    # Ctrl-C reaches them too, and this process ends them
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_rank_main, daemon=True,
@@ -170,6 +164,7 @@ def _collected(
         pipes.append(ours)
         processes.append(process)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         found = _received(pipes, specs, accelerator, progress)
     finally:
         for process in processes:

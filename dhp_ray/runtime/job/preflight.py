@@ -1,8 +1,8 @@
 """Checks that refuse a run before Ray starts: all that this machine alone can tell, within a second, without Ray, torch
 or transformers.
 
-Paths are checked here: every node must reach them, and this is one of the nodes. What is behind a URI is left to the
-driver.
+Paths are checked here: every node must reach them, and this is one of the nodes. What an object store has is left to
+the driver.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from pathlib import Path
 
 from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device
-from dhp_ray.credentials import masked
+from dhp_ray.constraints import check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.families import check_processor_files
+from dhp_ray.data.families import PRESETS, check_processor_files
 from dhp_ray.data.index import check_answers, check_form, held_out, index_fragments, sources_of
 from dhp_ray.model.files import ModelError, check_model_folder
-from dhp_ray.runtime.job.head import named_head
+from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.job.indexing import progress_bar
+from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import compare_config
-from dhp_ray.storage import Folder, StorageError
+from dhp_ray.schema import MEASURE
+from dhp_ray.storage import Folder, StorageError, check_writable
+
+STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Schemes of URIs behind which only the driver looks: it may take seconds."""
 
 OVERRIDE = "RAY_OVERRIDE_RESOURCES"
 """The variable that gives the resources of a cluster that Ray starts, in place of what the machine has."""
@@ -38,11 +42,14 @@ def check_here(config: Config) -> None:
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
-    address, _ = named_head()
-    if "://" in address:  # a cluster that this machine is not part of
-        return
-    if address in ("", "local"):
+    check_address()
+    if in_upload(Path.cwd()):
+        refuse_relative_run(config)
+    if named_head()[0] in ("", "local"):
         check_workers(config, resources_here())
+    for name, section, item in places(config):
+        if name != "eval.output":  # of jobs/evaluate.py
+            check_place(name, getattr(section, item.name), item.metadata["path"])
     if config.model.path:
         _check_model(config.model.path)
     for source in sources_of(config.data):
@@ -51,10 +58,12 @@ def check_here(config: Config) -> None:
     if config.eval.path:
         with _refusing("eval.path"):
             check_form(held_out(config.data, config.eval.path))
-    if config.planner.cost not in ("", "measure"):
+    if config.planner.cost not in ("", MEASURE):
         _check_cost(config.planner.cost)
-    if "://" not in config.run.dir:
+    if config.run.dir.partition("://")[0] not in STORES:
         _check_run_folder(config)
+    elif config.checkpoint.scratch:
+        _check_writable("checkpoint.scratch", os.path.join(config.checkpoint.scratch, "checkpoint"))
 
 
 def check_evaluation_here(config: Config) -> None:
@@ -64,11 +73,12 @@ def check_evaluation_here(config: Config) -> None:
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
+    check_address()
+    for name, section, item in places(config):
+        if name in ("model.path", "data.image_root", "eval.path", "eval.output"):
+            check_place(name, getattr(section, item.name), item.metadata["path"])
     _check_output(config.eval.output, config.eval.path)
-    address, _ = named_head()
-    if "://" in address:
-        return
-    if address in ("", "local"):
+    if named_head()[0] in ("", "local"):
         check_room(config, resources_here())
     _check_model(config.model.path)
     with _refusing("eval.path"):
@@ -76,6 +86,69 @@ def check_evaluation_here(config: Config) -> None:
         check_form(samples)
         with progress_bar(samples) as progress:
             check_answers(index_fragments(samples, progress))
+
+
+def check_measurement_here(config: Config, ranks: int) -> None:
+    """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    for name, value in (("train.activation_checkpointing", config.train.activation_checkpointing),
+                        ("train.sharding", config.train.sharding)):
+        if value == "auto":
+            raise ConfigError(f"{name}: got auto; allowed here: the value that is to be measured")
+    if config.model.preset and config.model.preset not in PRESETS:
+        raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
+    here = {str(kind.resource): float(kind.num_devices()) for kind in ACCELERATORS.values()}
+    kind = device_of(config.cluster.device, here)
+    there = devices_here(kind)
+    if not there:
+        raise ConfigError(f"cluster.device: got '{kind.name}', but this machine has no {kind.name} device; auto takes "
+                          "what there is")
+    if ranks > there:
+        raise ConfigError(f"ranks: got {ranks}; this machine has {there} {kind.name} "
+                          f"{'cores' if kind is CPU else 'devices'}; allowed: at most {there}")
+    if config.model.path:
+        check_place("model.path", config.model.path, "folder")
+        _check_model(config.model.path)
+
+
+def devices_here(kind: Accelerator) -> int:
+    """Return how many ranks of a measurement this machine has room for."""
+    return len(os.sched_getaffinity(0)) if kind is CPU else kind.num_devices()
+
+
+def choose_step(checkpoints: Checkpoints, step: str) -> int:
+    """Return the step of the whole checkpoint that is asked for, or of the newest one, `latest`.
+
+    Raises:
+        ConfigError: there is no such checkpoint; names those that exist.
+    """
+    kept = checkpoints.complete()
+    if not kept:
+        raise ConfigError(f"checkpoint: {checkpoints.folder.uri} holds no whole checkpoint; allowed: a run that has "
+                          "saved one (checkpoint.every_steps)")
+    if step == "latest":
+        return kept[-1]
+    if int(step) not in kept:
+        raise ConfigError(f"checkpoint: got {step}; allowed, of those kept: {', '.join(map(str, kept))}, or latest")
+    return int(step)
+
+
+def refuse_export(config: Config, out: Path) -> None:
+    """Refuse an export that would write over anything, cannot be written, or whose model is not here.
+
+    Raises:
+        ConfigError: `out` exists and is not an empty folder, or the folder of the model is not one.
+        OSError: it cannot be written.
+    """
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
+        raise ConfigError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
+    check_writable(out.with_name(f".{out.name}") / "config.json")
+    if config.model.path:
+        check_place("model.path", config.model.path, "folder")
+        _check_model(config.model.path)
 
 
 @contextmanager
@@ -159,10 +232,8 @@ def _check_model(path: str) -> None:
 
 def _check_output(output: str, samples: str) -> None:
     """Refuse an output that is the file of samples, or lies in their folder, where the next evaluation would read it,
-    or is not a file of this machine.
+    or cannot be written.
     """
-    if "://" in output:
-        raise ConfigError(f"eval.output: got {masked(output)}; allowed: a file of this machine")
     written, read = os.path.realpath(output), os.path.realpath(samples)
     if written == read or (os.path.exists(written) and os.path.exists(read) and os.path.samefile(written, read)):
         raise ConfigError(f"eval.output: got {output!r}, the file of eval.path; allowed: another file")
@@ -170,6 +241,14 @@ def _check_output(output: str, samples: str) -> None:
         raise ConfigError(
             f"eval.output: got {output!r}, inside eval.path ({samples}); allowed: a file outside of it"
         )
+    _check_writable("eval.output", output)
+
+
+def _check_writable(key: str, file: str) -> None:
+    try:
+        check_writable(Path(file))
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be written: {error.strerror}") from None
 
 
 def _check_cost(path: str) -> None:
@@ -185,6 +264,8 @@ def _check_cost(path: str) -> None:
 def _check_run_folder(config: Config) -> None:
     try:
         folder = Folder(config.run.dir)
+        if local := folder.local_path():
+            check_place("run.dir", str(local), "folder or URI")
         compare_config(folder, config)
         folder.probe()
     except StorageError as error:

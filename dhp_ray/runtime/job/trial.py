@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 POINTER_FILE = "dhp_ray.json"
+ORIGINAL_FOLDER = "TUNE_ORIG_WORKING_DIR"
+"""The variable in which Ray Tune keeps the folder that a trial's process began in."""
+
 TRIAL_CPUS = 0.01
 """CPUs of a trial's own process, which waits for its driver most of the time."""
 
@@ -60,6 +64,13 @@ def current_trial() -> str:
         return tune.get_context().get_trial_id() or ""
 
 
+def callers_folder(trial: str) -> Path:
+    """Return the folder that relative paths are taken from: this process's own. In a trial it is the one that its
+    process began in; Ray Tune has changed to the trial's folder, which is deleted.
+    """
+    return Path(os.environ.get(ORIGINAL_FOLDER, ".") if trial else ".")
+
+
 @dataclass
 class Trial:
     """The trial `name` and its run with `config`, whose `run.dir` becomes the trial's folder.
@@ -72,7 +83,8 @@ class Trial:
     config: Config
 
     def __post_init__(self) -> None:
-        self.config.run.dir = Folder(self.config.run.dir).child(self.name).uri
+        self._sweep = Folder(self.config.run.dir)
+        self.config.run.dir = self._sweep.child(self.name).uri
         self.run = Folder(self.config.run.dir)
         if self.config.cluster.max_workers > self.config.cluster.num_workers:
             raise ConfigError(f"cluster.max_workers: got {self.config.cluster.max_workers} in a trial of Ray Tune, "
@@ -109,7 +121,10 @@ class Trial:
             return
         with checkpoint.as_directory() as folder:
             pointer = json.loads((Path(folder) / POINTER_FILE).read_text(encoding="utf-8"))
-        source = Folder(pointer["run.dir"])
+        # another trial's folder is beside this one's; the pointer shows no credentials
+        source = self._sweep.child(PurePosixPath(pointer["run.dir"].partition("?")[0]).name)
+        if source.uri != pointer["run.dir"]:
+            source = Folder(pointer["run.dir"])
         if source.uri != self.run.uri:
             copy_run(source, self.run, pointer["step"])
             self._reported = pointer["step"]

@@ -11,6 +11,7 @@ trace/step_*.json (watch.py) is cut back here with the plans.
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -272,11 +273,22 @@ def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> N
     if config.run.resume == "never" and (stored or holds_run):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
-        if name.startswith(FIXED) and name not in FREE and stored.get(name, value) != value:
+        if not name.startswith(FIXED) or name in FREE or name not in stored:
+            continue
+        if _absolute(name, stored[name]) != _absolute(name, value):
             raise ConfigError(
                 f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another "
                 "run.dir"
             )
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """The value of a key with its paths absolute: an older run's config.yaml has them as they were given."""
+    if isinstance(value, list):
+        return [{key: _absolute(f"{name}.{key}", inner) for key, inner in entry.items()}
+                if isinstance(entry, dict) else entry for entry in value]
+    is_path = name.endswith((".path", ".image_root")) and isinstance(value, str)
+    return os.path.abspath(value) if is_path and value else value
 
 
 def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ def save_folder(config: Config) -> Path:
     where they are uploaded.
     """
     local = Folder(config.run.dir).local_path()
-    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir()).expanduser()
+    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir())
     with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -199,9 +199,9 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert cost_of(config, one_lacks_them, Mode("step", False)).linear_s == own.linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
-    assert replace(cost("", device="cpu"), estimated=False) == CostModel.load("conf/cost/cpu.yaml")
-    config.planner.cost = "conf/cost/cuda.yaml"
-    assert cost("NVIDIA H100 80GB HBM3") == CostModel.load("conf/cost/cuda.yaml")
+    assert replace(cost("", device="cpu"), estimated=False) == CostModel.load(CONF / "cost" / "cpu.yaml")
+    config.planner.cost = str(CONF / "cost" / "cuda.yaml")
+    assert cost("NVIDIA H100 80GB HBM3") == CostModel.load(CONF / "cost" / "cuda.yaml")
 
 
 def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -> None:

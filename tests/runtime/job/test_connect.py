@@ -17,10 +17,11 @@ import pytest
 import ray
 from ray._private.runtime_env.working_dir import WorkingDirPlugin
 from ray._private.services import get_ray_address_from_environment
+from ray._private.utils import check_version_info
 from torch.distributed import TCPStore
 
 from dhp_ray.constraints import upload_warning
-from dhp_ray.runtime.job.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, connect, named_head
+from dhp_ray.runtime.job.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, _reason, connect, named_head
 from dhp_ray.runtime.job.job import rendezvous_store
 from dhp_ray.runtime.messages import RunError
 from tests.data.samples import talk, write_rows
@@ -176,21 +177,21 @@ def test_an_address_of_elsewhere_is_no_place_for_the_store() -> None:
 
 
 @pytest.mark.parametrize("folder", ["runs/mine", "mine", "./runs", "../runs"])
-def test_a_relative_run_folder_in_an_upload_is_warned_of(folder: str) -> None:
+def test_a_relative_output_in_an_upload_is_warned_of(folder: str) -> None:
     assert re.fullmatch(
-        rf"warning: run.dir={folder} is relative: it lies in {IN_UPLOAD}/jobs, .*; give an absolute path or a URI that "
-        "every node reaches",
-        upload_warning("run.dir", folder, IN_UPLOAD / "jobs"),
+        rf"warning: eval.output={folder} is relative: it lies in {IN_UPLOAD}/jobs, .*; give an absolute path or a URI "
+        "that every node reaches",
+        upload_warning("eval.output", folder, IN_UPLOAD / "jobs"),
     )
-    assert not upload_warning("run.dir", folder, Path("/home/me/dhp_ray"))
+    assert not upload_warning("eval.output", folder, Path("/home/me/dhp_ray"))
 
 
 @pytest.mark.parametrize("folder", ["/shared/runs/mine", "~/runs", "s3://bucket/runs", "file:///shared/runs"])
-def test_other_run_folders_are_fine_in_an_upload(folder: str) -> None:
-    assert not upload_warning("run.dir", folder, IN_UPLOAD)
+def test_other_outputs_are_fine_in_an_upload(folder: str) -> None:
+    assert not upload_warning("eval.output", folder, IN_UPLOAD)
 
 
-def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> None:
+def test_a_job_in_an_upload_needs_a_run_folder_elsewhere(tmp_path: Path, dead_port: int) -> None:
     """In the folder that Ray itself would unpack it to."""
     plugin = WorkingDirPlugin(str(tmp_path), None)  # type: ignore[arg-type]
     upload = Path(plugin._resources_dir) / "_ray_pkg_1"
@@ -198,9 +199,19 @@ def test_a_job_in_an_upload_says_so_first(tmp_path: Path, dead_port: int) -> Non
     done = subprocess.run([sys.executable, str(ROOT / "jobs" / "train.py"), *data(tmp_path)], cwd=upload,
                           capture_output=True, text=True, timeout=60,
                           env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{dead_port}"}, check=False)
-    assert done.stdout.startswith("warning: run.dir=runs/default is relative: ")
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("error: no Ray cluster at ")
+    assert done.stdout == ""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: run.dir: got 'runs/default', which is relative: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_cluster_of_other_versions_is_told_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line, of the words that Ray has."""
+    with pytest.raises(RuntimeError) as caught:
+        check_version_info({"ray_version": "2.9.1", "python_version": "3.8.7"}, "here", True, "minor")
+    said = _reason(caught.value)
+    assert "\n" not in said
+    assert re.search(r"with: Ray: 2\.9\.1 Python: 3\.8\.7 This process .* Ray: [\d.]+ Python: [\d.]+$", said)
 
 
 def test_a_cluster_that_is_joined_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

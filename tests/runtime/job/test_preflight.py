@@ -16,11 +16,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from dhp_ray.comm.device import CUDA, NPU, Accelerator
-from dhp_ray.config import Config, ConfigError, dump, load
+from dhp_ray.config import CONF, Config, ConfigError, check_evaluation, dump, load
+from dhp_ray.constraints import UPLOADS, make_absolute
 from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import PLANNERS
-from dhp_ray.runtime.job.preflight import check_here, check_workers, device_of, resources_here
+from dhp_ray.runtime.job.preflight import (
+    check_evaluation_here,
+    check_here,
+    check_workers,
+    device_of,
+    resources_here,
+)
 from dhp_ray.schema import PLANNERS as NAMES
 from tests.data.samples import talk, write_rows
 
@@ -114,7 +121,25 @@ def test_the_planners_have_their_names() -> None:
     (["data.image_root={folder}/none"], "data.image_root: no folder {folder}/none"),
     (["eval.path={folder}/none", "eval.every_steps=1"], "eval.path: no file or folder {folder}/none"),
     (["data=parquet"],
-     "data.path: {folder}/rows.json is no file of the format parquet; allowed: a name ending in .parquet"),
+     "data.path: {folder}/rows.json is no file of the format parquet; allowed: a name ending in .parquet, "
+     "or data=llava"),
+    (["data=synthetic"], "data.path: {folder}/rows.json is no file of the format synthetic; allowed: a name ending in "
+                         ".parquet, or data=llava"),
+    (["data=webdataset", "data.path={folder}"],
+     "data.path: {folder} holds no file of the format webdataset; allowed: names ending in .tar, or data=llava"),
+    (["data=synthetic", "data.path={folder}/my.json"], "data.path: no file or folder {folder}/my.json"),
+    (["data=synthetic", "data.path={folder}/my.parquet"],
+     "data.path: no file or folder {folder}/my.parquet; jobs/prepare_data.py writes it"),
+    (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
+    (["model.preset=", "model.path={folder}/rows.json"], "model.path: {folder}/rows.json is a file; allowed: a folder"),
+    (["planner.cost={folder}/empty"], "planner.cost: {folder}/empty is a folder; allowed: a file"),
+    (["checkpoint.scratch={folder}/rows.json"], "checkpoint.scratch: {folder}/rows.json is a file; allowed: a folder"),
+    (["run.dir=s3://bucket/run", "checkpoint.scratch={folder}/rows.json/x"],
+     "checkpoint.scratch: {folder}/rows.json/x/checkpoint cannot be written: Not a directory"),
+    (["run.dir={folder}/rows.json"], "run.dir: {folder}/rows.json is a file; allowed: a folder or URI"),
+    (["run.dir=file://{folder}/rows.json"], "run.dir: {folder}/rows.json is a file; allowed: a folder or URI"),
+    (["run.dir=nonsense://bucket/run"], "run.dir: nonsense://bucket/run: not a folder that storage knows: Unrecognized "
+                                        "filesystem type in URI: nonsense://bucket/run"),
     (["data.path={folder}/damaged.json"],
      "data.path: {folder}/damaged.json is not JSON: 'utf-8' codec can't decode byte 0x89 in position 0: "
      "invalid start byte"),
@@ -146,13 +171,17 @@ def test_a_path_that_is_wrong(words: list[str], line: str, arguments: list[str],
      "model.path: no folder Qwen/Qwen2.5-VL-3B-Instruct; allowed: a local Hugging Face folder "
      "(`hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir FOLDER` fetches that model, then model.path=FOLDER)"),
     ("runs/default/model", "model.path: no folder runs/default/model; allowed: a local Hugging Face folder"),
-    ("tests/none", "model.path: no folder tests/none; allowed: a local Hugging Face folder"),
+    ("runs/none", "model.path: no folder runs/none; allowed: a local Hugging Face folder"),
     ("/nowhere", "model.path: no folder /nowhere; allowed: a local Hugging Face folder"),
     ("x" * 300, f"model.path: {'x' * 300}: File name too long")])
-def test_a_model_that_is_no_folder(path: str, line: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads like a name on the Hub is answered with the line that fetches it."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("TMPDIR")
+def test_a_model_that_is_no_folder(
+    path: str, line: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads like a name on the Hub is answered with the line that fetches it; not where its first part is a folder
+    that there is.
+    """
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert refused([*arguments, f"model.path={path}"]) == line
 
 
@@ -291,6 +320,64 @@ def test_this_machines_resources_are_at_least_rays() -> None:
     assert here["CPU"] == os.cpu_count()
 
 
-def test_paths_of_a_cluster_elsewhere_are_not_looked_up_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    check_here(load(["data=llava", "data.path=/nowhere", "run.dir=/nowhere/run"]))
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "http://127.0.0.1:8265"])
+def test_a_cluster_that_this_machine_is_no_node_of_is_refused(
+    address: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    line = f"RAY_ADDRESS: got {address}; allowed: HOST:PORT of the head of a cluster that this machine is a node of"
+    assert refused(arguments).startswith(line)
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        check_evaluation_here(load(arguments))
+
+
+def test_a_relative_run_folder_in_an_upload_is_refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = tmp_path / UPLOADS / "_ray_pkg_1"
+    upload.mkdir(parents=True)
+    monkeypatch.chdir(upload)
+    for folder in ("runs/mine", "mine", "./runs", "../runs"):
+        assert refused([*arguments, f"run.dir={folder}"]) == (
+            f"run.dir: got '{folder}', which is relative: it would lie in the copy of the working directory that Ray "
+            "makes on each node, and deletes; allowed: an absolute path or a URI that every node reaches")
+    assert not list(upload.iterdir())
+    check_here(load(arguments))
+    check_here(load([*arguments, "run.dir=s3://bucket/run"]))
+    monkeypatch.chdir(tmp_path)
+    check_here(load([*arguments, "run.dir=mine"]))
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["eval.output={folder}"], "eval.output: {folder} is a folder; allowed: a file"),
+    (["eval.output={folder}/file/out"], "eval.output: {folder}/file/out cannot be written: Not a directory"),
+    (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
+    (["eval.path={folder}/none"], "eval.path: no file or folder {folder}/none")])
+def test_an_evaluation_with_a_wrong_path(words: list[str], line: str, model: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.json", ROWS)
+    (tmp_path / "file").write_text("")
+    arguments = [f"model.path={model}", f"eval.path={tmp_path / 'rows.json'}", "data.format=llava",
+                 f"eval.output={tmp_path / 'new' / 'out'}", "cluster.num_workers=1"]
+    check_evaluation_here(load(arguments, CONF / "evaluate.yaml", check_evaluation))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError) as caught:
+        check_evaluation_here(load([*arguments, *(word.format(folder=tmp_path) for word in words)],
+                                   CONF / "evaluate.yaml", check_evaluation))
+    assert str(caught.value) == line.format(folder=tmp_path)
+
+
+def test_a_run_goes_on_whether_its_paths_were_relative_or_not(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = [*arguments, "data.path=rows.json", "run.dir=whole"]
+    write_run(tmp_path / "whole", relative)
+    check_here(load(relative))
+    config = load(relative)
+    make_absolute(config)
+    check_here(config)
+    (tmp_path / "elsewhere").mkdir()
+    write_rows(tmp_path / "elsewhere" / "rows.json", ROWS)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "whole" / "config.yaml").write_text(dump(config))
+    assert refused([*relative, f"run.dir={tmp_path / 'whole'}"]).startswith("data.path: got 'rows.json'; the run in ")
