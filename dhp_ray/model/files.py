@@ -26,7 +26,7 @@ ADAPTER_PREFIX = "base_model.model."
 BASE_KEY = "base_fingerprint"
 """Metadata key in an adapter's file: the fingerprint of the weights that it was trained on."""
 
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 FIRST_BYTES = 64
 """The most bytes of each weight that a fingerprint reads."""
@@ -66,9 +66,14 @@ def config_tree(path: str) -> dict[str, Any]:
 
 
 def weight_files(path: str) -> list[str]:
-    """Names of a folder's safetensors files. Refuse a folder in which some or all are missing."""
+    """Names of a folder's safetensors files: those that its index names, or the one file without an index. Others are
+    not read. Refuse a folder in which some or all are missing, and one that transformers would read otherwise.
+    """
     folder = Path(path)
     index = folder / INDEX_FILE
+    if (folder / ADAPTER_SETTINGS).is_file():
+        raise ModelError(f"model.path: {path} holds a model and an adapter ({ADAPTER_SETTINGS}), in whose place "
+                         "transformers reads the adapter's base; allowed: one of them, the other elsewhere")
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -76,7 +81,14 @@ def weight_files(path: str) -> list[str]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:
-        names = ["model.safetensors"]
+        names = [WEIGHTS_FILE]
+    if names != [WEIGHTS_FILE] and (folder / WEIGHTS_FILE).is_file():
+        raise ModelError(f"model.path: {path} holds two sets of weights: {WEIGHTS_FILE}, and what {INDEX_FILE} names "
+                         f"({len(names)} file{'s' if len(names) > 1 else ''}); allowed: one of them")
+    named, read = config_tree(path).get("transformers_weights"), INDEX_FILE if index.is_file() else WEIGHTS_FILE
+    if named not in (None, read):
+        raise ModelError(f"model.path: {path} holds {read}, and its config.json names {named!r} "
+                         "(transformers_weights); allowed: one of them")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))

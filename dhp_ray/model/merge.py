@@ -24,7 +24,6 @@ from dhp_ray.model.files import (
     BASE_KEY,
     ModelError,
     check_model_folder,
-    config_tree,
     fingerprint,
     stored_tensors,
     weight_files,
@@ -34,11 +33,26 @@ from dhp_ray.storage import check_writable
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.safetensors")
+HEAD = "lm_head"
+"""The output layer, as all families call it."""
+
+LEFT_OUT = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.safetensors")
 """Files of the base that the merged folder does not get as they are."""
 
-BASE_STAYS = (True, False, "gaussian", "eva", "orthogonal")
-"""Ways of PEFT to begin an adapter that leave the base as it is."""
+HARMLESS = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+            "inference_mode", "runtime_config", "megatron_core", "r", "lora_alpha", "lora_dropout", "use_rslora",
+            "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config",
+            "qalora_group_size"}
+"""PEFT's settings of LoRA that are read here, or say where and how an adapter was trained: with any value the layers of
+its file are W + scale B A.
+"""
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "loftq_config": (None, {}),
+    "modules_to_save": (None, []), "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
+"""Values that leave an adapter W + scale B A, and its base as it is. All other settings, also those that we do not
+know, must be OFF: PEFT has kinds of LoRA that act on some tokens alone, or change other parts.
+"""
+OFF = (None, False)
 
 
 class Adapter(NamedTuple):
@@ -180,14 +194,12 @@ def _settings(folder: Path) -> dict[str, Any]:
                          "with train.lora.rank has written") from None
     if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {file} is not of LoRA; allowed: peft_type LORA")
-    others = [name for name in ("use_dora", "fan_in_fan_out", "alpha_pattern", "rank_pattern", "modules_to_save",
-                                "layer_replication") if tree.get(name)]
-    if tree.get("bias", "none") != "none":
-        others.append("bias")
-    if tree.get("init_lora_weights", True) not in BASE_STAYS:
-        others.append(f"init_lora_weights={tree['init_lora_weights']}, which has changed the base")
+    others = [f"{name}={value}, which has changed the base" if name == "init_lora_weights" else name
+              for name, value in tree.items() if name not in HARMLESS and value not in PLAIN.get(name, OFF)]
     if others:
         raise ModelError(f"adapter: {file} sets {', '.join(others)}; allowed: plain LoRA")
+    if not isinstance(tree.get("use_rslora", False), bool):
+        raise ModelError(f"adapter: {file} has use_rslora={tree['use_rslora']!r}; allowed: true, false")
     return tree
 
 
@@ -195,10 +207,15 @@ def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str
     """The layer of each stored weight that the adapter changes, by the weight's key; refuses an adapter of which a part
     finds no place.
     """
+    from dhp_ray.model.build import read_config
     from dhp_ray.model.families import FAMILIES
     from dhp_ray.model.weights import STORED_TYPES, module_name
 
-    renamed = FAMILIES[config_tree(base_path)["model_type"]].stored_names
+    config = read_config(base_path)
+    renamed = FAMILIES[config.model_type].stored_names
+    if config.tie_word_embeddings and HEAD in adapter.pairs:
+        raise ModelError(f"adapter: {adapter_path} changes {HEAD}, which in {base_path} is the embedding too "
+                         "(tie_word_embeddings): no weight can be both; allowed: an adapter without it")
     places = {}
     for file in files:
         for key, stored in stored_tensors(base_path, file).items():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.files import MODEL_TYPES, ModelError
+from dhp_ray.model.files import INDEX_FILE, MODEL_TYPES, ModelError, check_model_folder, fingerprint
+from dhp_ray.runtime.evaluate.loaded_model import load_model
 from tests.packs import TOKEN_IDS, stored_values
 
 
@@ -140,6 +142,64 @@ def test_an_unknown_family_runs_no_code(tmp_path: Path) -> None:
                                          r"qwen2_5_vl, qwen3_vl$"):
         build_model("", str(tmp_path), None, 0)
     assert not (tmp_path / "ran").exists()
+
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(("add", "said"), [
+    (lambda folder: sharded(folder, SHARD), "holds two sets of weights: model.safetensors, and what "
+                                            f"{INDEX_FILE} names (1 file); allowed: one of them"),
+    (lambda folder: sharded(folder, SHARD, "model.safetensors"), "holds two sets of weights: model.safetensors, and "
+                                                                 f"what {INDEX_FILE} names (2 files)"),
+    (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds a model and an adapter "
+                                                                       "(adapter_config.json), "),
+    (lambda folder: named(folder, "model.other.safetensors"), "holds model.safetensors, and its config.json names "
+                                                              "'model.other.safetensors' (transformers_weights)"),
+    (lambda folder: named(folder, INDEX_FILE), f"holds model.safetensors, and its config.json names '{INDEX_FILE}'")])
+def test_a_folder_of_two_sets_of_weights(add: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+    """transformers reads the other one, and so would serving engines."""
+    folder = saved(tmp_path / "model")
+    add(folder)
+    for read in (lambda: build_model("", str(folder), None, 0), lambda: fingerprint(str(folder)),
+                 lambda: check_model_folder(str(folder)),
+                 lambda: load_model(str(folder), torch.float32, torch.device("cpu"))):
+        with pytest.raises(ModelError) as raised:
+            read()
+        assert f"model.path: {folder} {said}" in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("add", [
+    lambda folder: sharded(folder, "model.safetensors"),
+    lambda folder: named(folder, "model.safetensors"),
+    lambda folder: save_file({"lm_head.weight": torch.zeros(1)}, folder / "model-00002-of-00002.safetensors"),
+    lambda folder: save_file({"lm_head.weight": torch.zeros(1)}, folder / "model.fp16.safetensors"),
+    lambda folder: save_file({"lm_head.weight": torch.zeros(1)}, folder / "adapter_model.safetensors"),
+    lambda folder: torch.save({}, folder / "pytorch_model.bin"),
+    lambda folder: (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "b.bin"}}')])
+def test_files_that_transformers_does_not_read_either(add: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    expected = fingerprint(str(folder))
+    add(folder)
+    assert fingerprint(str(folder)) == expected
+    mine = dict(build_model("", str(folder), None, 0).module.named_parameters())
+    theirs = dict(load_model(str(folder), torch.float32, torch.device("cpu")).named_parameters())
+    assert mine.keys() == theirs.keys()
+
+
+def sharded(folder: Path, *files: str) -> None:
+    """Write an index of `files`, each with all the weights."""
+    weights = load_file(folder / "model.safetensors")
+    for file in files:
+        save_file(weights, folder / file, {"format": "pt"})
+    weight_map = dict(zip(weights, [*files, *[files[0]] * len(weights)]))
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def named(folder: Path, file: str) -> None:
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | {"transformers_weights": file}))
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:

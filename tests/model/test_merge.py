@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import EvaConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
 from dhp_ray.model.lora import first_values
-from dhp_ray.model.merge import base_of, merged_files, read_adapter
+from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, rough_model
 from tests.test_jobs import ended, entry
@@ -133,6 +133,60 @@ def test_what_is_refused(tmp_path: Path, what: str) -> None:
     assert error in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("alora_invocation_tokens", [1, 2]), ("alora_invocation_tokens", []), ("layer_replication", [[0, 2], [1, 3]]),
+    ("use_dora", True), ("use_qalora", True), ("lora_bias", True), ("fan_in_fan_out", True),
+    ("ensure_weight_tying", True), ("bias", "lora_only"), ("bias", "all"), ("modules_to_save", ["lm_head"]),
+    ("rank_pattern", {"q_proj": 2}), ("alpha_pattern", {"q_proj": 2}), ("trainable_token_indices", [5]),
+    ("trainable_token_indices", {"embed_tokens": [5]}), ("target_parameters", ["experts.weight"]),
+    ("megatron_config", {"x": 1}), ("loftq_config", {"loftq_bits": 4}), ("corda_config", {}), ("lora_ga_config", {}),
+    ("velora_config", {}), ("monteclora_config", {}), ("use_bdlora", {}), ("arrow_config", {}), ("kasa_config", {}),
+    *(("init_lora_weights", way) for way in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "mica", "lora_ga",
+                                             "of tomorrow", ["gaussian"])),
+    ("of_tomorrow", True), ("of_tomorrow", 3), ("of_tomorrow", "some"), ("of_tomorrow", {}), ("use_rslora", "no")])
+def test_what_may_be_more_than_low_rank_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    save(with_adapters(), tmp_path)
+    file = tmp_path / ADAPTER_SETTINGS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(ModelError) as raised:
+        read_adapter(str(tmp_path))
+    assert name in str(raised.value)
+    assert "; allowed: " in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_setting_that_peft_has_is_decided_on(tmp_path: Path) -> None:
+    """PEFT's file of a plain adapter is merged, with all that it says; a setting that a later version brings is off."""
+    save(with_adapters(), tmp_path)
+    given = json.loads((tmp_path / ADAPTER_SETTINGS).read_text())
+    plain = LoraConfig(r=given["r"], lora_alpha=given["lora_alpha"], target_modules=given["target_modules"])
+    for settings in (plain, replace(plain, init_lora_weights="gaussian", lora_dropout=0.1, bias="none"),
+                     replace(plain, init_lora_weights="eva", eva_config=EvaConfig(), layers_to_transform=[0, 1],
+                             layers_pattern="layers", exclude_modules="head", revision="main")):
+        settings.save_pretrained(tmp_path)
+        file = tmp_path / ADAPTER_SETTINGS
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"of_tomorrow": None, "use_tomorrow": False}))
+        assert read_adapter(str(tmp_path)).pairs
+    known = {field.name for field in fields(LoraConfig)}
+    assert known >= HARMLESS
+    assert PLAIN.keys() <= known
+    assert {field.name: field.default for field in fields(LoraConfig)
+            if field.name not in HARMLESS | PLAIN.keys() and field.default not in OFF} == {}, "what PEFT has on"
+
+
+def test_a_head_that_is_the_embedding_too(tmp_path: Path) -> None:
+    """W + B A in the head alone is no model with one weight for both."""
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_FILE
+    tensors = load_file(file)
+    for part in "AB":
+        tensors[f"{ADAPTER_PREFIX}lm_head.lora_{part}.weight"] = torch.zeros(4, 4)
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"changes lm_head, which in .* is the embedding too \(tie_word_embeddings\)"):
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
 
 
 def test_a_quantized_base(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from dhp_ray.errors import first_line
 from dhp_ray.model.build import quieten, without_weights
+from dhp_ray.model.files import weight_files
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.train.loading import read_shards
 from dhp_ray.train.sharded_engine import narrow_frozen
@@ -26,8 +27,10 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
 
     Raises:
+        ModelError: the folder has no weights, or it is open which are meant; one line.
         RunError: the folder does not load, or its weights do not match its configuration.
     """
+    weight_files(path)
     quieten()
     try:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(

@@ -176,7 +176,8 @@ class Rank:
         Every rank calls this alike, between two steps, with no save under way.
         """
         dist.destroy_process_group(self.state_group)
-        self.state_group = self.checkpointer.group = self._new_state_group()
+        self.state_group = self._new_state_group()
+        self.checkpointer.renew(self.state_group)
 
     def local_shards(self) -> list[LocalShard]:
         """Return every complete shard version that this rank has: its own and those that it keeps for others."""

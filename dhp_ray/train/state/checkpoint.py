@@ -36,7 +36,7 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer
+from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer, forget_plan
 from dhp_ray.train.state.optimizer import ShardState
 
 DESCRIPTION = "parameters.json"
@@ -50,7 +50,7 @@ class Checkpointer:
 
     A save runs in a thread of its own on `group`, a gloo group that nothing else uses: its collectives never mix with
     training's. They wait for the slowest rank's storage, so the group's timeout is STORAGE_TIMEOUT_S. A collective that
-    fails ends the group: replace it after a save that failed, before the next one. Files go to the run's `folder`, by
+    fails ends the group: `renew` it after a save that failed, before the next one. Files go to the run's `folder`, by
     way of `scratch`, a folder on this node, if `folder` is an object store. `base`: the files of the parameters that
     are not trained; None: there are none.
     """
@@ -68,6 +68,7 @@ class Checkpointer:
     ) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, group
         self.scratch, self.folder, self.generation, self.base = scratch, folder, generation, base
+        self._plan = uuid4().hex
         self._thread: Thread | None = None
         self._left = Event()
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
@@ -119,6 +120,12 @@ class Checkpointer:
             self._thread.join(timeout_s)
             self._left.set()
         self._thread, self.group = None, None
+        forget_plan(self._plan)
+
+    def renew(self, group: dist.ProcessGroup) -> None:
+        """Go on with another group after a save that failed; every rank calls this alike, with no save under way."""
+        self.group = group
+        forget_plan(self._plan)
 
     def load(self, name: str) -> None:
         """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
@@ -176,6 +183,8 @@ class Checkpointer:
         finally:
             if not local:
                 shutil.rmtree(folder, ignore_errors=True)
+            if self._left.is_set():  # `close` has not waited for it
+                forget_plan(self._plan)
         if error is not None:
             self._results.put((step, error))
 
@@ -192,8 +201,7 @@ class Checkpointer:
         local = self.folder.local_path()
         try:
             writer = Writer(folder, sync_files=local is not None)  # else the upload is what makes files safe
-            planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group,
+            dcp.save(self._entries(state), storage_writer=writer, planner=SavePlanner(self._plan), process_group=group,
                      no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike
             error = named_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None

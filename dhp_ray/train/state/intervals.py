@@ -54,10 +54,27 @@ class Writer(dcp.FileSystemWriter):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch looks shards up in tensors only; ours are Intervals."""
+    """torch looks shards up in tensors only; ours are Intervals.
+
+    All saves of a Checkpointer have one plan, which the ranks make together at the first: torch keeps it under `key`,
+    until `forget_plan`.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=True)
+        self._cached_plans_key = key
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+def forget_plan(key: str) -> None:
+    """Drop what torch keeps of the plan `key`. After a save that failed on some ranks, all ranks plan anew: one that
+    did not get its part of the plan could not go on with what the others have.
+    """
+    for plans in (SavePlanner._cached_save_plan, SavePlanner._cached_all_plans, SavePlanner._cached_global_plan,
+                  SavePlanner._cached_metadata, SavePlanner._cached_final_save_plan):
+        plans.pop(key, None)  # type: ignore[attr-defined]
 
 
 class LoadPlanner(DefaultLoadPlanner):

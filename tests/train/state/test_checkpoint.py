@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import default_planner, planner
 
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
 from dhp_ray.train.state.checkpoint import Checkpointer, compare_shapes, needed_files
+from dhp_ray.train.state.intervals import SavePlanner
 from dhp_ray.train.state.optimizer import ShardState
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
@@ -270,3 +272,54 @@ def test_an_earlier_version_s_checkpoint_has_updated_the_encoder_each_time(saved
     del description["vision_updates"]
     file.write_text(json.dumps(description))
     assert run_tensors(load_old, 2, 2, str(tmp_path)) == [(3, 3)] * 2
+
+
+def save_three_times(rank, world_size, run_dir):
+    """How often torch planned for all ranks, the saves, whether the last one's state loads, and what is kept of plans
+    at the end.
+    """
+    plans, plan_all = [], default_planner.create_default_global_save_plan
+
+    def counted(all_plans):
+        plans.append(len(all_plans))
+        return plan_all(all_plans)
+
+    default_planner.create_default_global_save_plan = counted
+    network = Network()
+    engine = make_engine(network, rank, world_size, 400)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    saved = []
+    for step in range(1, 4):
+        train_step(engine, network, step, rank, world_size)
+        checkpointer.begin(step)
+        checkpointer.finish()
+        saved += checkpointer.poll()[0]
+    planned = list(plans)
+    checkpointer.renew(dist.new_group(list(range(world_size)), backend="gloo"))  # as after a save that failed
+    checkpointer.begin(4)
+    checkpointer.finish()
+    saved += checkpointer.poll()[0]
+    expected = state_of(engine)
+    train_step(engine, network, 5, rank, world_size)
+    checkpointer.load("checkpoints/step_000004")
+    loaded = state_of(engine)
+    same = all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS for name in expected[kind])
+    kept = len(SavePlanner._cached_save_plan), len(SavePlanner._cached_all_plans)
+    checkpointer.close()
+    left = [getattr(SavePlanner, name) for name in vars(planner.SavePlanner) if name.startswith("_cached_")]
+    return planned, plans, saved, same, kept, left
+
+
+def test_the_ranks_plan_their_first_save_together_and_no_later_one(tmp_path):
+    """A plan of many ranks takes rank 0 seconds, beside training."""
+    results = run_tensors(save_three_times, 3, 3, str(tmp_path))
+    for rank, (planned, plans, saved, same, kept, left) in enumerate(results):
+        assert planned == ([3] if rank == 0 else [])
+        assert plans == ([3, 3] if rank == 0 else []), "a plan that a rank may not have is made anew"
+        assert saved == [1, 2, 3, 4]
+        assert same
+        assert kept == (1, 1 if rank == 0 else 0), "no plan of a generation outlives it"
+        assert left == [{}] * 5
+    for step in range(1, 5):
+        folder = tmp_path / "run" / f"checkpoints/step_{step:06d}"
+        assert {path.name for path in folder.glob("__*")} == {f"__{rank}_0.distcp" for rank in range(3)}
