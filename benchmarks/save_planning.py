@@ -4,9 +4,9 @@
     python benchmarks/save_planning.py --ranks 256
 
 All ranks' planners run in this process, one after the other, through the steps of torch.distributed.checkpoint; what
-the ranks would send is pickled and read back, as its collectives do. Seconds are of this process's CPU time: what rank
-0 does alone, beside training (`local`: its own part; `rest`: what it receives, plans for all, and sends). `results`:
-what it receives after the writing, and the index of all tensors, which each save has anew.
+the ranks would send is pickled and read back, as its collectives do. Seconds are of this process's CPU time, and of
+what rank 0 does, beside training: `plan`, what it receives, plans for all, and sends; `results`, what it receives after
+the writing, and the index of all intervals. A later save is written as the first; `file`: to write its own intervals.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dhp_ray.train.state.intervals import Intervals, SavePlanner
+from dhp_ray.train.state.intervals import Intervals, SavePlanner, Writer, WrittenFiles
 
 PART = 8
 """Elements of an interval: how many there are does not matter to a plan."""
@@ -44,12 +46,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--intervals", type=int, default=1400)
     asked = parser.parse_args(argv)
     states = [state_of(rank, asked.ranks, asked.intervals) for rank in range(asked.ranks)]
-    print(f"{asked.ranks} ranks, {asked.intervals} intervals each; seconds of rank 0's CPU")
-    print("| save | local | rest | plan | results |\n|---|---|---|---|---|")
-    for number in range(1, 4):
-        local_s, rest_s, results_s = planned(states)
-        print(f"| {number} | {local_s:.2f} | {rest_s:.2f} | {local_s + rest_s:.2f} | {results_s:.2f} |")
+    plan_s, results_s, plan, index = planned(states)
+    print(f"{asked.ranks} ranks, {asked.intervals} intervals each; seconds of rank 0's CPU\n"
+          "| save | plan | results | file |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        planner = SavePlanner()
+        planner.set_up_planner(states[0])
+        first = Writer(f"{folder}/1")
+        first.set_up_storage_writer(True)
+        first.prepare_local_plan(plan)
+        file_s = seconds(lambda: first.write_data(plan, planner))
+        print(f"| 1 | {plan_s:.2f} | {results_s:.2f} | {file_s:.2f} |")
+        before = WrittenFiles(plan, first.results, index)
+        for number in (2, 3):
+            whole_s = seconds(lambda number=number: Writer(f"{folder}/{number}").write_as(before, states[0],
+                                                                                          SavePlanner()))
+            print(f"| {number} | 0 | {max(0.0, whole_s - file_s):.2f} | {file_s:.2f} |")
     return 0
+
+
+def seconds(action: Callable[[], object]) -> float:
+    begun = process_time()
+    action()
+    return process_time() - begun
 
 
 def state_of(rank: int, num_ranks: int, num_intervals: int) -> dict[str, Intervals]:
@@ -58,37 +77,28 @@ def state_of(rank: int, num_ranks: int, num_intervals: int) -> dict[str, Interva
             for kind in ("value", "exp_avg", "exp_avg_sq") for number in range(num_intervals // 3)}
 
 
-def planned(states: list[dict[str, Intervals]]) -> tuple[float, float, float]:
-    """Plan a save of all ranks; what rank 0 spends on its own part, on the whole plan, and on the results."""
-    planners = [SavePlanner(f"rank {rank}") for rank in range(len(states))]
-    sent: list[bytes] = []
-    local_s = 0.0
+def planned(states: list[dict[str, Intervals]]) -> tuple[float, float, SavePlan, bytes]:
+    """Plan a save of all ranks: what rank 0 spends on the plan and on the results, its own plan, and the index."""
+    planners = [SavePlanner() for _ in states]
     for rank, (planner, state) in enumerate(zip(planners, states)):
-        begun = process_time()
         planner.set_up_planner(state, is_coordinator=rank == 0)
-        sent.append(pickle.dumps(planner.create_local_plan()))
-        local_s = local_s or process_time() - begun
+    sent = [pickle.dumps(planner.create_local_plan()) for planner in planners[1:]]
     begun = process_time()
-    plans, metadata = planners[0].create_global_plan([pickle.loads(plan) for plan in sent])
-    answers = [pickle.dumps(plan) for plan in with_files(plans)]
-    rest_s = process_time() - begun
+    own = pickle.dumps(planners[0].create_local_plan())
+    plans, metadata = planners[0].create_global_plan([pickle.loads(plan) for plan in (own, *sent)])
+    answers = [pickle.dumps(plan) for plan in Writer("unused").prepare_global_plan(plans)]
+    plan_s = process_time() - begun
     results = [pickle.dumps(written(planner.finish_plan(pickle.loads(answer))))
                for planner, answer in zip(planners, answers)]
     begun = process_time()
     found: Any = metadata
     found.storage_data = {result.index: result.storage_data for one in results for result in pickle.loads(one)}
-    pickle.dumps(found)
-    return local_s, rest_s, process_time() - begun
-
-
-def with_files(plans: list[SavePlan]) -> list[SavePlan]:
-    """As `FileSystemWriter.prepare_global_plan`."""
-    return [SavePlan(plan.items, f"__{rank}_", plan.planner_data, plan.usable)
-            for rank, plan in enumerate(plans)]
+    index = pickle.dumps(found)
+    return plan_s, process_time() - begun, planners[0].plan, index
 
 
 def written(plan: SavePlan) -> list[WriteResult]:
-    return [WriteResult(item.index, 4 * PART, Place(f"{plan.storage_data}0.distcp", place * 99, 99))
+    return [WriteResult(item.index, 4 * PART, Place(f"{plan.storage_data.prefix}0.distcp", place * 99, 99))
             for place, item in enumerate(plan.items)]
 
 

@@ -36,7 +36,7 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.intervals import Intervals, LoadPlanner, SavePlanner, Writer, forget_plan
+from dhp_ray.train.state.intervals import INDEX, Intervals, LoadPlanner, SavePlanner, Writer, WrittenFiles
 from dhp_ray.train.state.optimizer import ShardState
 
 DESCRIPTION = "parameters.json"
@@ -50,9 +50,11 @@ class Checkpointer:
 
     A save runs in a thread of its own on `group`, a gloo group that nothing else uses: its collectives never mix with
     training's. They wait for the slowest rank's storage, so the group's timeout is STORAGE_TIMEOUT_S. A collective that
-    fails ends the group: `renew` it after a save that failed, before the next one. Files go to the run's `folder`, by
-    way of `scratch`, a folder on this node, if `folder` is an object store. `base`: the files of the parameters that
-    are not trained; None: there are none.
+    fails ends the group: `renew` it after a save that failed, before the next one. The ranks plan their first save
+    together, which takes rank 0 seconds, and write later ones like it.
+
+    Files go to the run's `folder`, by way of `scratch`, a folder on this node, if `folder` is an object store. `base`:
+    the files of the parameters that are not trained; None: there are none.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Checkpointer:
     ) -> None:
         self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, group
         self.scratch, self.folder, self.generation, self.base = scratch, folder, generation, base
-        self._plan = uuid4().hex
+        self._files: WrittenFiles | None = None  # of the last whole save; all ranks have theirs, or none
         self._thread: Thread | None = None
         self._left = Event()
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
@@ -120,12 +122,10 @@ class Checkpointer:
             self._thread.join(timeout_s)
             self._left.set()
         self._thread, self.group = None, None
-        forget_plan(self._plan)
 
     def renew(self, group: dist.ProcessGroup) -> None:
         """Go on with another group after a save that failed; every rank calls this alike, with no save under way."""
-        self.group = group
-        forget_plan(self._plan)
+        self.group, self._files = group, None
 
     def load(self, name: str) -> None:
         """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
@@ -183,8 +183,6 @@ class Checkpointer:
         finally:
             if not local:
                 shutil.rmtree(folder, ignore_errors=True)
-            if self._left.is_set():  # `close` has not waited for it
-                forget_plan(self._plan)
         if error is not None:
             self._results.put((step, error))
 
@@ -198,15 +196,20 @@ class Checkpointer:
         if self._left.is_set():  # its group may be gone: torch would take each rank for the only one
             return None
         error: str | None = ""
-        local = self.folder.local_path()
+        local, before, planner = self.folder.local_path(), self._files, SavePlanner()
         try:
             writer = Writer(folder, sync_files=local is not None)  # else the upload is what makes files safe
-            dcp.save(self._entries(state), storage_writer=writer, planner=SavePlanner(self._plan), process_group=group,
-                     no_dist=group is None)
+            if before is None:
+                dcp.save(self._entries(state), storage_writer=writer, planner=planner, process_group=group,
+                         no_dist=group is None)
         except CheckpointException as failure:  # on all ranks alike
             error = named_line(failure.failures[self.rank][0]) if self.rank in failure.failures else None
         else:
             try:
+                if before is None:
+                    before = writer.files(planner, self.rank == 0)
+                else:
+                    writer.write_as(before, self._entries(state), planner)
                 if self.rank == 0 and not self._left.is_set():
                     self._describe(name, state)
                 if local:
@@ -222,6 +225,7 @@ class Checkpointer:
         if not all_well(error == "", group):
             self._withdraw(name, folder)
             return error or None
+        self._files = before
         return ""
 
     def _describe(self, name: str, state: ShardState) -> None:
@@ -254,7 +258,7 @@ class Checkpointer:
 
     def _fetch(self, name: str, state: ShardState, fetched: Path) -> Path:
         """Download the checkpoint's files that this rank needs; return their folder."""
-        self.folder.download(f"{name}/.metadata", fetched / ".metadata")
+        self.folder.download(f"{name}/{INDEX}", fetched / INDEX)
         metadata = dcp.FileSystemReader(fetched).read_metadata()
         for file in sorted(needed_files(metadata, self._entries(state))):
             self.folder.download(f"{name}/{file}", fetched / file)

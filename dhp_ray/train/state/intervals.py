@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +15,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from dhp_ray.storage import replacing
+
+INDEX = ".metadata"
+"""torch's file of where each interval lies."""
 
 
 @dataclass
@@ -38,12 +44,26 @@ class Intervals:
         return self.parts[index.offset[0]]
 
 
+class WrittenFiles(NamedTuple):
+    """What a save has in common with later ones of the same intervals: the plan of this rank, where its file holds
+    what, and on rank 0 the content of the index file (nothing on others).
+    """
+
+    plan: SavePlan
+    results: list[WriteResult]
+    metadata: bytes
+
+
 class Writer(dcp.FileSystemWriter):
     """Reports why a file cannot be written: torch's own error, about a position in its archive, hides the system's."""
 
+    results: list[WriteResult]
+
     def write_data(self, plan: SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
+            self.results = written.wait()
+            return written
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -52,29 +72,33 @@ class Writer(dcp.FileSystemWriter):
                 raise
             raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
 
+    def write_as(self, before: WrittenFiles, state: dict[str, Any], planner: SavePlanner) -> None:
+        """Write this rank's files as those of an earlier save. Not a collective: no rank plans for all, or reads what
+        all have written.
+        """
+        planner.set_up_planner(state)
+        self.set_up_storage_writer(bool(before.metadata))
+        self.prepare_local_plan(before.plan)
+        self.write_data(before.plan, planner)
+        if self.results != before.results:
+            raise ValueError(f"{self.path}: its parts do not lie where those of the save before did")
+        if before.metadata:
+            with replacing(Path(self.path) / INDEX) as temporary:
+                temporary.write_bytes(before.metadata)
+
+    def files(self, planner: SavePlanner, is_first: bool) -> WrittenFiles:
+        """What has been written; `is_first`: this is rank 0."""
+        return WrittenFiles(planner.plan, self.results, (Path(self.path) / INDEX).read_bytes() if is_first else b"")
+
 
 class SavePlanner(DefaultSavePlanner):
-    """torch looks shards up in tensors only; ours are Intervals.
+    """torch looks shards up in tensors only; ours are Intervals."""
 
-    All saves of a Checkpointer have one plan, which the ranks make together at the first: torch keeps it under `key`,
-    until `forget_plan`.
-    """
-
-    def __init__(self, key: str) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=True)
-        self._cached_plans_key = key
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-def forget_plan(key: str) -> None:
-    """Drop what torch keeps of the plan `key`. After a save that failed on some ranks, all ranks plan anew: one that
-    did not get its part of the plan could not go on with what the others have.
-    """
-    for plans in (SavePlanner._cached_save_plan, SavePlanner._cached_all_plans, SavePlanner._cached_global_plan,
-                  SavePlanner._cached_metadata, SavePlanner._cached_final_save_plan):
-        plans.pop(key, None)  # type: ignore[attr-defined]
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import default_planner, planner
+from torch.distributed.checkpoint import default_planner
 
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
 from dhp_ray.train.state.checkpoint import Checkpointer, compare_shapes, needed_files
-from dhp_ray.train.state.intervals import SavePlanner
+from dhp_ray.train.state.intervals import Intervals
 from dhp_ray.train.state.optimizer import ShardState
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
@@ -274,9 +274,9 @@ def test_an_earlier_version_s_checkpoint_has_updated_the_encoder_each_time(saved
     assert run_tensors(load_old, 2, 2, str(tmp_path)) == [(3, 3)] * 2
 
 
-def save_three_times(rank, world_size, run_dir):
-    """How often torch planned for all ranks, the saves, whether the last one's state loads, and what is kept of plans
-    at the end.
+def save_three_times(rank, world_size, run_dir, folder_kind):
+    """For how many ranks torch planned, in three saves and in one after a failure; the saves; and whether the state of
+    the last one that was not planned loads.
     """
     plans, plan_all = [], default_planner.create_default_global_save_plan
 
@@ -287,39 +287,57 @@ def save_three_times(rank, world_size, run_dir):
     default_planner.create_default_global_save_plan = counted
     network = Network()
     engine = make_engine(network, rank, world_size, 400)
-    checkpointer = make_checkpointer(engine, rank, world_size, run_dir)
+    checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
     saved = []
     for step in range(1, 4):
         train_step(engine, network, step, rank, world_size)
         checkpointer.begin(step)
         checkpointer.finish()
         saved += checkpointer.poll()[0]
-    planned = list(plans)
+    expected, planned = state_of(engine), list(plans)
     checkpointer.renew(dist.new_group(list(range(world_size)), backend="gloo"))  # as after a save that failed
+    train_step(engine, network, 4, rank, world_size)
     checkpointer.begin(4)
     checkpointer.finish()
     saved += checkpointer.poll()[0]
-    expected = state_of(engine)
-    train_step(engine, network, 5, rank, world_size)
-    checkpointer.load("checkpoints/step_000004")
+    checkpointer.load(NAME)
     loaded = state_of(engine)
     same = all(torch.equal(expected[kind][name], loaded[kind][name]) for kind in KINDS for name in expected[kind])
-    kept = len(SavePlanner._cached_save_plan), len(SavePlanner._cached_all_plans)
-    checkpointer.close()
-    left = [getattr(SavePlanner, name) for name in vars(planner.SavePlanner) if name.startswith("_cached_")]
-    return planned, plans, saved, same, kept, left
+    return planned, plans, saved, same
 
 
-def test_the_ranks_plan_their_first_save_together_and_no_later_one(tmp_path):
+@pytest.mark.parametrize("folder_kind", [Folder, FarFolder])
+def test_the_ranks_plan_their_first_save_together_and_no_later_one(tmp_path, folder_kind):
     """A plan of many ranks takes rank 0 seconds, beside training."""
-    results = run_tensors(save_three_times, 3, 3, str(tmp_path))
-    for rank, (planned, plans, saved, same, kept, left) in enumerate(results):
+    for rank, (planned, plans, saved, same) in enumerate(run_tensors(save_three_times, 3, 3, str(tmp_path),
+                                                                     folder_kind)):
         assert planned == ([3] if rank == 0 else [])
         assert plans == ([3, 3] if rank == 0 else []), "a plan that a rank may not have is made anew"
         assert saved == [1, 2, 3, 4]
         assert same
-        assert kept == (1, 1 if rank == 0 else 0), "no plan of a generation outlives it"
-        assert left == [{}] * 5
     for step in range(1, 5):
         folder = tmp_path / "run" / f"checkpoints/step_{step:06d}"
-        assert {path.name for path in folder.glob("__*")} == {f"__{rank}_0.distcp" for rank in range(3)}
+        assert {path.name for path in folder.iterdir()} == {".metadata", "parameters.json", "__0_0.distcp",
+                                                            "__1_0.distcp", "__2_0.distcp"}
+
+
+class Moved(Intervals):
+    """Of which a part has another size than at first."""
+
+    def __get_tensor_shard__(self, index):
+        return torch.cat([super().__get_tensor_shard__(index)] * 2)
+
+
+def test_a_file_that_is_not_as_the_index_says_is_no_save(tmp_path):
+    """The index is that of the first save."""
+    engine = make_engine(Network(), 0, 1)
+    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"))
+    entries = checkpointer._entries
+    for step, kind in ((1, Intervals), (2, Moved), (3, Intervals)):
+        checkpointer._entries = lambda state, kind=kind: {
+            name: kind(entry.size_elements, entry.parts) for name, entry in entries(state).items()}
+        checkpointer.begin(step)
+        checkpointer.finish()
+    saved, error = checkpointer.poll()
+    assert saved == [1, 3]
+    assert error.endswith("step_000002: its parts do not lie where those of the save before did")

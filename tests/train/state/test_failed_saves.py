@@ -29,10 +29,15 @@ from tests.train.networks import Network, make_engine, run_tensors, train_step
 from tests.train.state.test_checkpoint import KINDS, NAME, FarFolder, LateCheckpointer, make_checkpointer, state_of
 
 
-def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder):
+def fail_then_save(rank, world_size, run_dir, blocked, folder_kind=Folder, num_before=0):
     network = Network()
     engine = make_engine(network, rank, world_size)
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
+    for _ in range(num_before):  # those after it are written as it was
+        checkpointer.begin(0)
+        checkpointer.finish()
+        assert checkpointer.poll() == ([0], "")
+    dist.barrier()
     checkpoints = Path(run_dir) / "run" / "checkpoints"
     folder = checkpoints / "step_000001" / "__1_0.distcp"  # where a file should be
     obstacle = {"scratch": checkpointer.scratch, "run": checkpoints, "part": folder / "x",
@@ -80,10 +85,11 @@ def test_a_node_that_cannot_write_is_told_and_the_next_save_works(tmp_path):
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
 
 
-@pytest.mark.parametrize(("folder_kind", "place"),
-                         [(Folder, "run/checkpoints/step_000001"), (FarFolder, r"scratch_2_1/step_000001_\w+")])
-def test_a_node_without_room_says_so(tmp_path, folder_kind, place):
-    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size", folder_kind)
+@pytest.mark.parametrize(("folder_kind", "place", "num_before"), [
+    (Folder, "run/checkpoints/step_000001", 0), (FarFolder, r"scratch_2_1/step_000001_\w+", 0),
+    (Folder, "run/checkpoints/step_000001", 1)])
+def test_a_node_without_room_says_so(tmp_path, folder_kind, place, num_before):
+    results = run_tensors(fail_then_save, 2, 2, str(tmp_path), "size", folder_kind, num_before)
     assert re.fullmatch(rf"step 1: OSError: {tmp_path}/{place}: cannot be written: File too large", results[1][0][1])
     assert [result[0][2] for result in results] == [[], []]
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
@@ -100,12 +106,13 @@ def test_a_run_folder_that_cannot_be_written_is_told_and_the_next_save_works(tmp
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 2
 
 
-@pytest.mark.parametrize(("folder_kind", "said"), [
-    (Folder, "OSError: {}: cannot be written: Is a directory"),
-    (FarFolder, "StorageError: {}/__1_0.distcp: cannot be copied from ")])
-def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path, folder_kind, said):
+@pytest.mark.parametrize(("folder_kind", "said", "num_before"), [
+    (Folder, "OSError: {}: cannot be written: Is a directory", 0),
+    (FarFolder, "StorageError: {}/__1_0.distcp: cannot be copied from ", 0),
+    (Folder, "OSError: {}: cannot be written: Is a directory", 1)])
+def test_parts_of_a_save_that_failed_elsewhere_are_taken_back(tmp_path, folder_kind, said, num_before):
     """On a full disk the parts that were written would take the room of the next save, and of the logs."""
-    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part", folder_kind)
+    results = run_tensors(fail_then_save, 3, 3, str(tmp_path), "part", folder_kind, num_before)
     assert [result[0] for result in results[::2]] == [([], "", [])] * 2
     assert results[1][0][1].startswith(f"step 1: {said.format(f'{tmp_path}/run/checkpoints/step_000001')}")
     assert [result[1:] for result in results] == [(([3], ""), True, 3)] * 3
