@@ -162,8 +162,8 @@ class Planner:
     cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measured before the "
                     "run's first step, kept in run.dir; empty: derived from model and device, on the CPU "
                     "conf/cost/cpu.yaml", path="file")
-    refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: where they were "
-                     "not measured for this run", choices=("auto", "true", "false"))
+    refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: measured "
+                     "costs only where their error stays high", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
                                "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
     max_sequence_tokens: int = key(

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from dhp_ray.config import load
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.images import image_size
 from dhp_ray.data.index import index_fragments
@@ -42,6 +43,18 @@ def test_samples_have_the_lengths_that_were_drawn() -> None:
     assert np.array_equal(lengths[wanted >= 96], wanted[wanted >= 96])  # below, a sample is as short as its parts allow
     assert lengths.max() <= DATA.synthetic.max_tokens
     assert lengths.max() > 8 * np.median(lengths)
+
+
+def test_the_demo_leaves_no_sample_out() -> None:
+    demo = load([])
+    drawn = [target_tokens(np.random.default_rng([demo.seed, index]), demo.data)
+             for index in range(demo.data.synthetic.num_samples)]
+    long = [sample(index, demo.data, demo.seed, PROCESSOR) for index, tokens in enumerate(drawn) if tokens > 480]
+    assert len(long) > 20
+    largest = max(math.prod(grid) // PROCESSOR.merge_size**2 for row in long
+                  for grid in PROCESSOR.encode(row["conversations"], [image_size(image) for image in row["images"]]).grids)
+    assert 480 < largest <= demo.planner.max_image_tokens
+    assert max(map(num_tokens, long)) <= int(demo.planner.tokens_per_rank) * demo.cluster.num_workers
 
 
 @pytest.mark.parametrize("shape", [Synthetic(long_fraction=0.0), Synthetic(long_fraction=1.0, max_tokens=100_000),

@@ -285,10 +285,13 @@ class Driver:
             session.records.event("mirroring", step=step, every_steps=every, copy_s=round(copy_s, 4),
                                   step_time_s=round(step_s, 4))
             often = "each step" if every == 1 else f"every {every} steps"
-            yield Notice(
-                f"the state is copied to other ranks after {often} from now on: a copy takes {copy_s:.3g} s, a step "
-                f"{step_s:.3g} s; a lost worker costs the steps since the last copy once more"
-            )
+            if not session.history.mirroring_told:
+                session.history.mirroring_told = True
+                yield Notice(
+                    f"the state is copied to other ranks after {often} from now on: a copy takes {copy_s:.3g} s, a "
+                    f"step {step_s:.3g} s; a lost worker costs the steps since the last copy once more (later changes "
+                    "are in events.jsonl)"
+                )
 
     def _change(self, session: Session) -> Generator[Message, None, str]:
         """Return why the membership must change between two steps; empty: it need not."""

@@ -25,10 +25,11 @@ RECENT = 8
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
     """Return the steps from one copy of the state to the next, if a copy takes `copy_s` and a step `step_s` seconds.
 
-    The `current` number is kept while copies take no more than SHARE, and half as many steps would not be enough.
+    The `current` number is kept while copies take no more than SHARE. It falls by a third or more, to a number that is
+    still enough if copies take half as long again: times that vary a little do not change it to and fro.
     """
-    needed = min(MAX_MIRROR_STEPS, max(1, math.ceil(copy_s / (SHARE * step_s))))
-    return needed if needed > current or 2 * needed <= current else current
+    needed, ample = (min(MAX_MIRROR_STEPS, max(1, math.ceil(room * copy_s / (SHARE * step_s)))) for room in (1.0, 1.5))
+    return needed if needed > current else ample if 3 * ample <= 2 * current else current
 
 
 class Mirroring:

@@ -27,16 +27,22 @@ DECAY = 0.75
 MOST_ROWS = 512
 """The most rows of a step that are kept; if it has more, only every second, third, ... one is kept."""
 
+HIGH, STEPS_TO_STAY = 0.1, 4
+"""The typical error of measured costs from which they are refitted, and the number of steps that it must be seen in:
+the first ones pay for more than their packs.
+"""
+
 Terms = dict[str, float]
 
 
-def wanted(config: Config, cost: CostModel) -> bool:
-    """Return whether a run's costs are refitted: as `planner.refit` says; with auto, if they were not measured for this
-    run and the run is not deterministic. A deterministic run keeps its costs, and so its plans.
+def least_error(config: Config, cost: CostModel) -> float:
+    """Return the typical error from which a run's costs are refitted (inf: never), as `planner.refit` says; with auto,
+    costs that were measured for this run are refitted where their error stays HIGH: ranks may have to share cores or
+    links that were free then. A deterministic run keeps its costs, and so its plans.
     """
-    if config.planner.refit != "auto":
-        return config.planner.refit == "true"
-    return cost.estimated and not config.train.deterministic
+    if config.planner.refit == "auto":
+        return math.inf if config.train.deterministic else 0.0 if cost.estimated else HIGH
+    return 0.0 if config.planner.refit == "true" else math.inf
 
 
 @dataclass
@@ -46,6 +52,7 @@ class CostRefits:
     prior: CostModel | None = None
     factors: Terms = field(default_factory=dict)
     on: bool = False
+    least_error: float = 0.0
     _recorded: tuple[Terms, Terms | None] | None = None
     _num_observed: int = 0
     _window: deque[Observed] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -56,18 +63,20 @@ class CostRefits:
         assert self.prior is not None
         return with_factors(self.prior, self.factors)
 
-    def enter(self, prior: CostModel, on: bool) -> CostModel:
-        """Begin a generation whose costs are `prior`; returns the costs in force. Observations are kept if the
-        constants are the same as before; with `on`, factors are kept even if they are not, because they describe the
-        device.
+    def enter(self, prior: CostModel, least_error: float = 0.0) -> CostModel:
+        """Begin a generation whose costs are `prior`; returns the costs in force. They are refitted from a typical
+        error of `least_error` on; inf: never. Observations are kept if the
+        constants are the same as before; if costs are refitted, factors are kept even if they are not, because they
+        describe the device.
         """
+        on = math.isfinite(least_error)
         if self._recorded and on:
             terms, of = self._recorded
             self.factors = _factors(terms, prior) if of is None or of == _terms(prior) else {}
         self._recorded = None
         if self.prior is None or _terms(self.prior) != _terms(prior) or not on:
             self._window.clear()
-        self.prior, self.on = prior, on
+        self.prior, self.on, self.least_error = prior, on, least_error
         self.factors = self.factors if on else {}
         return self.cost
 
@@ -89,8 +98,10 @@ class CostRefits:
         self._window = deque((seen._replace(weight=DECAY * seen.weight) for seen in self._window), maxlen=WINDOW)
         self._window.append(Observed(*rows).usable())
         found = refit(self.prior, self.factors, Observed(*map(np.concatenate, zip(*self._window))))
-        if found:
-            self.factors = found.factors
+        stays = not self.least_error or len(self._window) >= STEPS_TO_STAY
+        if not found or not stays or found.error_before < self.least_error:
+            return None
+        self.factors = found.factors
         return found
 
     def to_json(self) -> dict[str, Terms]:

@@ -25,7 +25,7 @@ from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.mirroring import Mirroring
 from dhp_ray.runtime.driver.modes import Choice, mode_of
 from dhp_ray.runtime.driver.nodes import Draining
-from dhp_ray.runtime.driver.refits import CostRefits, wanted
+from dhp_ray.runtime.driver.refits import CostRefits, least_error
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.messages import Message, Notice
@@ -62,6 +62,7 @@ class History:
 
     stream_lost: bool = False  # the stream's position says nothing about the next step
     compiling_told: bool = False
+    mirroring_told: bool = False
     mode_told: Mode | None = None  # of the generation that was reported last
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # in which a worker was too slow once
@@ -170,7 +171,7 @@ class Session:
             train, activation_checkpointing=choice.recomputation(train.activation_checkpointing),
             sharding=mode.sharding))
         limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
-        cost = self.history.refits.enter(prior, wanted(config, prior))
+        cost = self.history.refits.enter(prior, least_error(config, prior))
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload,
                                        recomputation=limits.recomputation)

@@ -95,6 +95,9 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     if auto_tokens and 0 < limit < largest:
         yield Notice(f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for "
                      "larger ones; train.activation_checkpointing=true may make room, or lower data.max_pixels")
+    elif not auto_tokens and limit and str(limit) == config.planner.tokens_per_rank:
+        yield Notice(f"images of more than {limit:,} tokens will be skipped: that is planner.tokens_per_rank, and "
+                     "planner.max_image_tokens is not set")
     if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
