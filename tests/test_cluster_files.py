@@ -284,6 +284,18 @@ def test_devices_keep_memory_in_segments_that_grow(path: Path) -> None:
         assert f"export {name}=expandable_segments:True" in environment
 
 
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_no_process_of_ray_yields_to_others(path: Path) -> None:
+    """Neither a rank nor the driver, which runs on the head."""
+    if path in KUBERAY:
+        cluster = tree(path)["spec"].get("rayClusterSpec", tree(path)["spec"])
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            [container] = group["template"]["spec"]["containers"]
+            assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
+    else:
+        assert "export RAY_worker_niceness=0" in "".join(tree(path)["setup_commands"])
+
+
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
 def test_the_shell_can_read_every_command(path: Path, tmp_path: Path) -> None:
     """Syntax of all, and the environment file for what it sets, with an `ip` that answers as on a node."""

@@ -195,6 +195,13 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "tr
 ACCELERATORS = {accelerator.name: accelerator for accelerator in (CPU, CUDA, NPU)}
 
 
+def cores() -> list[int]:
+    """Return the cores that this process may run on; all of the machine where the system does not tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def processor_name() -> str:
     """Return the name of this machine's CPU, such as AMD EPYC 9654; the architecture if the system does not tell."""
     with suppress(OSError):

@@ -78,6 +78,8 @@ class HostNodeMemory(NodeMemory):
 
 def _created(length: int) -> int:
     """Create an in-memory file of `length` bytes."""
+    if not hasattr(os, "memfd_create"):
+        raise NodeMemoryError("train.sharding=node: only Linux has files in memory; allowed here: whole")
     file = os.memfd_create("dhp_ray", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, length)

@@ -21,6 +21,7 @@ import gc
 import math
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -63,9 +64,9 @@ def close_store_connections(host: str, port: int) -> None:
 
     A thread that waits there for other ranks gets an error at once.
     """
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):  # the latter on macOS
         with suppress(OSError):  # closed meanwhile, or not connected
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     address = connection.getpeername()
                     if address[1:2] == (port,) and address[0].removeprefix("::ffff:") == host:

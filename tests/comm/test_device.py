@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, allow_streams, choose
+from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, allow_streams, choose, cores
 
 ROOT = Path(__file__).parents[2]
 
@@ -170,3 +170,9 @@ def test_enough_queues_are_left_as_they_are(given: str | None, monkeypatch: pyte
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     assert allow_streams() == ""
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == given
+
+
+def test_all_cores_count_where_the_system_does_not_tell_which_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cores() == sorted(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == list(range(os.cpu_count() or 1))

@@ -145,3 +145,10 @@ def test_nothing_is_left_open():
         memory.parts[0].fill_(1)
         memory.close()
     assert left() == before
+
+
+@pytest.mark.gloo("starts no ranks")
+def test_a_system_without_files_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(NodeMemoryError, match="only Linux has files in memory"):
+        host_node_memory._created(4096)

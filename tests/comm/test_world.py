@@ -92,6 +92,26 @@ def test_a_late_rank_is_waited_for_as_long_as_a_collective_may_take(late_s: floa
     assert run_processes(late_for_a_group, 2, late_s, connect_s) == [2.0, 2.0]
 
 
+def closed_connections(_: int, port: int) -> list[bool]:
+    """Whether a store's connection is gone after it is closed, with and without the links of /proc (macOS)."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = []
+        for absent in (False, True):
+            store = open_store("127.0.0.1", port, TIMEOUT)
+            if absent:
+                patch.setattr("os.path.isdir", lambda path: False)
+                patch.setattr("os.readlink", None)
+            close_store_connections("127.0.0.1", port)
+            with pytest.raises(dist.DistError):
+                store.check(["done"])
+            found.append(absent)
+        return found
+
+
+def test_connections_are_closed_without_proc_too() -> None:
+    assert run_processes(closed_connections, 1) == [[False, True]]
+
+
 def never_comes(rank: int, port: int) -> list[str]:
     """Rank 1 makes neither of two groups. What rank 0 is told of the first; for the second it is let go."""
     store = open_store("127.0.0.1", port, TIMEOUT)

@@ -51,8 +51,8 @@ def test_the_demo_leaves_no_sample_out() -> None:
              for index in range(demo.data.synthetic.num_samples)]
     long = [sample(index, demo.data, demo.seed, PROCESSOR) for index, tokens in enumerate(drawn) if tokens > 480]
     assert len(long) > 20
-    largest = max(math.prod(grid) // PROCESSOR.merge_size**2 for row in long
-                  for grid in PROCESSOR.encode(row["conversations"], [image_size(image) for image in row["images"]]).grids)
+    encoded = [PROCESSOR.encode(row["conversations"], list(map(image_size, row["images"]))) for row in long]
+    largest = max(math.prod(grid) // PROCESSOR.merge_size**2 for row in encoded for grid in row.grids)
     assert 480 < largest <= demo.planner.max_image_tokens
     assert max(map(num_tokens, long)) <= int(demo.planner.tokens_per_rank) * demo.cluster.num_workers
 

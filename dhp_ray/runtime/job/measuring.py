@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, cast
 
-from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose
+from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose, cores
 from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.constraints import check_device
 from dhp_ray.measure.clock import may_preempt
@@ -239,10 +239,11 @@ def _rank_main(
     try:
         threads = max(1, int(config.cluster.cpus_per_worker))
         accelerator = ACCELERATORS[device]
-        cores = sorted(os.sched_getaffinity(0))
+        here = cores()
         if device == "cpu":
-            if specs[0].num_ranks * threads <= len(cores):  # a rank that moves between cores is slower, now and then
-                os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+            # a rank that moves between cores is slower, now and then
+            if specs[0].num_ranks * threads <= len(here) and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, here[rank * threads : (rank + 1) * threads])
             torch.set_num_threads(threads)
         accelerator.show_only(rank)
         accelerator.activate()
@@ -251,7 +252,7 @@ def _rank_main(
             nodes = tuple(f"node {node}" for node in spec.nodes)
             place = Membership(rank, spec.num_ranks, number + 1, "127.0.0.1", port, nodes=nodes)
             member = Rank(one, place, accelerator)
-            measuring = member_with(member, spec, len(cores), preempts)
+            measuring = member_with(member, spec, len(here), preempts)
             _measure(member, measuring, parts_of_session(spec, number, accelerator), pipe, number)
             member.close()
     except BaseException as error:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
-from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator
+from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator, cores
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
@@ -116,7 +116,7 @@ def check_measurement_here(config: Config, ranks: int) -> None:
 
 def devices_here(kind: Accelerator) -> int:
     """Return how many ranks of a measurement this machine has room for."""
-    return len(os.sched_getaffinity(0)) if kind is CPU else kind.num_devices()
+    return len(cores()) if kind is CPU else kind.num_devices()
 
 
 def choose_step(checkpoints: Checkpoints, step: str) -> int:

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from dhp_ray.comm.device import cores
 from dhp_ray.config import Config
 from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.member import Member
@@ -69,7 +69,7 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
     spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
     if part not in parts_of(spec, rank.accelerator.shares_memory):
         return spec, None
-    return spec, measured_part(rank, member_with(rank, spec, len(os.sched_getaffinity(0))), part)
+    return spec, measured_part(rank, member_with(rank, spec, len(cores())), part)
 
 
 def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) -> Member:
