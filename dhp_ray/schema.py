@@ -76,14 +76,15 @@ class Run:
 
 @dataclass(kw_only=True)
 class Synthetic:
-    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1)
+    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1, maximum=10**7)
     short_median_tokens: float = key(110.0, "median length of the short samples", above=0)
     short_sigma: float = key(0.5, "spread (sigma of the logarithm) of the short samples", minimum=0)
     long_fraction: float = key(0.06, "share of long samples", minimum=0, maximum=1)
     long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
     long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
-    max_tokens: int = key(1800, "longest sample", minimum=64)
-    rows_per_group: int = key(32, "rows of a parquet row group, which the stream reads at a time", minimum=1)
+    max_tokens: int = key(1800, "longest sample", minimum=64, maximum=10**7)
+    rows_per_group: int = key(32, "rows of a parquet row group, which the stream reads at a time", minimum=1,
+                              maximum=10**7)
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,7 @@ class Data:
 @dataclass(kw_only=True)
 class Batch:
     global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)",
-                              minimum=1)
+                              minimum=1, maximum=10**7)
     drop_last: bool = key(False, "leave out an epoch's last batch when it is not full")
 
 

@@ -9,6 +9,9 @@ from dhp_ray.config import CONF, Layout, load_as
 from dhp_ray.constraints import check_limits
 from dhp_ray.schema import ConfigError, key
 
+MOST_PICTURES = 100_000
+"""The most images, or videos, that the samples of a source may have in the mean: each is drawn."""
+
 DATA_FOLDER = "DHP_RAY_TEST_DATA"
 """The environment variable that names the folder of files with relative names, if `workload.folder` is empty."""
 
@@ -130,6 +133,8 @@ def _check_source(source: SourceSettings) -> None:
                               f"({numbers.maximum:g})")
         if numbers.kind == "uniform" and numbers.maximum == Numbers().maximum:
             raise ConfigError(f"{where}: {name}: kind uniform without a maximum; allowed: one with minimum and maximum")
+        if name in ("images", "videos") and numbers.mean > MOST_PICTURES:
+            raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: at most {MOST_PICTURES}")
         if numbers.kind == "lognormal" and not numbers.mean > 0:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: above 0 with kind lognormal")
         if numbers.kind == "bins" and not numbers.path:

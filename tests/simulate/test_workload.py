@@ -148,6 +148,8 @@ SOME = Numbers(mean=5)
     (of(text_tokens=SOME, videos=SOME), "workload source a: video_seconds: got nothing with videos"),
     (of(text_tokens=Numbers(minimum=9, maximum=3)), "workload source a: text_tokens: got minimum 9; allowed: at most"),
     (of(text_tokens=Numbers(kind="uniform")), "workload source a: text_tokens: kind uniform without a maximum"),
+    (of(images=Numbers(mean=1e9), image_width=Numbers(mean=9), image_height=Numbers(mean=9)),
+     "workload source a: images: got mean 1e+09; allowed: at most 100000"),
     (of(text_tokens=Numbers(kind="lognormal")), "workload source a: text_tokens: got mean 0; allowed: above 0"),
     (of(text_tokens=Numbers(kind="bins", bins=[[5, 1, 1]])), "workload source a: text_tokens: bins: got [[5, 1, 1]]"),
     (of(text_tokens=Numbers(kind="bins", bins=[["a", "b", 1]])),  # type: ignore[list-item]
