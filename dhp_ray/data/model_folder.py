@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +41,17 @@ def chat_template_of(folder: Path) -> str:
             f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in "
             "tokenizer_config.json"
         )
-    return template
+    return template.removeprefix("\ufeff")  # a byte order mark, which would begin every prompt
+
+
+def check_byte_order_marks(folder: Path) -> None:
+    """Refuse a folder with a text file that transformers does not read because an editor put a byte order mark before
+    it. (In chat_template.jinja it reads the mark as text; `chat_template_of` removes it.)
+    """
+    for file in sorted([*folder.glob("*.json"), *folder.glob("merges.txt")]):
+        with open(file, "rb") as stored:
+            if stored.read(4).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise DataError(f"model.path: {file} begins with a byte order mark; allowed: UTF-8 without one")
 
 
 def check_tokenizer_files(folder: Path) -> None:

@@ -58,7 +58,7 @@ def config_tree(path: str) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"model.path: {file} is not JSON: {error}") from None
+        raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
     name = tree.get("model_type") if isinstance(tree, dict) else None
     if name not in MODEL_TYPES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")

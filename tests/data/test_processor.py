@@ -243,6 +243,26 @@ def test_a_template_that_writes_other_answers_makes_bad_rows(tmp_path: Path) -> 
         loaded.encode(talk("a", "true"), [])
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_template_that_an_editor_saved_anew_writes_the_same(name: str, mark: str, tmp_path: Path) -> None:
+    """With a byte order mark before it, and with the line ends of Windows."""
+    template = mark + CHAT_TEMPLATE.replace("\n", "\r\n")
+    word_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for file in tmp_path.glob("chat_template.*"):
+        file.unlink()
+    text = template if name.endswith("jinja") else json.dumps(
+        {**(config if name.startswith("tokenizer") else {}), "chat_template": template}, indent=1).replace("\n", "\r\n")
+    (tmp_path / name).write_bytes(text.encode())
+    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    found = loaded.encode(talk("a", "true"), [])
+    whole = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+    written = f"{whole}<|im_start|>assistant\ntrue<|im_end|>\n"
+    assert found.input_ids.tolist() == loaded.tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert loaded.encode_prompt(loaded.turns(talk("a", "true"))[:-1], [])[0] == f"{whole}<|im_start|>assistant\n"
+
+
 def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()

@@ -10,7 +10,7 @@ from dhp_ray.data.families.base import Family
 from dhp_ray.data.families.internvl import InternVL
 from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.data.families.qwen3_vl import Qwen3VL
-from dhp_ray.data.model_folder import check_tokenizer_files, image_settings_of, read_json
+from dhp_ray.data.model_folder import check_byte_order_marks, check_tokenizer_files, image_settings_of, read_json
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.errors import first_line
 
@@ -43,8 +43,10 @@ def check_processor_files(folder: Path) -> None:
     """Refuse a folder that lacks a file from which the processor is made. Needs no transformers.
 
     Raises:
-        DataError: tokenizer, chat template or image settings are missing, or are those of another family or model.
+        DataError: tokenizer, chat template or image settings are missing, do not read as JSON, or are those of another
+            family or model.
     """
+    check_byte_order_marks(folder)
     check_tokenizer_files(folder)
     folder_image_settings(folder, family_of("", str(folder)))
 

@@ -103,8 +103,9 @@ class InternVL(Family):
         images = self.image_files(settings, bounds) | processor
         video = {name: value for name, value in images.items() if not name.endswith("_patches")}
         return {"preprocessor_config.json": images | {"image_processor_type": "GotOcr2ImageProcessor"},
+                # Published folders leave sampling to the caller. Engines sample themselves, and give no metadata.
                 "video_preprocessor_config.json": video | {
-                    "video_processor_type": "InternVLVideoProcessor", "do_sample_frames": True,
+                    "video_processor_type": "InternVLVideoProcessor", "do_sample_frames": False,
                     "fps": limits.video_fps, "initial_shift": True},
                 "processor_config.json": processor | {
                     "image_seq_length": height * width // bounds.factor**2}}

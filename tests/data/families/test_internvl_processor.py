@@ -136,6 +136,13 @@ def test_tiles_are_those_of_its_own(width: int, height: int, least: int, most: i
         (height, width), (448, 448), least, most)
 
 
+def test_a_saved_processor_takes_the_frames_that_it_is_given(tmp_path: Path) -> None:
+    """Like published folders: an engine gives it the frames that it has taken itself, and no metadata."""
+    PROCESSOR.save(tmp_path)
+    settings = json.loads((tmp_path / "video_preprocessor_config.json").read_text())
+    assert (settings["do_sample_frames"], settings["fps"]) == (False, 2.0)
+
+
 @given(st.integers(1, 5000), st.floats(1, 120), st.sampled_from([0.5, 2.0, 3.7]))
 def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: float) -> None:
     limits, clip = MediaLimits(video_fps=fps, max_frames=64), Clip(32, 32, num_frames, rate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,11 @@ def add_words(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def marked(name: str, folder: Path) -> None:
+    """As an editor writes it that puts a byte order mark before a text."""
+    (folder / name).write_bytes(codecs.BOM_UTF8 + (folder / name).read_bytes())
+
+
 @pytest.mark.parametrize(("damage", "line"), [
     (add_words, ": its tokenizer has token ids up to 264, which take 265 rows of the model's embedding; it has 264 "
                 "(vocab_size in config.json); allowed: a tokenizer that the embedding holds, or a model saved after "
@@ -214,6 +221,12 @@ def add_words(folder: Path) -> None:
      " has no chat template; allowed: chat_template.jinja, chat_template.json, or one in tokenizer_config.json"),
     (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
      "/chat_template.jinja is not UTF-8 text: .+"),
+    *((partial(marked, name), f"/{name} begins with a byte order mark; allowed: UTF-8 without one") for name in (
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "preprocessor_config.json",
+        "video_preprocessor_config.json", "processor_config.json", "chat_template.json")),
+    (partial(marked, "config.json"), "/config.json is not JSON: .*BOM.*"),
+    (lambda folder: (folder / "merges.txt").write_bytes("#version: 0.2\n".encode("utf-16")),
+     "/merges.txt begins with a byte order mark; allowed: UTF-8 without one"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
      " is not an index of safetensors: .+"),
     (lambda folder: (folder / "preprocessor_config.json").unlink(),
