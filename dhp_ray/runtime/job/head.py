@@ -117,6 +117,7 @@ def _authenticate() -> None:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     except ImportError:  # a version of Ray whose clusters have none
         return
+    logging.getLogger("ray").setLevel(logging.ERROR)  # as in ray.init: it would warn that there is a token
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
