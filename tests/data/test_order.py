@@ -100,7 +100,8 @@ def test_a_window_of_a_tenth_mixes_almost_like_a_perfect_shuffle() -> None:
 
 @pytest.mark.parametrize(("group", "window", "opened"), [
     (100, ShuffleWindow(4096, 2**31), 16), (100, ShuffleWindow(1200, 2**31), 12), (32, ShuffleWindow(4096, 2**31), 16),
-    (256, ShuffleWindow(4096, 2**31), 16), (100, ShuffleWindow(4096, 95e6), 9), (100, ShuffleWindow(100_000, 1e15), 16)])
+    (256, ShuffleWindow(4096, 2**31), 16), (100, ShuffleWindow(4096, 95e6), 9),
+    (100, ShuffleWindow(100_000, 1e15), 16)])
 def test_the_first_batches_are_mixed(group: int, window: ShuffleWindow, opened: int) -> None:
     """12,000 rows of 100 kB, sorted by four sources, in row groups; a perfect shuffle has 0.33."""
     sizes = np.full(12_000 // group, group)
