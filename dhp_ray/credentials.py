@@ -9,12 +9,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dhp_ray.errors import printable
+
 MASK = "***"
-# USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. A port
-# (host:9000/) is not a secret.
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2})[^\s/@:]*:(?!\d{1,5}(?:[/?\s]|$))\S*@")
-_OPTION = re.compile(r"([?&][^\s=&]*(?:secret|password|passwd|token|credential|signature|key|sig)[^\s=&]*=)[^\s&'\"]+",
-                     re.IGNORECASE)
+MOST_SHOWN = 200
+# USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. The port of a
+# host (http://host:9000/) is not a secret; buckets (s3://, gs://, ...) have none.
+_HOST_SCHEMES = "https?|wss?|ftps?|sftp|hdfs|viewhdfs|webhdfs|swebhdfs|redis|ray|tcp|grpc"
+_USERINFO = re.compile(rf"(\b(?:(?:{_HOST_SCHEMES}):/{{1,2}}(?![^\s/@:]*:\d{{1,5}}(?:[/?\s]|$))"
+                       rf"|(?!(?:{_HOST_SCHEMES}):)[A-Za-z][A-Za-z0-9+.-]{{0,30}}:/{{1,2}}))[^\s/@:]*:\S*@",
+                       re.IGNORECASE)
+_OPTION = re.compile(r"([?&#;][^\s=&#;]*(?:secret|pass|pwd|token|credential|signature|auth|jwt|key|sig)[^\s=&#;]*=)"
+                     r"[^\s&'\"]+", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
@@ -22,6 +28,14 @@ def masked(text: str) -> str:
     if ":/" not in text:  # also what a file name's rules make of ://
         return text
     return _OPTION.sub(rf"\1{MASK}", _USERINFO.sub(rf"\1{MASK}@", text))
+
+
+def shown(text: str, most: int = MOST_SHOWN) -> str:
+    """What a person sees of a name or a reason that comes from the data: printable, without credentials, and at most
+    `most` characters.
+    """
+    line = printable(masked(text[: most + 2000]))  # a bound: the search for credentials takes long in a long text
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 class Uri(str):

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dhp_ray.credentials import masked
+from dhp_ray.errors import printable
 
 
 class ConfigError(ValueError):
     """One line for the user: the key, what is wrong with its value, and what is allowed."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(masked(message).split()))  # one line, whatever the value was
+        super().__init__(printable(masked(message)))  # one line, whatever the value was
 
 
 PATHS = ("file", "folder", "file or folder", "folder or URI", "output file")

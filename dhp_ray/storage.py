@@ -78,7 +78,7 @@ class Folder:
     def child(self, name: str) -> Folder:
         """The folder `name` inside this one."""
         # an object store's options follow the path: s3://bucket/runs?region=...
-        base, mark, options = full_uri(self.uri).partition("?")
+        base, mark, options = _cut(full_uri(self.uri))
         return Folder(f"{base.rstrip('/')}/{_checked(name)}{mark}{options}")
 
     def read(self, name: str) -> bytes:
@@ -155,7 +155,12 @@ class Folder:
         return f"{self._path.rstrip('/')}/{_checked(name)}" if name else self._path
 
     def _full(self, name: str) -> str:
-        return f"{self.uri.partition('?')[0].rstrip('/')}/{name}".rstrip("/")
+        return f"{_cut(self.uri)[0].rstrip('/')}/{name}".rstrip("/")
+
+
+def _cut(uri: str) -> tuple[str, str, str]:
+    """A URI before its options, the question mark, and the options; a local path may have question marks of its own."""
+    return uri.partition("?") if "://" in uri else (uri, "", "")
 
 
 def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:

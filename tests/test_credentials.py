@@ -25,6 +25,10 @@ from tests.test_config import refused
     ("hdfs://user@name/runs", "hdfs://user@name/runs"),
     ("s3://bucket/run?endpoint_override=127.0.0.1:9000&scheme=http",
      "s3://bucket/run?endpoint_override=127.0.0.1:9000&scheme=http"),
+    ("s3://KEY:12/abc@bucket", "s3://***@bucket"),
+    ("gs:/KEY:12?a/abc@bucket", "gs:/***@bucket"),
+    ("http://host:9000/runs/a@b", "http://host:9000/runs/a@b"),
+    ("https://host/cat.png?pwd=ab&PassPhrase=c&x=1", "https://host/cat.png?pwd=***&PassPhrase=***&x=1"),
     ("/runs/a:b@c", "/runs/a:b@c"),
     ("step 3: a@b", "step 3: a@b"),
 ])

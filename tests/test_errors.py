@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dhp_ray.errors import first_line, first_line_of, named_line
+from dhp_ray.credentials import shown
+from dhp_ray.errors import first_line, first_line_of, named_line, printable
 
 
 def test_one_line_of_an_error() -> None:
@@ -11,3 +12,9 @@ def test_one_line_of_an_error() -> None:
     assert named_line(OSError("no room\nat all")) == "OSError: no room"
     assert named_line(RuntimeError()) == "RuntimeError"
     assert first_line_of("") == ""
+
+
+def test_what_is_shown_has_no_control_characters_and_is_short() -> None:
+    assert printable("a\x1b]0;title\x07\n b\x9bc\u202ed größer") == r"a\x1b]0;title\x07 b\x9bc\u202ed größer"
+    assert shown("x" * 10**6) == "x" * 199 + "…"
+    assert shown("s3://KEY:" + "y" * 500 + "@bucket") == "s3://***@bucket"

@@ -236,3 +236,10 @@ def test_a_disk_that_stays_full_is_one_line(small_disk: Path, monkeypatch: pytes
     with pytest.raises(StorageError, match=r"small_disk/large: cannot be written: No space left on device"):
         Folder(str(small_disk)).write("large", b"0" * 25 * 2**20)
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_local_folder_with_a_question_mark_has_children(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "why?")).child("inner")
+    folder.write("file", b"x")
+    assert (tmp_path / "why?" / "inner" / "file").read_bytes() == b"x"
+    assert str(tmp_path / "why?") in folder._full("file")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from dhp_ray.credentials import shown
 from dhp_ray.errors import first_line, named_line
+
+MOST_OF_ERROR = 2000  # characters: a message holds paths, and each may have hundreds
 
 
 class DataError(ValueError):
     """Data that a run cannot use at all; the message is one line: which file or key, what is wrong, what is allowed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 class RowError(ValueError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dhp_ray.credentials import masked
+from dhp_ray.credentials import shown
 from dhp_ray.data.conversation import MEDIA, Turn, last_answer, references_of
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
@@ -159,9 +159,9 @@ def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a row cannot be used, in one line that a log can hold; names of files and roles are quoted unchanged."""
+    """Why a row cannot be used, as `shown`."""
     reason = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {first_line(error)}"
-    return " ".join(masked(reason).encode("utf-8", "backslashreplace").decode().split())
+    return shown(reason)
 
 
 EncodedGrids = Mapping[str, Sequence[bool]]

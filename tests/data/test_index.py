@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -167,3 +169,15 @@ def test_the_image_root_is_the_folder_of_the_data(tmp_path: Path) -> None:
     assert image_root(llava(path, image_root=str(tmp_path / "pictures"))) == str(tmp_path / "pictures")
     with pytest.raises(DataError, match=r"data\.image_root: no folder"):
         image_root(llava(path, image_root=str(tmp_path / "absent")))
+
+
+def test_a_string_of_escapes_takes_no_more_memory_than_itself() -> None:
+    """The search for the rows of a JSON array took 60 times a string of escapes."""
+    code = ("import resource; from dhp_ray.data.formats.json_text import _STRUCTURE\n"
+            "text = b'[\"' + b'\\\\n' * 2_000_000 + b'\"]'\n"
+            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "before = peak(); found = sum(1 for _ in _STRUCTURE.finditer(text)); print(found, peak() - before)")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found, kilobytes = map(int, done.stdout.split())
+    assert found == 3
+    assert kilobytes < 40_000

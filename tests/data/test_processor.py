@@ -351,3 +351,8 @@ def test_the_reading_side_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized() -> None:
+    with pytest.raises(RowError, match=r"characters of text; allowed: at most 4194304"):
+        processor().encode(talk("x" * 5_000_000, "a"), [])
