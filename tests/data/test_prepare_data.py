@@ -44,7 +44,7 @@ def test_refusals_are_one_line_each(tmp_path: Path) -> None:
     for status, message, arguments in [
         (2, "data.format: got llava; allowed here: synthetic", ["data=llava", "data.path=x"]),
         (2, "data.path: got '", [f"data.path={tmp_path / 'set'}"]),
-        (2, "data.path: got s3://bucket/set.parquet; allowed here: a file of this machine",
+        (2, "data.path: got s3://bucket/set.parquet; allowed: a file or folder of this machine (URIs are not read)",
          ["data.path=s3://bucket/set.parquet"]),
         (2, "is a folder; allowed here: a file name", [f"data.path={tmp_path / 'folder.parquet'}"]),
         (2, "data.synthetic.num_sample: no such key", ["data.synthetic.num_sample=3"]),
