@@ -13,36 +13,26 @@ import shutil
 import traceback
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from threading import Lock
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-import torch
-from torch import Tensor
 
-from dhp_ray.comm.device import CPU, allow_streams, choose
-from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.world import abort_groups, close_store_connections, destroy_world, is_peer_loss
 from dhp_ray.config import Config
-from dhp_ray.data.blocks import fetch_rows
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
-from dhp_ray.runtime.rank_slices import unpacked_slice
-from dhp_ray.runtime.worker.answering import answers
-from dhp_ray.runtime.worker.failures import words_of
-from dhp_ray.runtime.worker.folders import check_reached, save_folder
-from dhp_ray.runtime.worker.heap import give_back_memory
-from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT, held_shards
-from dhp_ray.runtime.worker.measuring import MeasuredPart, measured_on
-from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders, processor_spec
-from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.runtime.worker.run_model import build_adapter, fused_operators, state_size
-from dhp_ray.storage import Folder
-from dhp_ray.train.flat_shards import FlatShards
-from dhp_ray.train.results import StepResult
-from dhp_ray.train.state.reshard import LocalShard
-from dhp_ray.train.step_inputs import StepInputs
+
+# The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dhp_ray.model.adapter import ModelAdapter
+    from dhp_ray.runtime.worker.measuring import MeasuredPart
+    from dhp_ray.runtime.worker.rank import Rank
+    from dhp_ray.train.results import StepResult
+    from dhp_ray.train.state.reshard import LocalShard
+    from dhp_ray.train.step_inputs import StepInputs
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
 """Threads in addition to the one that trains."""
@@ -76,6 +66,12 @@ class Worker:
     """A long-lived member of the worker group, one a rank."""
 
     def __init__(self, config: Config) -> None:
+        gc.disable()  # collections would take a fifth of the time to import what methods import below
+        for part in ("answering", "measuring", "prefetch", "rank"):
+            import_module(f"dhp_ray.runtime.worker.{part}")
+        gc.enable()
+        from dhp_ray.comm.progress import Progress
+
         self.config = config
         self.rank: Rank | None = None
         self.adapter: ModelAdapter | None = None
@@ -94,6 +90,11 @@ class Worker:
     @ray.method(concurrency_group="control")
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
+        from dhp_ray.comm.device import CPU, allow_streams, choose
+        from dhp_ray.runtime.worker.folders import check_reached, save_folder
+        from dhp_ray.runtime.worker.run_model import fused_operators, state_size
+        from dhp_ray.storage import Folder
+
         told = allow_streams()
         self.accelerator = choose(device)
         self.accelerator.activate()
@@ -108,6 +109,9 @@ class Worker:
     @training
     def prepare(self) -> None:
         """Load what joining would take long for, while others still train."""
+        from dhp_ray.runtime.worker.prefetch import processor_spec
+        from dhp_ray.runtime.worker.run_model import build_adapter
+
         self.processor = processor_spec(self.config).load()
         if self.adapter is None:
             self.adapter, self.unused = build_adapter(self.config), True
@@ -115,6 +119,13 @@ class Worker:
     @training
     def join(self, membership: Membership, origin: FromCheckpoint | FromMemory, step: int) -> int:
         """Enter a generation after `step`, with the state of `origin`; returns the state version."""
+        import torch
+
+        from dhp_ray.comm.progress import Progress
+        from dhp_ray.runtime.worker.heap import give_back_memory
+        from dhp_ray.runtime.worker.prefetch import processor_spec
+        from dhp_ray.runtime.worker.rank import Rank
+
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # of this thread, which runs the steps
         self.accelerator.activate()
         self._leave()
@@ -154,6 +165,10 @@ class Worker:
     @ray.method(concurrency_group="prefetch")
     def prefetch(self, packed: bytes, references: list[ray.ObjectRef]) -> dict[str, str]:
         """Fetch, decode and collate what a packed slice needs; returns the samples that failed, with reasons."""
+        from dhp_ray.data.blocks import fetch_rows
+        from dhp_ray.runtime.rank_slices import unpacked_slice
+        from dhp_ray.runtime.worker.prefetch import encoded_grids, load_inputs, num_decoders
+
         assert self.adapter is not None
         plan, blocks = unpacked_slice(packed, references)
         self.accelerator.activate()  # each thread has its own current device
@@ -165,6 +180,8 @@ class Worker:
     @training
     def run(self, packed: bytes) -> StepResult:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
+        from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT
+
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
         wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
@@ -197,6 +214,8 @@ class Worker:
     @training
     def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
         """Return greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
+        from dhp_ray.runtime.worker.answering import answers
+
         assert self.rank is not None
         return answers(self.rank, self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
@@ -215,6 +234,8 @@ class Worker:
     @training
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
         """Measure a part of what packs cost, with all ranks; the state is useless afterwards."""
+        from dhp_ray.runtime.worker.measuring import measured_on
+
         return measured_on(self.rank, part, tokens_per_rank)
 
     @training
@@ -249,6 +270,8 @@ class Worker:
     @ray.method(concurrency_group="control")
     def abort_generation(self, generation: int) -> None:
         """Stop waiting for the ranks of a generation (or an earlier one); call it again for groups made meanwhile."""
+        from dhp_ray.comm.world import close_store_connections
+
         with self.switching:
             self.aborted_generation = max(self.aborted_generation, generation)
             if self.store and self.generation <= generation:
@@ -265,12 +288,16 @@ class Worker:
                       () if call else self._held(), dict(self.ran), dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
+        from dhp_ray.runtime.worker.held_shards import held_shards
+
         here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
                 for shard in self.rank.local_shards()] if self.rank else []
         return held_shards([*self.kept, *here])
 
     def _abort(self) -> None:
         """End what the training thread and the device wait for in this generation."""
+        from dhp_ray.comm.world import abort_groups
+
         if not self.progress.aborted:
             self.progress.abort()
             self.accelerator.stop()
@@ -278,6 +305,9 @@ class Worker:
 
     def _leave(self) -> None:
         """Leave the generation and keep the shards that this worker holds of it."""
+        from dhp_ray.comm.world import destroy_world
+        from dhp_ray.train.flat_shards import FlatShards
+
         with self.switching:  # what the device waits for must end before its memory can be read
             self._abort()
             self.accelerator.restart()
@@ -294,6 +324,9 @@ class Worker:
 
     def _fall(self, error: Exception) -> RunError:
         """Leave the generation after an error; returns the error as one line."""
+        from dhp_ray.comm.world import is_peer_loss
+        from dhp_ray.runtime.worker.failures import words_of
+
         text = words_of(error)
         if not (self.progress.aborted or is_peer_loss(error)):
             self.error = text
