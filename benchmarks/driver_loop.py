@@ -163,6 +163,7 @@ def ready_driver(
                    f"planner.tokens_per_rank={cluster.tokens_per_rank}",
                    f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}",
                    f"cluster.ranks_per_relay={relays or max(num_ranks, 2)}",
+                   "planner.refit=false",  # the ranks make their seconds up
                    "elastic.hang_s=600"])  # few actors that stand for many ranks are slow to say how these are
     compiled: Future[float] = Future()
     compiled.set_result(warm_up())

@@ -143,11 +143,11 @@ def test_ordinary_photos_are_used(user_folder: Path) -> None:
     )
     config = training_on("my/chat.json")
     assert sorted(usable(config)) == sorted(str(width) for width, _ in sizes)
-    demo = load([]).planner.max_image_tokens
-    assert rows_read(config, demo)[1] == [], "the file that Troubleshoot names"
+    demo = load([])
+    assert rows_read(replace(config, cluster=demo.cluster), demo.planner.max_image_tokens)[1] == [], (
+        "the file that Troubleshoot names")
     [line] = [cell.strip("`") for cell, _ in rows_of("Troubleshoot") if "a rank holds at most" in cell]
-    assert [line in error for error in rows_read(replace(config, cluster=load([]).cluster),
-                                                 DEMO_TOKENS)[1]] == [True] * 3
+    assert [line in error for error in rows_read(replace(config, cluster=demo.cluster), DEMO_TOKENS)[1]] == [True] * 3
     assert {load(arguments).planner.tokens_per_rank for arguments in OWN_DATA} == {"auto"}
 
 

@@ -54,7 +54,7 @@ def test_a_full_disk_is_said_in_one_line(goes_on: str, status: int, level: str, 
 
 @pytest.mark.parametrize("job", sorted(path.name for path in (ROOT / "jobs").glob("*.py")))
 def test_every_job_is_such_a_command(job: str) -> None:
-    assert "    sys.exit(run_command(main" in (ROOT / "jobs" / job).read_text()
+    assert "    sys.exit(run_command(" in (ROOT / "jobs" / job).read_text()
 
 
 def test_help_into_a_pipe_that_closes_and_onto_a_full_disk() -> None:

@@ -24,7 +24,7 @@ ANSWER = "An answer."
 LIMITS = ["data.max_file_mb=0.125", "data.max_decoded_pixels=2000000", "data.max_video_seconds=20"]
 # Two ranks of 512 tokens: a sequence may have 1024, an image 512.
 SETTINGS = ["model=tiny", "data.format=llava", "cluster.device=cpu", "cluster.num_workers=2",
-            "planner.tokens_per_rank=512", "batch.global_samples=4",
+            "planner.tokens_per_rank=512", "planner.max_image_tokens=512", "batch.global_samples=4",
             "checkpoint.every_steps=0", "run.steps=0", *LIMITS]
 
 # What is wrong with each sample, by its id in the run (the source's number before it); what the line says of it.

@@ -74,8 +74,9 @@ class Commits:
         if not extra["applied"]:
             records.event("update_skipped", step=finished.step, gradient_norm=metrics["gradient_norm"],
                           sample_ids=[sample.id for sample in plan.samples])
-            why = "the gradient is not finite" if extra["num_valid_tokens"] else "no sample can be used"
-            yield Notice(f"step {finished.step}: {why}; update skipped on all ranks")
+            yield Notice(f"step {finished.step}: " + (
+                "the gradient is not finite; update skipped on all ranks" if extra["num_valid_tokens"]
+                else "no sample can be used; nothing is updated"))
         trained = trained_samples(plan, finished.results, finished.placeholders)
         records.commit(finished.step, [sample.id for sample in trained], metrics)
         session.current.dispatcher.batches.pop(finished.step, None)

@@ -97,9 +97,10 @@ class CostRefits:
         rows = [array[first::every] for array in (work.rank, work.amounts, busy_s, np.ones(len(busy_s)))]
         self._window = deque((seen._replace(weight=DECAY * seen.weight) for seen in self._window), maxlen=WINDOW)
         self._window.append(Observed(*rows).usable())
+        if self.least_error and len(self._window) < STEPS_TO_STAY:
+            return None
         found = refit(self.prior, self.factors, Observed(*map(np.concatenate, zip(*self._window))))
-        stays = not self.least_error or len(self._window) >= STEPS_TO_STAY
-        if not found or not stays or found.error_before < self.least_error:
+        if not found or found.error_before < self.least_error:
             return None
         self.factors = found.factors
         return found
