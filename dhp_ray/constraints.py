@@ -174,11 +174,12 @@ def places(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]
     """
     for item in fields(node):
         value = getattr(node, item.name)
-        if item.metadata.get("path"):
-            yield f"{prefix}{item.name}", node, item
+        name = f"{prefix}{item.name}"
+        if item.metadata.get("path") and (name, value) != ("planner.cost", MEASURE):
+            yield name, node, item
         for index, inner in enumerate(value if isinstance(value, list) else [value]):
             if is_dataclass(inner):
-                yield from places(inner, f"{prefix}{item.name}" + (f"[{index}]." if isinstance(value, list) else "."))
+                yield from places(inner, name + (f"[{index}]." if isinstance(value, list) else "."))
 
 
 def expand_homes(config: Any) -> None:
@@ -191,10 +192,9 @@ def make_absolute(config: Config) -> None:
     """Take relative paths from this process's folder, for a driver and workers that may run in other ones. Not where
     all of them run in Ray's copies of a folder: what is in it is read from there.
     """
-    for name, section, item in places(config):
+    for _, section, item in places(config):
         value = getattr(section, item.name)
-        kept = "://" in value or item.metadata["path"] == "output file" or (name, value) == ("planner.cost", MEASURE)
-        if value and not kept:
+        if value and "://" not in value and item.metadata["path"] != "output file":
             setattr(section, item.name, os.path.abspath(value))
 
 

@@ -32,7 +32,7 @@ from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.elastic import Condition
-from dhp_ray.runtime.driver.ending import export, failed, finish, save_last
+from dhp_ray.runtime.driver.ending import export, failed, finish, save_last, untrained
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.recovery import arrival_messages, form_anew
 from dhp_ray.runtime.driver.session import Session
@@ -146,8 +146,8 @@ class Driver:
                     stopping = session.stopping
                     yield from save_last(session, self.commits)
                     if not (stopping or session.records.has_trained):
-                        raise RunError(f"no step of {session.records.last_step} has trained anything: none of their "
-                                       "samples can be used (see skipped.jsonl)")
+                        yield untrained(session)
+                        return
                     if not stopping:
                         export(session)
                     yield finish(session, stopping)

@@ -47,6 +47,16 @@ def finish(session: Session, stopping: str) -> RunFinished:
     return RunFinished(f"done: model in {Folder(session.config.run.dir).child(MODEL_FOLDER).uri}")
 
 
+def untrained(session: Session) -> RunFinished:
+    """End a run whose steps have all been made, and have trained nothing. There is no way back to it."""
+    session.records.flush()
+    if last_step := session.records.last_step:
+        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used (see "
+                           "skipped.jsonl); allowed: other data, and another run.dir", status=1)
+    return RunFinished("", f"batch.global_samples: got {session.config.batch.global_samples}; no epoch has so many "
+                       "usable samples, and batch.drop_last=true leaves a smaller batch out", status=1)
+
+
 def failed(session: Session | None, error: str) -> RunFinished:
     """End the run with an error, after bringing the logs up to date if they can still be written."""
     try:

@@ -14,9 +14,11 @@ from dhp_ray.runtime.messages import Message, Notice, RunFinished, RunStarted, S
 
 
 class Console:
-    """Shows the driver's messages on `stream`, each whole: any thread may show one, or close the console."""
+    """Shows the driver's messages on `stream`, each whole: any thread may show one, or close the console. None: nobody
+    is to see them, as in a process that was started with its output closed.
+    """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._bar: Progress | None = None
         self._lock = RLock()
@@ -64,7 +66,7 @@ class Console:
                     print(line, file=self._stream, flush=True)
 
     def _open_bar(self, done: int) -> None:
-        if self._bar is None and self._stream.isatty():
+        if self._bar is None and self._is_terminal():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
                        TimeRemainingColumn(),
                        TextColumn("{task.fields[now]}", markup=False))
@@ -72,6 +74,11 @@ class Console:
                                  redirect_stderr=False)
             self._bar.add_task("", completed=done, total=self._total_steps or None, now="")
             self._bar.start()
+
+    def _is_terminal(self) -> bool:
+        with suppress(OSError, ValueError):  # as above
+            return self._stream is not None and self._stream.isatty()
+        return False
 
 
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:

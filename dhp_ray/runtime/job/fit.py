@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +75,11 @@ def fit(overrides: Overrides = ()) -> Result:
     except RunError as failure:
         error = str(failure)
     finally:
-        shown.close()
-        waits.close()
-        if joined:
-            disconnect()
-        if lease:
-            lease.release()
+        with lease or nullcontext():  # released last, and also if this is interrupted
+            shown.close()
+            waits.close()
+            if joined:
+                disconnect()
     if error and trial:
         raise RunError(error)
     files, path = Folder(config.run.dir).place()

@@ -58,7 +58,7 @@ def main() -> None:
     os.dup2(2, 1)  # Ray may print something
     import ray
 
-    scratch = Path()
+    scratch: Path | None = None
     try:
         context: Any = ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False)
         address = context.address_info
@@ -75,7 +75,7 @@ def main() -> None:
     for process in of_this_session():
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    for spilled in scratch.glob("ray_spilled_objects*"):
+    for spilled in scratch.glob("ray_spilled_objects*") if scratch else ():
         shutil.rmtree(spilled, ignore_errors=True)
     os._exit(0)
 

@@ -17,6 +17,7 @@ from dhp_ray.data.stream import Batch, Skipped
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.driver import Driver
+from dhp_ray.runtime.driver.ending import untrained
 from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Message, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
@@ -61,6 +62,20 @@ def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) 
     driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: flushed.append(True)),
                                     Checkpoints(Folder(str(tmp_path)), 2))
     assert len(list(driver.run())) == 1
+    assert flushed == [True]
+
+
+@pytest.mark.parametrize(("last_step", "said"), [
+    (2, "no step of 2 has trained anything: none of their samples can be used (see skipped.jsonl); allowed: other "
+        "data, and another run.dir"),
+    (0, "batch.global_samples: got 16; no epoch has so many usable samples, and batch.drop_last=true leaves a smaller "
+        "batch out")])
+def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, said: str) -> None:
+    """It has a checkpoint of its last step, from which the same command would end in the same way."""
+    flushed: list[bool] = []
+    session: Any = SimpleNamespace(config=load(["data.format=synthetic", "data.path=unused"]), records=SimpleNamespace(
+        last_step=last_step, flush=lambda: flushed.append(True)))
+    assert untrained(session) == RunFinished("", said, status=1)
     assert flushed == [True]
 
 

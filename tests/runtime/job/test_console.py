@@ -152,3 +152,16 @@ def test_a_stream_that_fails_does_not_end_the_run(
     stream.fails = None
     console.show(Notice("there is room again"))
     assert stream.getvalue().endswith("there is room again\n")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_run_without_output_has_a_console_too(closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was closed, or none: `>&-`."""
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr("sys.stdout", stream if closed else None)
+    console = Console(stream if closed else None)
+    for message in (RunStarted(("model tiny",), 1, 60), StepCommitted(METRICS, EXTRA), RunFinished("done")):
+        console.show(message)
+    console.close()
+    assert console.steps == 1

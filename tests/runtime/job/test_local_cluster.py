@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.runtime.job.head import LOCAL_SETTINGS
+from dhp_ray.runtime.job.local_cluster import end_cluster, start_cluster
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -102,3 +103,18 @@ def test_the_cluster_ends_with_the_run(run: Run) -> None:
     run.process.communicate()
     assert run.process.returncode == 0
     assert not run.cluster
+
+
+def test_a_cluster_that_cannot_start_says_why_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all in the folder that the run was started in."""
+    (tmp_path / "ray.py").write_text("def init(*_, **__): raise RuntimeError('no port is free\\nmore')\n")
+    (tmp_path / "ray_spilled_objects_of_mine").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    program, said = start_cluster()
+    assert said == {"error": "no port is free"}
+    end_cluster(program)
+    assert program.returncode == 0
+    assert (tmp_path / "ray_spilled_objects_of_mine").exists()

@@ -106,12 +106,17 @@ def test_a_refused_run_imports_nothing_heavy_and_takes_no_second(
     assert min(times) < 1.0
 
 
-def test_nothing_is_wrong_with_a_good_run(arguments: list[str], model: Path, tmp_path: Path) -> None:
+def test_nothing_is_wrong_with_a_good_run(
+    arguments: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_here(load(arguments))
     assert not list((tmp_path / "run").iterdir())
     cost = ROOT / "conf" / "cost" / "cpu.yaml"
     check_here(load([*arguments, f"model.path={model}", f"eval.path={tmp_path / 'rows.json'}", "eval.every_steps=1",
                      f"planner.cost={cost}"]))
+    check_here(load([*arguments, "planner.cost=measure"]))
+    (tmp_path / "measure").mkdir()
+    monkeypatch.chdir(tmp_path)  # where the word is also the name of a folder
     check_here(load([*arguments, "planner.cost=measure"]))
 
 
