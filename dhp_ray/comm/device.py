@@ -180,7 +180,7 @@ CONNECTIONS, FEWEST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 number. With fewer, streams share a queue: a rank's gather waits behind an exchange, whose peer waits behind its gather.
 """
 
-CPU = Accelerator("cpu", "gloo", None, shares_memory=True)
+CPU = Accelerator("cpu", "gloo", None, shares_memory=hasattr(os, "memfd_create"))  # not on macOS
 CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES,
                    shares_memory=True)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)

@@ -73,6 +73,9 @@ _servers: dict[str, ActorHandle] = {}
 _lost: set[str] = set()
 """Nodes that this process was told are gone."""
 
+LOOK_S = 0.2
+"""Seconds after which a wait for a server looks whether its node is gone."""
+
 
 def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
     """Read blocks of the nodes in `gone` again, from now on and until they are in `members`."""
@@ -104,8 +107,12 @@ def columns_of(
     """
     node = origin.node or _here()
     if node not in _lost:
+        answer: ray.ObjectRef = start_server(node).columns.remote([reference], names)
+        while node not in _lost and not ray.wait([answer], timeout=LOOK_S)[0]:
+            pass  # another thread may be told that the node is gone, long before Ray is
         try:
-            return ray.get(start_server(node).columns.remote([reference], names)), reference, origin
+            if node not in _lost:
+                return ray.get(answer), reference, origin
         except GONE:
             _servers.pop(node, None)
     here = _here()

@@ -48,7 +48,7 @@ def check_byte_order_marks(folder: Path) -> None:
     """Refuse a folder with a text file that transformers does not read because an editor put a byte order mark before
     it. (In chat_template.jinja it reads the mark as text; `chat_template_of` removes it.)
     """
-    for file in sorted([*folder.glob("*.json"), *folder.glob("merges.txt")]):
+    for file in sorted(filter(Path.is_file, [*folder.glob("*.json"), *folder.glob("merges.txt")])):
         with open(file, "rb") as stored:
             if stored.read(4).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"model.path: {file} begins with a byte order mark; allowed: UTF-8 without one")

@@ -47,7 +47,7 @@ PAYLOAD = pa.schema([
 ])
 LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
 UNREADABLE = -1
-"""Value of `row` if the fragment's file is gone or damaged; `id` is then the file."""
+"""Value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,15 @@ class ReadFragments:
         return pa.concat_tables([self.block(item) for item in items.to_pylist()]).combine_chunks()
 
     def block(self, item: Mapping[str, Any], places: Sequence[int] | None = None) -> pa.Table:
-        """The block of an item, or its rows at these places. A file that is gone or damaged is one row, UNREADABLE."""
+        """The block of an item, or its rows at these places. A file that is gone, damaged or changed is one row,
+        UNREADABLE.
+        """
         fragment: Fragment = pickle.loads(item["fragment"])
         try:
             rows = read_rows(fragment)
+            if len(rows) != fragment.num_rows:
+                raise OSError(f"it has changed since it was indexed: {len(rows)} rows are where there were "
+                              f"{fragment.num_rows}")
         # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
         except Exception as error:
             # Reported as data: an error raised here would reach the driver as text, wrapped several times.

@@ -3,9 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 
@@ -131,6 +133,30 @@ def test_blocks_of_lost_nodes_are_read_again_until_these_have_members() -> None:
     assert located(origins) == origins | {"first": Origin(LOST, None, 1)}  # type: ignore[arg-type]
     lose_nodes((), ["a", "b"])
     assert located(origins) == origins  # type: ignore[arg-type]
+
+
+def test_a_wait_for_a_server_ends_once_its_node_is_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would let it wait until its own head has noticed. Ray is not asked here."""
+    calls = []
+
+    def call(of: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: calls.append((of, *arguments)) or of)
+
+    def wait(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        lose_nodes({"far"}, ())  # as the thread of the recovery does
+        return [], answers
+
+    monkeypatch.setattr(blocks, "_lost", set())
+    monkeypatch.setattr(blocks, "_here", lambda: "near")
+    monkeypatch.setattr(blocks, "start_server", lambda node: SimpleNamespace(
+        columns=call(f"columns of {node}"), read=call(f"read on {node}")))
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda answer: pa.table({"id": [answer], "row": [0]}))
+    origin = Origin("far", None, 3)  # type: ignore[arg-type]
+    lengths, block, where = columns_of("lost", origin, ["id"])  # type: ignore[arg-type]
+    assert calls == [("columns of far", ["lost"], ["id"]), ("read on near", origin)]
+    assert lengths == pa.table({"id": ["read on near"]})
+    assert (block, where) == ("read on near", origin._replace(node="near"))
 
 
 def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
+from dhp_ray.data.model_folder import check_byte_order_marks
 from dhp_ray.data.processor import Processor, load_processor
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
@@ -261,6 +262,12 @@ def test_a_template_that_an_editor_saved_anew_writes_the_same(name: str, mark: s
     written = f"{whole}<|im_start|>assistant\ntrue<|im_end|>\n"
     assert found.input_ids.tolist() == loaded.tokenizer(written, add_special_tokens=False)["input_ids"]
     assert loaded.encode_prompt(loaded.turns(talk("a", "true"))[:-1], [])[0] == f"{whole}<|im_start|>assistant\n"
+
+
+def test_only_files_are_looked_at_for_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "logs.json").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "gone")
+    check_byte_order_marks(tmp_path)
 
 
 def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:

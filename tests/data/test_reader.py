@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import PAYLOAD, ReadFragments, read_payloads
+from dhp_ray.data.reader import PAYLOAD, UNREADABLE, ReadFragments, read_payloads
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, talk, write_rows
 
@@ -33,6 +34,19 @@ def block_of(
 
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
+
+
+def test_a_file_that_has_changed_since_it_was_indexed_is_one_row_that_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"conversations": [talk("a", "b")] * 5}), path)
+    (fragment,) = index_fragments(Data(format="parquet", path=str(path)))
+    pq.write_table(pa.table({"conversations": [talk("a", "b")] * 3}), path)
+    item = {"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragment)}
+    read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0)
+    for places in (None, [4]):
+        (row,) = read.block(item, places).to_pylist()
+        assert row["row"] == UNREADABLE
+        assert row["error"] == "it has changed since it was indexed: 3 rows are where there were 5"
 
 
 def test_prompts_have_room_for_answers(tmp_path: Path) -> None:

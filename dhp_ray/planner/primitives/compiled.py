@@ -39,6 +39,8 @@ DIGEST = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py")))
     + f"{numba.__version__} {sys.version}".encode()
 ).hexdigest()
+VERSIONS = f"planner-{32 * '[0-9a-f]'}"
+"""The folders of all versions, and no others: DHP_RAY_CACHE may be a folder with other things in it."""
 UNUSED_S = 30 * 86400.0
 
 
@@ -107,7 +109,7 @@ def _cached(dispatcher: Any, function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _delete_unused() -> None:
-    for version in (found for folder in cache_folders() for found in folder.glob("planner-*")):
+    for version in (found for folder in cache_folders() for found in folder.glob(VERSIONS)):
         with contextlib.suppress(OSError):  # another process has deleted it, or it belongs to an image
             if time.time() - version.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(version)

@@ -9,6 +9,7 @@ from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.schema import Planner
 
 
 def image_tokens_of(config: Config, group: WorkerGroup) -> int:
@@ -24,6 +25,19 @@ def image_limit_of(config: Config, group: WorkerGroup) -> int:
     """Return the most tokens of an image that the run admits; 0: `data.max_pixels` allows no larger one."""
     limit = config.planner.max_image_tokens
     return limit if limit < largest_image_of(config, group.members[0].described["shape"]) else 0
+
+
+def skipped_images(given: Planner, limit: int, largest: int) -> str:
+    """Return what to tell the user of images that are skipped only because of what ranks have room for; empty if there
+    are none. `given`: the keys before any limit was resolved; `limit`, `largest`: `image_limit_of` and, before that,
+    `image_tokens_of`.
+    """
+    if given.tokens_per_rank == "auto":
+        return (f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for larger "
+                "ones; train.activation_checkpointing=true may make room, or lower data.max_pixels"
+                if 0 < limit < largest else "")
+    return (f"images of more than {limit:,} tokens will be skipped: that is planner.tokens_per_rank, and "
+            "planner.max_image_tokens is not set" if limit and not given.max_image_tokens else "")
 
 
 def largest_image_of(config: Config, shape: ModelShape) -> int:

@@ -65,9 +65,8 @@ class CostRefits:
 
     def enter(self, prior: CostModel, least_error: float = 0.0) -> CostModel:
         """Begin a generation whose costs are `prior`; returns the costs in force. They are refitted from a typical
-        error of `least_error` on; inf: never. Observations are kept if the
-        constants are the same as before; if costs are refitted, factors are kept even if they are not, because they
-        describe the device.
+        error of `least_error` on; inf: never. Observations are kept if the constants are the same as before; if costs
+        are refitted, factors are kept even if they are not, because they describe the device.
         """
         on = math.isfinite(least_error)
         if self._recorded and on:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from threading import Thread
 from typing import Any
 
@@ -23,7 +24,7 @@ from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of
+from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of, skipped_images
 from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
 from dhp_ray.runtime.driver.modes import Choice, check_cost, compares_modes, memory_of, mode_of
 from dhp_ray.runtime.driver.room import (
@@ -90,14 +91,11 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
             planned = samples_from_json(records.planned_samples(1))
             group.first_batch = planned or first_samples(stream, config.batch.global_samples)
     largest = image_tokens_of(config, group)
+    given = copy(config.planner)
     choice = resolve_limits(config, stored, group, takes_over)
     limit = image_limit_of(config, group)
-    if auto_tokens and 0 < limit < largest:
-        yield Notice(f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for "
-                     "larger ones; train.activation_checkpointing=true may make room, or lower data.max_pixels")
-    elif not auto_tokens and limit and str(limit) == config.planner.tokens_per_rank:
-        yield Notice(f"images of more than {limit:,} tokens will be skipped: that is planner.tokens_per_rank, and "
-                     "planner.max_image_tokens is not set")
+    if line := skipped_images(given, limit, largest):
+        yield Notice(line)
     if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens

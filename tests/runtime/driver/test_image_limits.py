@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
-from dhp_ray.runtime.driver.image_limits import image_limit_of
+from dhp_ray.runtime.driver.image_limits import image_limit_of, skipped_images
 from dhp_ray.runtime.driver.modes import memory_of, mode_of
 from dhp_ray.runtime.driver.room import limits_of_generation
 from dhp_ray.runtime.driver.start import resolve_limits
@@ -30,6 +31,20 @@ def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_p
         assert config.planner.max_image_tokens == limit
         memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
         assert memory.worst_load(1000).patches == (1000 + limit) * memory.shape.merge_area
+
+
+def test_only_a_limit_that_nobody_gave_is_told(tmp_path: Path) -> None:
+    """A limit may be given as large as a rank's tokens are."""
+    for own, told in ((0, True), (300, False)):
+        config = config_of(str(tmp_path), f"data.max_pixels={4000 * 784}", "planner.tokens_per_rank=300",
+                           f"planner.max_image_tokens={own}")
+        given = copy(config.planner)
+        resolve_limits(config, {}, group_of(4, 4.0, config))
+        limit = image_limit_of(config, group_of(4, 4.0, config))
+        assert limit == 300
+        assert skipped_images(given, limit, 4000).startswith("images of more than 300 tokens will be skipped") == told
+    given.tokens_per_rank = "auto"
+    assert [bool(skipped_images(given, limit, 4000)) for limit in (0, 3000, 4000)] == [False, True, False]
 
 
 def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_tokens(tmp_path: Path) -> None:
