@@ -28,16 +28,18 @@ def image_limit_of(config: Config, group: WorkerGroup) -> int:
 
 
 def skipped_images(given: Planner, limit: int, largest: int) -> str:
-    """Return what to tell the user of images that are skipped only because of what ranks have room for; empty if there
-    are none. `given`: the keys before any limit was resolved; `limit`, `largest`: `image_limit_of` and, before that,
+    """Return what to tell the user of images that will be skipped, with the key that limits them; empty if there are
+    none. `given`: the keys before any limit was resolved; `limit`, `largest`: `image_limit_of` and, before that,
     `image_tokens_of`.
     """
+    if given.max_image_tokens:  # also where the default file sets it
+        return f"images of more than {limit:,} tokens will be skipped: planner.max_image_tokens" if limit else ""
     if given.tokens_per_rank == "auto":
         return (f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for larger "
                 "ones; train.activation_checkpointing=true may make room, or lower data.max_pixels"
                 if 0 < limit < largest else "")
     return (f"images of more than {limit:,} tokens will be skipped: that is planner.tokens_per_rank, and "
-            "planner.max_image_tokens is not set" if limit and not given.max_image_tokens else "")
+            "planner.max_image_tokens is not set" if limit else "")
 
 
 def largest_image_of(config: Config, shape: ModelShape) -> int:

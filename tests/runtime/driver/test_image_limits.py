@@ -33,17 +33,19 @@ def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_p
         assert memory.worst_load(1000).patches == (1000 + limit) * memory.shape.merge_area
 
 
-def test_only_a_limit_that_nobody_gave_is_told(tmp_path: Path) -> None:
+def test_the_key_that_limits_images_is_told(tmp_path: Path) -> None:
     """A limit may be given as large as a rank's tokens are."""
-    for own, told in ((0, True), (300, False)):
+    for own, key in ((0, "that is planner.tokens_per_rank, and planner.max_image_tokens is not set"),
+                     (300, "planner.max_image_tokens")):
         config = config_of(str(tmp_path), f"data.max_pixels={4000 * 784}", "planner.tokens_per_rank=300",
                            f"planner.max_image_tokens={own}")
         given = copy(config.planner)
         resolve_limits(config, {}, group_of(4, 4.0, config))
         limit = image_limit_of(config, group_of(4, 4.0, config))
         assert limit == 300
-        assert skipped_images(given, limit, 4000).startswith("images of more than 300 tokens will be skipped") == told
-    given.tokens_per_rank = "auto"
+        assert skipped_images(given, limit, 4000) == f"images of more than 300 tokens will be skipped: {key}"
+    assert skipped_images(given, 0, 4000) == ""
+    given.tokens_per_rank, given.max_image_tokens = "auto", 0
     assert [bool(skipped_images(given, limit, 4000)) for limit in (0, 3000, 4000)] == [False, True, False]
 
 
