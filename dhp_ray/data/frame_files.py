@@ -4,8 +4,8 @@ They are used as a clip of these frames without loss.
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ def packed(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
         RowError: there is no frame, or the rate is none.
     """
     rate = frames_per_second
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= sys.float_info.max:
         raise RowError(f"fps is {repr(rate)[:40]}; allowed: a number of frames a second, above 0")
     if not frames:
         raise RowError("a video of no frames; allowed: at least one")

@@ -15,7 +15,7 @@ from itertools import islice
 
 from dhp_ray.data import fragments as kept
 from dhp_ray.data.conversation import ROLES
-from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.errors import DataError, RowError, description
 from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_texts, scan_file, suffixes_of
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
@@ -38,8 +38,11 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
         DataError: a file is missing, has another form, or lacks the columns that are needed.
     """
     files = _files(data)
-    sizes = [os.path.getsize(path) for path, _ in files]
-    key = kept.cache_key(files) if sum(sizes) >= KEPT_FROM_BYTES else ""
+    try:
+        sizes = [os.path.getsize(path) for path, _ in files]
+        key = kept.cache_key(files) if sum(sizes) >= KEPT_FROM_BYTES else ""
+    except OSError as error:  # a link to nothing, say
+        raise DataError(f"data.path: {error.filename} cannot be read: {description(error)}") from None
     table = kept.load(key) if key else None
     if table is None:
         names, writer, done = Names(), FragmentWriter(), 0

@@ -162,8 +162,8 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
         return value
     if not isinstance(value, str):
         raise RowError(f"got {type(value).__name__}; allowed: a file name or encoded bytes")
-    path = resolve(image_root, value)
     try:
+        path = resolve(image_root, value)
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             raise RowError(f"{_short(value)} is not a file")

@@ -13,7 +13,9 @@ from typing import Any
 from dhp_ray.credentials import masked
 
 MAX_LOAD = 2 / 3
-_UNFIT = re.compile("[\x00-\x1f\x7f\u2028\u2029\ud800-\udfff]")  # characters that an id in a log line must not have
+MOST_CHARACTERS = 200
+# What an id in a log line must not have: what a terminal obeys, line ends, what reorders text, and half characters.
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Names:
@@ -29,11 +31,13 @@ class Names:
     def claim(self, given: Any, path: str, row: int) -> str | None:
         """Return None if the given id can stay, else the name that replaces it."""
         wanted = None if given is None or isinstance(given, (dict, list)) else str(given)
-        if wanted and (len(wanted) > 200 or _UNFIT.search(wanted) or masked(wanted) != wanted):
+        if wanted and (len(wanted) > MOST_CHARACTERS or _UNFIT.search(wanted) or masked(wanted) != wanted):
             wanted = None
         if wanted and self._taken.add(_hash(wanted)):
             return None
-        name = f"{wanted or _UNFIT.sub('?', Path(path).stem)}#{row:06d}"
+        number = f"#{row:06d}"
+        # The end of a long name stays: files of a set differ in it.
+        name = (wanted or _UNFIT.sub("?", Path(path).stem))[len(number) - MOST_CHARACTERS:] + number
         while not self._taken.add(_hash(name)):
             name = f"{name}+"
         return name

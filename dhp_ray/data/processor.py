@@ -36,7 +36,9 @@ from dhp_ray.schema import Data, Model
 
 IGNORE = -100
 MOST_TEXT = 2**22
-"""Characters of a row's text, about a million tokens: to tokenize more takes more memory than a task has."""
+"""Bytes of a row's text, about a million tokens: to tokenize more takes more memory than a task has. Bytes, because a
+character may take as many tokens as bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,8 @@ class Processor:
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]], hidden: HiddenTokens, sizes: Sequence[Size],
                 slice_tokens: int) -> Encoded:
-        if len(text) > MOST_TEXT:
-            raise RowError(f"{len(text)} characters of text; allowed: at most {MOST_TEXT}")
+        if (num_bytes := len(text.encode())) > MOST_TEXT:
+            raise RowError(f"{num_bytes} bytes of text; allowed: at most {MOST_TEXT}")
         whole = [self.grid_of(size) for size in sizes]
         pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
                   for piece in self._pieces(number, size, grid, slice_tokens)]

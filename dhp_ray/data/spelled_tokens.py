@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
@@ -50,6 +50,7 @@ class SpelledTokens:
 
     tokenizer: Any
     others: Iterable[str]
+    _texts: dict[str, list[int]] = field(default_factory=dict, repr=False)  # ids by token: a text may repeat one often
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -85,7 +86,7 @@ class SpelledTokens:
         begins = accumulate((len(piece) + 1 for piece in pieces), initial=0)
         for begin, token, of_piece, offsets in zip(begins, ("", *hidden.tokens), encoded["input_ids"],
                                                    encoded["offset_mapping"]):
-            as_text = self._as_text(token) if token else []
+            as_text = self._ids_of(token) if token else []
             ids += [*as_text, *of_piece]
             places += [(begin - 1, begin)] * len(as_text)
             places += [(begin + start, begin + stop) for start, stop in offsets]
@@ -105,6 +106,11 @@ class SpelledTokens:
             tokens += self._pattern.findall(text)
             found.append(ContentPart("text", self._pattern.sub(stand_in, text)))
         return found
+
+    def _ids_of(self, token: str) -> list[int]:
+        if token not in self._texts:
+            self._texts[token] = self._as_text(token)
+        return self._texts[token]
 
     def _as_text(self, token: str) -> list[int]:
         """The ids of a special token's name as text.

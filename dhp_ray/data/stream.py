@@ -185,6 +185,6 @@ def check_digest(saved: int | None, digest: int, where: str) -> None:
     """
     if saved not in (None, digest):
         raise DataError(
-            f"{where}: its files are not those of the saved run, as many rows as they have: others, changed, or cut "
-            "into other row groups; allowed: the same data, or another run.dir"
+            f"{where}: it has as many rows as the saved run's data, but other files, other contents or other row "
+            "groups; allowed: the same data, or another run.dir"
         )

@@ -110,7 +110,17 @@ def test_without_a_home_the_index_is_kept_among_temporary_files(
 
 
 def test_ids_that_no_log_line_can_hold_are_replaced(tmp_path: Path) -> None:
-    ids = ["a\nb", "x" * 201, "\ud800", "https://me:secret@host/a.png", "fine"]
+    ids = ["a\nb", "x" * 201, "\ud800", "https://me:secret@host/a.png", "\x9b31ma", "a\u202eb", "fine", "s\u3000\xe9"]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"id": name, "conversations": []}) for name in ids))
     fragment = index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))[0]
-    assert fragment.names == ((0, "rows#000000"), (1, "rows#000001"), (2, "rows#000002"), (3, "rows#000003"))
+    assert fragment.names == tuple((number, f"rows#00000{number}") for number in range(6))
+
+
+def test_made_up_ids_are_at_most_200_long(tmp_path: Path) -> None:
+    for end in "ab":
+        (tmp_path / f"{'x' * 240}{end}.jsonl").write_text('{"conversations": []}')
+    (tmp_path / "y.jsonl").write_text("\n".join([json.dumps({"id": "y" * 200, "conversations": []})] * 2))
+    names = [name for fragment in index_fragments(Data(format="llava", path=str(tmp_path)))
+             for _, name in fragment.names]
+    assert [len(name) <= 200 for name in names] == [True] * 3
+    assert [name[-8:] for name in names] == ["a#000000", "b#000000", "y#000001"]

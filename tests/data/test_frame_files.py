@@ -134,6 +134,7 @@ def test_without_a_rate_every_frame_is_taken(root: Path) -> None:
     ([["f0.png", ["f1.png"]]], "video 1: frame 2: got list"),
     ([{"video": ["f0.png"], "fps": 0}], "video 1: fps is 0; allowed: a number of frames a second, above 0"),
     ([{"video": ["f0.png"], "fps": "2"}], "video 1: fps is '2'"),
+    ([{"video": ["f0.png"], "fps": 10**400}], "video 1: fps is 10{39}; allowed: a number of frames a second, above 0"),
     ([{"video": ["f0.png"], "fps": math.nan}], "video 1: fps is nan"),
     ([{"video": ["f0.png"], "fps": True}], "video 1: fps is True"),
     ([{"video": ["f0.png"] * 3, "fps": 0.0005}], r"video 1: a video of 6000 s \(3 frames\); allowed: at most 3600 s"),

@@ -126,6 +126,23 @@ def test_what_is_not_there_is_refused_in_one_line(data: Data, message: str) -> N
         index_fragments(data)
 
 
+@pytest.mark.parametrize("target", ["gone", "b.jsonl"])
+def test_a_link_to_nothing_is_refused_in_one_line(target: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"conversations": []}')
+    (tmp_path / "b.jsonl").symlink_to(target)
+    with pytest.raises(DataError, match=r"^data\.path: \S*/b\.jsonl cannot be read: (No such file|Too many levels)"):
+        index_fragments(llava(tmp_path))
+
+
+@pytest.mark.parametrize("code", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("text", ['[{"conversations": []}]', '{"conversations": []}\n{"conversations": []}\n'])
+def test_json_in_another_encoding_is_refused(code: str, text: str, tmp_path: Path) -> None:
+    """Its first line alone may be read by Python, so that a file of lines would lose all others."""
+    (tmp_path / "a.jsonl").write_bytes(text.encode(code))
+    with pytest.raises(DataError, match=r"a\.jsonl is not JSON in UTF-8: it begins with b'"):
+        index_fragments(llava(tmp_path))
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError,
                        match=r"holds no file of the format llava; allowed: names ending in \.json or \.jsonl"):

@@ -57,6 +57,7 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
     ("a\0.png", "is not a relative file name"),
     ("a.png/x", "image 2: a.png/x: Not a directory"),
     ("x" * 300, "File name too long"),
+    ("\ud800.png", r"image 2: '.ud800\.png' is not a file name"),
     (7, "image 2: got int; allowed: a file name or encoded bytes"),
     (None, "image 2: got NoneType"),
     ({"bytes": None, "path": None}, "image 2: got NoneType"),

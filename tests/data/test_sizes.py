@@ -32,3 +32,9 @@ def test_rows_that_hold_their_images_name_none(tmp_path: Path) -> None:
     fragments = index_fragments(Data(format="parquet", path=str(tmp_path)))
     assert mean_file_bytes(fragments, str(tmp_path)) == 0
     assert fragments.num_bytes.sum() >= 8 * 40_000
+
+
+def test_text_that_is_not_utf_8_is_left_to_the_reader(tmp_path: Path) -> None:
+    broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    pq.write_table(pa.table({"conversations": [talk("a", "b")], "image": broken}), tmp_path / "rows.parquet")
+    assert mean_file_bytes(index_fragments(Data(format="parquet", path=str(tmp_path))), str(tmp_path)) == 0

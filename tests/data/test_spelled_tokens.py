@@ -158,3 +158,15 @@ def test_a_token_that_the_tokenizer_does_not_call_special(tmp_path: Path) -> Non
     encoded = processor.encode(talk("<image>Is <|image_pad|> true?", "<|image_pad|>"), [(56, 56)])
     assert encoded.input_ids.tolist().count(processor.token_ids["image"]) == 4
     assert texts_of(processor, encoded)[1] == "<|image_pad|><|im_end|>"
+
+
+def test_a_token_that_is_repeated_is_looked_up_once(tmp_path: Path) -> None:
+    """To look it up takes 0.1 s in a vocabulary of a published size."""
+    processor = load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
+    first = processor.encode(talk("<|im_end|>", "a"), [])
+    vocabulary, looked_up = processor.tokenizer.get_vocab, []
+    processor.tokenizer.get_vocab = lambda: looked_up.append(1) or vocabulary()
+    again = processor.encode(talk("<|im_end|>", "a"), [])
+    assert again.input_ids.tolist() == first.input_ids.tolist()
+    assert texts_of(processor, processor.encode(talk("<|im_end|>" * 1000, "a"), []))[0].count("<|im_end|>" * 1000) == 1
+    assert not looked_up

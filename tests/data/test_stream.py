@@ -179,8 +179,8 @@ def test_resuming_on_changed_data_of_as_many_rows_is_refused(
     with pytest.raises(DataError) as caught:
         changed.restore(json.loads(json.dumps(first.cursor)))
     assert str(caught.value) == (
-        f"data.path: {path}: its files are not those of the saved run, as many rows as they have: others, changed, or "
-        "cut into other row groups; allowed: the same data, or another run.dir")
+        f"data.path: {path}: it has as many rows as the saved run's data, but other files, other contents or other row "
+        "groups; allowed: the same data, or another run.dir")
     changed.restore({name: value for name, value in first.cursor.items() if name != "digest"})
     changed.close()
     copied.close()

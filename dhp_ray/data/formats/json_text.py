@@ -76,6 +76,8 @@ def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
 
 def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:
     """Byte ranges [start, stop) of the rows: elements of one JSON array, or lines."""
+    if 0 in text[:4]:  # as in UTF-16 and UTF-32
+        raise DataError(f"data.path: {path} is not JSON in UTF-8: it begins with {text[:4]!r}")
     begin = 3 if text[:3] == b"\xef\xbb\xbf" else 0
     first = re.compile(rb"\s*(\S)").match(text, begin)
     if first is None:
