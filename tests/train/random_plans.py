@@ -194,5 +194,5 @@ def compare(
     if not any(sample.vision_grids for sample in plan.samples):  # the encoder keeps its moments: test_unused_parts.py
         gradients = {name: found for name, found in gradients.items() if expected[name].any()}
     errors = relative_errors(gradients, {name: expected[name] for name in gradients})
-    worst = max(errors, key=errors.__getitem__, default="")  # none: the encoder alone is trained, and no sample has images
+    worst = max(errors, key=errors.__getitem__, default="")  # none: no sample has images
     return {"loss": abs(loss_sum - loss) / (abs(loss) or 1.0), "gradient": errors.get(worst, 0.0), "worst": worst}
