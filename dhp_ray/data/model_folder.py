@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,11 @@ def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
     """The token ids in a tokenizer.json, whatever kind of model it holds."""
     model, added = tree.get("model"), tree.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
-    yield from (token.get("id") for token in added or () if isinstance(token, dict))
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.values()
+    elif isinstance(vocabulary, list):
+        yield from range(len(vocabulary))
+    yield from (token.get("id") for token in (added if isinstance(added, list) else ()) if isinstance(token, dict))
 
 
 def own_pixels_of(folder: Path, most_pixels: int) -> int:
@@ -128,14 +132,21 @@ def image_settings_of(
 
 
 def video_pixels_of(folder: Path) -> int:
-    """The most pixels of all frames of a video by a folder's video processor; 0: it does not say."""
+    """The most pixels of all frames of a video by a folder's video processor; 0: it does not say.
+
+    Raises:
+        DataError: it says something other than a number.
+    """
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
-    return int(size.get("longest_edge") or 0) if isinstance(size, dict) else 0
+    given = (size.get("longest_edge") if isinstance(size, dict) else None) or 0
+    if given and _number(given) < 1:
+        raise DataError(f"model.path: {file}: size.longest_edge is {given!r}; allowed: a number of pixels")
+    return _number(given)
 
 
 def _number(value: Any) -> int:
-    return int(value) if isinstance(value, (int, float)) else 0
+    return int(value) if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else 0
 
 
 def _image_tree(folder: Path) -> dict[str, Any] | None:

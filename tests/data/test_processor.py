@@ -19,6 +19,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.families import check_processor_files
 from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.model_folder import check_byte_order_marks
@@ -300,6 +301,10 @@ def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
             "template rewrites earlier turns",
         ),
         (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
+        (lambda folder: (folder / "video_preprocessor_config.json").write_text('{"size": {"longest_edge": "x"}}'),
+         r"video_preprocessor_config.json: size.longest_edge is 'x'; allowed: a number of pixels"),
+        (lambda folder: (folder / "video_preprocessor_config.json").write_text('{"size": {"longest_edge": NaN}}'),
+         r"video_preprocessor_config.json: size.longest_edge is nan"),
     ],
 )
 def test_a_folder_that_lacks_something_is_refused_in_one_line(
@@ -310,6 +315,16 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line(
         load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("model.path: ")
+
+
+@pytest.mark.parametrize("vocabulary", [{"model": None, "added_tokens": 5}, {"model": {"vocab": 7}}])
+def test_a_tokenizer_file_of_another_form_is_left_to_its_reader(vocabulary: Any, tmp_path: Path) -> None:
+    (word_tokenizer(tmp_path) / "tokenizer.json").write_text(json.dumps(vocabulary))
+    for size in ("10", float("nan"), [], 10):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vocab_size": size}))
+        check_processor_files(tmp_path)
+        with pytest.raises(DataError, match=r"^model\.path: .* has no tokenizer that loads"):
+            load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
 
 
 @pytest.mark.parametrize("config", [
