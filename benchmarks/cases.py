@@ -28,20 +28,15 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (),
     "with and without images": (),
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
-    "sharing a node": ("train.sharding=node",), "images apart": ("planner.encoder=world",),
-    "images apart, sharing a node": ("planner.encoder=world", "train.sharding=node"),
-    "images in parts": ("planner.encoder=world",),
+    "images apart": ("planner.encoder=world",), "images in parts": ("planner.encoder=world",),
 }
 """Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
 (`Matrix._prepare`).
 """
-OF_THE_RANKS_ALONE = ("recomputation", "bf16", "sharing a node", "images apart", "images apart, sharing a node",
-                      "images in parts")
-"""Situations that the reference run is not in: where parameters lie and recomputation change nothing, and bf16 is held
+OF_THE_RANKS_ALONE = ("recomputation", "bf16", "images apart", "images in parts")
+"""Situations that the reference run is not in: recomputation and who encodes images change nothing, and bf16 is held
 against fp32.
 """
-OF_STEP_ALONE = ("sharing a node", "images apart, sharing a node")
-"""Situations that there are not in sync=micro_batch."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def full_matrix() -> list[Case]:
     """Every combination as they come, every situation on three ranks, and images apart on other numbers too."""
     plain = [Case(*values) for values in product((1, 2, 3, 5), ("static", "dhp"), SYNCS, TRANSPORTS)]
     special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS
-               for transport in TRANSPORTS if sync == "step" or situation not in OF_STEP_ALONE]
+               for transport in TRANSPORTS]
     apart = [Case(num_ranks, "dhp", sync, "pool", situation) for sync in SYNCS for num_ranks, situation in (
         (1, "images apart"), (2, "images apart"), (5, "images apart"), (2, "images in parts"), (5, "images in parts"))]
     return plain + special + apart

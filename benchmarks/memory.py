@@ -5,8 +5,7 @@
 In bf16, with recomputation, nothing frozen, images as large as `data.max_pixels` allows by default, packs of vision
 tokens throughout (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them.
 A device of 64 GiB is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take.
-`node`: where the 8 ranks of a node share its memory (train.sharding=node), which no NPU runs yet. Modelled: none of
-these devices has been measured.
+Modelled: none of these devices has been measured.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.grids import largest_image_tokens
+from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import MEMORY_SHARE
@@ -30,26 +30,23 @@ MODELS = {f"Qwen2.5-VL-{name}": name for name in TEXT} | {
     name: name for name in ("Qwen3-VL-4B", "Qwen3-VL-8B", "Qwen3-VL-32B", "InternVL3-8B", "InternVL3-38B")}
 DEVICES = {64: "npu", 80: "cuda"}
 NUM_DEVICES = (4, 8, 16, 32, 64, 128)
-NODE_RANKS = 8
-MODES = (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))
 
 
-def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str, sharding: str = "whole") -> int:
+def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> int:
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
     groups = min(device.pool_groups("auto", memory_bytes), 2**num_devices - num_devices - 1)
     shape, pixels = shape_of(name), Data().max_pixels
     largest = largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
-                              largest_image=largest, communicators_bytes=groups * device.group_bytes,
-                              sharding=sharding, node_ranks=min(NODE_RANKS, num_devices))
+                              largest_image=largest, communicators_bytes=groups * device.group_bytes)
     memory = MemoryModel(shape, settings).with_image_limit(MEMORY_SHARE * memory_bytes, largest)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 
 
 def cell(name: str, gibibytes: int, num_devices: int) -> str:
     """Tokens a rank in each mode, to two digits."""
-    found = [tokens_per_rank(MODELS[name], gibibytes, num_devices, *mode) for mode in MODES]
+    found = [tokens_per_rank(MODELS[name], gibibytes, num_devices, sync) for sync in SYNCS]
     return " / ".join(f"{float(f'{tokens:.2g}'):,.0f}" if tokens else "no" for tokens in found)
 
 

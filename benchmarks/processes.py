@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,48 +65,16 @@ def table(seconds: dict[str, float], steps: int) -> str:
 
 
 class Held(NamedTuple):
-    """What a process holds: `memory_mb` is its own, `mappings` are those of parts of its node's memory
-    (train.sharding=node).
-    """
+    """What a process holds: `memory_mb` is its own."""
 
     descriptors: int
     threads: int
     memory_mb: float
-    mappings: int
 
     def __str__(self) -> str:
-        return (f"{self.descriptors} file descriptors, {self.threads} threads, {self.memory_mb:.0f} MB, "
-                f"{self.mappings} mappings")
+        return (f"{self.descriptors} file descriptors, {self.threads} threads, {self.memory_mb:.0f} MB")
 
 
 def held_by(pid: int) -> Held:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return Held(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["RssAnon"].split()[0]) / 1024,
-                mapped_by(pid))
-
-
-def mapped_by(pid: int) -> int:
-    """How many parts of a node's memory a process maps; 0 where it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/maps").read_text().count("memfd:dhp_ray")
-    return 0
-
-
-def mapped_files(patience_s: float = 10.0) -> dict[int, int]:
-    """Ray's processes of this machine that map parts of a node's memory, and how many each; those that end within so
-    many seconds are left out.
-    """
-    deadline = time.monotonic() + patience_s
-    while True:
-        found = {int(path.name): mapped_by(int(path.name)) for path in Path("/proc").iterdir() if is_rays(path)}
-        found = {pid: count for pid, count in found.items() if count}
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
-
-
-def is_rays(path: Path) -> bool:
-    """Whether a folder of /proc is that of a process of Ray's workers and actors."""
-    with suppress(OSError):
-        return path.name.isdigit() and (path / "cmdline").read_bytes().startswith(b"ray::")
-    return False
+    return Held(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["RssAnon"].split()[0]) / 1024)

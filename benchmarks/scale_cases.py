@@ -32,7 +32,7 @@ CLUSTERS = {"910B": "ascend_910b", "H100": "h100"}
 class Case:
     """A model on so many devices, with one batch of a workload for each of `seeds`, each of `samples` (0: 8 a rank).
 
-    `recomputes` and `sharding` as `train.activation_checkpointing` and `train.sharding`.
+    `recomputes` as `train.activation_checkpointing`.
     """
 
     model: str
@@ -42,7 +42,6 @@ class Case:
     num_ranks: int = 64
     seeds: tuple[int, ...] = (0, 1, 2)
     recomputes: str = "auto"
-    sharding: str = "whole"
     samples: int = 0
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ class Case:
             f"model={self.model}", f"cluster={CLUSTERS[self.device]}", f"workload={self.workload}",
             f"sync={self.sync}", f"cluster.num_ranks={self.num_ranks}", f"cluster.ranks_per_node={NODE_RANKS}",
             f"global_samples={self.samples or SAMPLES_PER_RANK * self.num_ranks}",
-            f"train.activation_checkpointing={self.recomputes}", f"train.sharding={self.sharding}"])
+            f"train.activation_checkpointing={self.recomputes}"])
 
 
 class Planned(NamedTuple):

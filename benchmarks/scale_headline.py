@@ -113,5 +113,4 @@ PARTS: dict[tuple[str, str], Callable[[Opened], float | None]] = {
     ("placement", "ranks of a group anywhere"): _scattered,
     ("encoder layout", "images apart from their packs where that is shorter (auto)"):
         lambda found: found.planned("dhp", encoder="auto").time_s,
-    ("sharding", "parameters once per node"): _other(sharding="node"),
 }

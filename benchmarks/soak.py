@@ -4,7 +4,6 @@ in any phase of a step.
     python benchmarks/soak.py                                60 faults over 320 steps
     python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
-    python benchmarks/soak.py --sharding node                parameters once per node; in the end no process maps them
     python benchmarks/soak.py --encoder world                images encoded apart from their packs
     python benchmarks/soak.py --churn                        one membership after the other, to see that nothing
                                                              piles up in a survivor
@@ -34,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.processes import Held, held_by, mapped_files  # noqa: E402
+from benchmarks.processes import Held, held_by  # noqa: E402
 from benchmarks.worlds import data_overrides  # noqa: E402
 from tests.integration.faults import Run, children, kill, seconds_since  # noqa: E402
 from tests.integration.jobs import ledger, lines, losses  # noqa: E402
@@ -136,7 +135,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of the run; 0: 320, or with --churn 500")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sync", choices=("step", "micro_batch"), default="step")
-    parser.add_argument("--sharding", choices=("whole", "node"), default="whole")
     parser.add_argument("--encoder", choices=("group", "world", "auto"), default="auto")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of two workers each")
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
@@ -150,8 +148,7 @@ def main(argv: list[str]) -> int:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS,
-                  f"batch.global_samples={arguments.samples}", f"train.sharding={arguments.sharding}",
-                  f"planner.encoder={arguments.encoder}"]
+                  f"batch.global_samples={arguments.samples}", f"planner.encoder={arguments.encoder}"]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
             return (churn if arguments.churn else soak)(nodes, folder, common, arguments)
@@ -233,8 +230,6 @@ def report(state: Soak, calm: list[Path], steps: int, seconds: float) -> int:
         words = (f"means of {WINDOW} steps: {mine:.2e} from the undisturbed run's, "
                  f"at most 3 times {between:.2e} (undisturbed, 3 and 5 workers)")
         checks[words] = mine <= 3 * between
-    mapped = mapped_files()
-    checks[f"mappings of a node's memory that are left: {sum(mapped.values())}"] = not mapped
     kinds = [event["kind"] for folder in calm for event in lines(folder, "events.jsonl")]
     alarms = [kind for kind in kinds if kind in ALARMS]
     calm_steps = sum(len(losses(folder)) for folder in calm)
@@ -285,15 +280,13 @@ def churn(nodes: Nodes, folder: Path, common: list[str], arguments: Any) -> int:
     print(f"{steps} steps, {changes} changes of membership, one every {steps / max(1, changes):.1f} steps")
     print("| of a survivor | after the first | at the end |\n|---|---|---|")
     grown = False
-    slacks = {"file descriptors": 8.0, "threads": 4.0, "memory, MB": 64.0, "mappings of a node's memory": 0.0}
+    slacks = {"file descriptors": 8.0, "threads": 4.0, "memory, MB": 64.0}
     for column, (name, slack) in enumerate(slacks.items()):
         before, after = (statistics.median(row[2][column] for row in rows) for rows in (early, late))
         grown |= after > before + slack
         print(f"| {name} | {before:.0f} | {after:.0f} |")
     print("FAIL it grows" if grown else "ok   it does not grow")
-    mapped = mapped_files()
-    print(f"{'FAIL' if mapped else 'ok  '} mappings of a node's memory that are left: {sum(mapped.values())}")
-    return int(grown or bool(mapped))
+    return int(grown)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class Layout:
     own: Sequence[str] = ()
 
 
+GONE = {"train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks")}
+"""Keys that no longer exist: values that files of older runs may still have, because they mean what is done now, and
+what to use in place of others.
+"""
+
 TRAINING = Layout(Config, {group: group for group in CHOICES},
                   (("model.preset", "model.path"), ("data.path", "data.sources")))
 
@@ -206,6 +211,11 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _set(layout: Layout, config: Any, dotted: str, value: Any, origin: str) -> None:
     types, choices = _types(layout.schema), _choices_of(layout, dotted)
+    if dotted in GONE:
+        neutral, instead = GONE[dotted]
+        if value in neutral:
+            return
+        raise ConfigError(f"{dotted}: got {value!r} ({origin}), which no longer exists; allowed: {instead}")
     if dotted not in types:
         inside = [name for name in types if name.startswith(f"{dotted}.")]
         if inside:

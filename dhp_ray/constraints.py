@@ -61,12 +61,6 @@ def check(config: Config) -> None:
             f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
             f"({config.cluster.num_workers})"
         )
-    if config.train.sharding == "node" and config.planner.sync != "step":
-        raise ConfigError(f"train.sharding: got 'node' with planner.sync={config.planner.sync}; allowed: whole, or "
-                          "node with planner.sync=step")
-    if config.train.sharding == "node" and config.train.deterministic:
-        raise ConfigError("train.sharding: got 'node' with train.deterministic=true; allowed: whole (ranks of a node "
-                          "add their gradients in the order in which they have them)")
     if bool(config.eval.path) != bool(config.eval.every_steps):
         raise ConfigError(
             f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
@@ -137,12 +131,8 @@ def check_device(config: Config) -> None:
     """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
 
     Raises:
-        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone; state shared by the ranks of a
-            node on an NPU.
+        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
     """
-    if config.train.sharding == "node" and config.cluster.device == "npu":
-        raise ConfigError("train.sharding: got 'node' with cluster.device=npu; allowed: whole (NPU memory cannot be "
-                          "mapped by other ranks)")
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError(
             "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "

@@ -279,13 +279,7 @@ class Train:
         "off", "keep activations in host memory until the backward pass wants them: off; auto: of a pack that needs it "
         "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU); a number: this "
         "share of every pack")
-    sharding: str = key(
-        "whole", "where parameters and gradient sums lie with planner.sync=step: whole: on every rank; node: once per "
-        "node, sliced over its ranks (CPU, CUDA); auto: what fits and is fastest, for each generation",
-        choices=("auto", "whole", "node"))
-    deterministic: bool = key(
-        False, "the same bits for the same plans on as many ranks; slower on CUDA and NPU, and not with "
-        "train.sharding=node")
+    deterministic: bool = key(False, "the same bits for the same plans on as many ranks; slower on CUDA and NPU")
     fused_operators: str = key(
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),

@@ -10,12 +10,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
-from dhp_ray.comm.host_node_memory import HostNodeMemory
 from dhp_ray.comm.link import Link, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
@@ -36,13 +33,11 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.planner.host_memory import CHUNK_BYTES
 from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
 from dhp_ray.planner.plan import Grid, RankPack, Sample
-from dhp_ray.train import node_engine
 from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_recomputation import recomputing
-from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
@@ -161,29 +156,6 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class OnePart(HostNodeMemory):
-    """Stands in for a node's memory, of which others' parts take nothing of this rank's device: they are its own."""
-
-    def __init__(self, device: torch.device, num_bytes: int, ranks: Sequence[int], rank: int, group: Any) -> None:
-        self.own = list(ranks).index(rank)
-        self.parts = [torch.empty(num_bytes // 4, dtype=torch.float32).view(torch.uint8)] * len(ranks)
-
-    def locked(self, member: int, lock: int) -> Any:
-        return nullcontext()
-
-    def close(self) -> None:
-        self.parts = []
-
-
-class CallingThread(Executor):
-    """Runs what is submitted at once: modes of dispatch are a thread's own, and a fake mode belongs to one."""
-
-    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*arguments, **options))
-        return done
-
-
 class SilentLink(Link):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
@@ -235,8 +207,7 @@ def traced(
 ) -> Traced:
     """A pack of which the share `share` of layers is moved to host memory, and the share `recomputed` runs again.
 
-    In `sync=step` on one rank; in `micro_batch`, and where the ranks of a node share its memory, as rank 0 of
-    `settings.world_size`, in a `fake_world`.
+    In `sync=step` on one rank; in `micro_batch` as rank 0 of `settings.world_size`, in a `fake_world`.
     """
     adapter = model_without_memory(config)
     adapter.freeze(settings.frozen)
@@ -254,15 +225,8 @@ def traced(
         offload.buffer._chunk = partial(trace.on_host, CHUNK_BYTES)  # type: ignore[method-assign]
         adapter.module.to_empty(device="cpu")
         adapter.module.tie_weights()
-        if settings.sharding == "node":
-            ranks = range(settings.world_size)
-            node = Node([ranks[start : start + settings.node_ranks] for start in ranks[:: settings.node_ranks]], None)
-            with mock.patch.object(node_engine, "share_memory", OnePart):
-                engine: Any = NodeEngine(adapter, optimizer, dist.group.WORLD, len(ranks), 0, node, torch.device("cpu"),
-                                         settings.precision, settings.bucket_bytes)
-            engine.buffers.reader = CallingThread()
-        elif settings.sync == "step":
-            engine = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+        if settings.sync == "step":
+            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
         else:
             assert dist.group.WORLD is not None
             narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files
@@ -279,7 +243,6 @@ def traced(
                 loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
                         else engine.loss(on_device, link, encodes))
             loss.backward()
-            engine.end_pack()
             del loss
         pack_bytes, resident_bytes = trace.peak_bytes - before_bytes, held_bytes(engine)
         engine.release()
@@ -289,9 +252,7 @@ def traced(
 def held_bytes(engine: Any) -> int:
     """Bytes of an engine's own storages, each counted once; with gradients that no pack has used yet."""
     tensors = [*engine.current.tensors().values(), *engine.spare.tensors().values()]
-    if isinstance(engine, NodeEngine):
-        tensors += [engine.state.memory.parts[0], engine._shard_gradient]
-    elif isinstance(engine, ShardedEngine):
+    if isinstance(engine, ShardedEngine):
         tensors += [parameter.to_local() for parameter in (engine.parameters | engine.frozen).values()]
         tensors += [torch.empty_like(parameter.to_local()) if parameter.grad is None else parameter.grad.to_local()
                     for parameter in engine.parameters.values()]

@@ -100,14 +100,14 @@ def test_adapters_are_of_a_folder(bare: list[str]) -> None:
         "train.lora.dropout: got 1.0; allowed: at least 0 and less than 1")
 
 
-def test_ranks_share_the_memory_of_their_node_in_one_mode(bare: list[str]) -> None:
-    assert load([*bare, "train.sharding=node"]).train.sharding == "node"
-    assert refused([*bare, "train.sharding=node", "planner.sync=micro_batch"]) == (
-        "train.sharding: got 'node' with planner.sync=micro_batch; allowed: whole, or node with planner.sync=step")
-    assert refused([*bare, "train.sharding=node", "cluster.device=npu"]).startswith(
-        "train.sharding: got 'node' with cluster.device=npu; allowed: whole")
-    assert refused([*bare, "train.sharding=node", "train.deterministic=true"]).startswith(
-        "train.sharding: got 'node' with train.deterministic=true; allowed: whole")
+def test_a_key_that_is_gone_is_passed_over_where_it_changed_nothing(bare: list[str], tmp_path: Path) -> None:
+    """As the config.yaml of an older run has it."""
+    (tmp_path / "config.yaml").write_text(dump(load(bare)) + "  sharding: whole\n")
+    assert load(["--config", str(tmp_path / "config.yaml")]) == load(bare)
+    assert load([*bare, "train.sharding=auto"]) == load(bare)
+    assert refused([*bare, "train.sharding=node"]) == (
+        "train.sharding: got 'node' (the command line), which no longer exists; allowed: planner.sync=micro_batch, "
+        "which shards over all ranks")
 
 
 def test_a_name_is_a_list_of_one(bare: list[str], tmp_path: Path) -> None:
@@ -207,7 +207,6 @@ def test_sources(bare: list[str]) -> None:
     ("train.adam_beta1=1", "train.adam_beta1", "got 1.0; allowed: at least 0 and less than 1"),
     ("train.min_learning_rate_ratio=1.5", "train.min_learning_rate_ratio",
      "got 1.5; allowed: at least 0 and at most 1"),
-    ("train.sharding=rank", "train.sharding", "got 'rank'; allowed: auto, whole, node"),
     ("batch.drop_last=2", "batch.drop_last", "got 2 (the command line); allowed: true or false"),
     ("batch.drop_last=maybe", "batch.drop_last", "got 'maybe' (the command line); allowed: true or false"),
     ("batch.global_samples=0", "batch.global_samples", "got 0; allowed: at least 1"),

@@ -77,7 +77,7 @@ def test_a_step_computes_what_plain_transformers_does(record_of: Callable[[str],
     found = record_of("step")
     assert sorted(found["loss_errors"]) == ["1k, text", "1k, text and images", "256, text", "256, text and images"]
     assert max(found["loss_errors"].values()) < 1e-4
-    assert len(found["figures"]) == 12
+    assert len(found["figures"]) == 8
     for name, figures in found["figures"].items():
         assert figures["tokens"] == (1024 if name.startswith("1k") else 256)
         assert figures["share_of_matrix_rate"] > 0
@@ -88,8 +88,7 @@ def test_a_step_computes_what_plain_transformers_does(record_of: Callable[[str],
 
 def test_nothing_is_read_before_the_totals(record_of: Callable[[str], dict[str, Any]]) -> None:
     figures = record_of("synchronisations")["figures"]
-    assert figures == {f"{sharding}, {contents}, all": {"reads": 0} for sharding in ("whole", "node")
-                       for contents in ("text", "text and images")}
+    assert figures == {f"{contents}, all": {"reads": 0} for contents in ("text", "text and images")}
 
 
 def test_degrees_agree_with_one_rank(record_of: Callable[[str], dict[str, Any]]) -> None:

@@ -15,9 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 COVERED_BY = {
-    "comm/cuda_adds.py": "comm/test_cuda_node_memory.py",
-    "comm/node_memory.py": "comm/test_host_node_memory.py",
-    "train/unit_reads.py": "train/test_node_engine.py",
     "constraints.py": "test_config.py",
     "schema.py": "test_config.py",
     "measure/communication.py": "measure/test_fitting.py",
@@ -91,10 +88,6 @@ COVERED_BY = {
     "runtime/worker/run_model.py": "train/test_lora_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",
     "train/export.py": "runtime/worker/test_export.py",
-    "train/flat_shards.py": "train/test_flat_engine.py",
-    "train/unit_buffers.py": "train/test_node_engine.py",
-    "train/state/node_exchange.py": "train/test_node_engine.py",
-    "train/state/node_state.py": "train/test_node_engine.py",
     "train/collectives.py": "train/test_sharded_engine.py",
     "train/micro_batch_model.py": "train/test_sharded_engine.py",
     "train/micro_batch_step.py": "train/test_sharded_engine.py",

@@ -1,6 +1,5 @@
 """A whole step, forward to update, beside plain transformers with FSDP2 on the same batch and from the same weights;
-also with `train.sharding=node`, by a node of one rank, and where Liger is installed with its fused operators, which a
-run uses then.
+where Liger is installed also with its fused operators, which a run uses then.
 
 Both recompute activations on a device. The share of the matrix rate counts what the model needs and no recomputation:
 6 FLOPs a parameter and token (a parameter of the encoder's blocks: and patch), 12 H D a pair of attention.
@@ -58,7 +57,7 @@ def run(settings: Settings, record: Record) -> str:
     kinds: dict[str, tuple[Callable[..., OwnStep | PlainStep], dict[str, Run]]] = {"own": (OwnStep, ours)}
     if fused := operators_of(device.type):
         kinds["own, fused"] = partial(OwnStep, fused=fused), {}
-    kinds |= {"own, node": (partial(OwnStep, sharding="node"), {}), "plain": (PlainStep, theirs)}
+    kinds["plain"] = PlainStep, theirs
     counts = sizes_of(config)
     predicted = resident_bytes(counts.total, 1, precision)
     record.tree |= {"preset": preset, "precision": precision, "num_parameters": counts.total,
@@ -128,8 +127,7 @@ def measured(step: OwnStep | PlainStep, batch: Batch, device: torch.device) -> R
         return "out of memory"
     if device.type == "cpu":
         return Run(losses, step_s, None, None)
-    outside = getattr(step, "shared_bytes", 0)
-    return Run(losses, step_s, torch.cuda.max_memory_reserved() + outside, torch.cuda.memory_allocated() + outside)
+    return Run(losses, step_s, torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated())
 
 
 class Sizes(NamedTuple):

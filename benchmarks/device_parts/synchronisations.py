@@ -1,8 +1,7 @@
 """Reads of the device between a step's start and its totals: each makes the host wait for what it has given the device
 so far, so that it cannot run ahead.
 
-The model is the preset tiny, on one rank, over text and images; with recomputation, which runs each layer twice. With
-whole parameters, and with `train.sharding=node`.
+The model is the preset tiny, on one rank, over text and images; with recomputation, which runs each layer twice.
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ from benchmarks.device_parts.workload import BATCHES, Batch, OwnStep, batch_of, 
 def run(settings: Settings, record: Record) -> str:
     device = torch.device(settings.device)
     lengths = next(iter(BATCHES[device.type].values()))
-    record.table(["parameters, batch", "reads", "what", "source line", "called from"])
+    record.table(["batch", "reads", "what", "source line", "called from"])
     totals = {}
-    for sharding in ("whole", "node"):
-        step = OwnStep(config_of("tiny"), device, "fp32" if device.type == "cpu" else "bf16", recomputes=True,
-                       sharding=sharding)
-        for contents, with_images in (("text", False), ("text and images", True)):
-            name, batch = f"{sharding}, {contents}", batch_of(lengths, device, with_images)
-            step.run(batch)  # what happens once does not count
-            found = reads_of(step, batch, device)
-            totals[name] = found.total()
-            record.row(f"{name}, all", {"reads": found.total()}, [name, str(found.total()), "all", "", ""])
-            for place, count in found.most_common():
-                record.row(f"{name}, {place.what} at {place.line} from {place.led_there}",
-                           {"reads": count, **place._asdict()},
-                           ["", str(count), place.what, place.line, place.led_there])
-        step.release()
+    step = OwnStep(config_of("tiny"), device, "fp32" if device.type == "cpu" else "bf16", recomputes=True)
+    for name, with_images in (("text", False), ("text and images", True)):
+        batch = batch_of(lengths, device, with_images)
+        step.run(batch)  # what happens once does not count
+        found = reads_of(step, batch, device)
+        totals[name] = found.total()
+        record.row(f"{name}, all", {"reads": found.total()}, [name, str(found.total()), "all", "", ""])
+        for place, count in found.most_common():
+            record.row(f"{name}, {place.what} at {place.line} from {place.led_there}",
+                       {"reads": count, **place._asdict()},
+                       ["", str(count), place.what, place.line, place.led_there])
+    step.release()
     return ", ".join(f"{count} reads ({name})" for name, count in totals.items())
 
 

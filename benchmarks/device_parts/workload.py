@@ -20,10 +20,8 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.presets import preset_config
 from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample
-from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
-from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
@@ -116,7 +114,7 @@ class OwnStep:
     """The step of a run with one rank: `sync=step`, the packs of a batch one after the other."""
 
     def __init__(self, config: Qwen2_5_VLConfig, device: torch.device, precision: str, recomputes: bool,
-                 fused: Operators | None = None, sharding: str = "whole") -> None:
+                 fused: Operators | None = None) -> None:
         accelerator = ACCELERATORS[device.type]
         accelerator.activate()
         accelerator.compute_in(precision)
@@ -130,12 +128,7 @@ class OwnStep:
         progress = Progress(accelerator.torch_device())
         settings = OptimizerSettings(lambda name: 1e-5, self.adapter.decays, weight_decay=0.1, betas=(0.9, 0.95),
                                      eps=1e-6, clip_norm=1.0)
-        self.engine: Engine = (
-            FlatEngine(self.adapter.module, settings, None, 1, 0, precision, progress=progress)
-            if sharding == "whole" else
-            NodeEngine(self.adapter, settings, None, 1, 0, Node(((0,),), None), device, precision, progress=progress))
-        self.shared_bytes = self.engine.state.memory.parts[0].nbytes if isinstance(self.engine, NodeEngine) else 0
-        """Device memory that torch's allocator does not know."""
+        self.engine = FlatEngine(self.adapter.module, settings, None, 1, 0, precision, progress=progress)
         self.marks = LayerMarks(layers_by_name(self.adapter), progress, gathered=False)
         transport = open_transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
         self.step = RankStep(self.adapter, self.engine, transport, None, accelerator.torch_device())

@@ -34,8 +34,6 @@ class Accelerator:
     """The environment variable that hides some of its devices."""
     group_bytes: int = 0
     """The approximate device memory of a process group of the pool."""
-    shares_memory: bool = False
-    """Whether ranks of a node can map the memory of one another's devices (`train.sharding=node`)."""
 
     def num_devices(self) -> int:
         """Return the most devices that this machine has, by the device files: a library that knows takes seconds to
@@ -180,9 +178,8 @@ CONNECTIONS, FEWEST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 number. With fewer, streams share a queue: a rank's gather waits behind an exchange, whose peer waits behind its gather.
 """
 
-CPU = Accelerator("cpu", "gloo", None, shares_memory=hasattr(os, "memfd_create"))  # not on macOS
-CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES,
-                   shares_memory=True)
+CPU = Accelerator("cpu", "gloo", None)
+CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
 NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
 WATCHDOGS = {f"TORCH_{library}_{name}": "0" for library in ("NCCL", "HCCL")
              for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC")}

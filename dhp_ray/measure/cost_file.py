@@ -235,12 +235,9 @@ def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any
 
 
 def _summary(sessions: Sequence[Session], seen: Observations, compute: Fit, derived: Sequence[str]) -> dict[str, Any]:
-    one_sided: dict[str, float] = {}
-    for result in sessions[0].results.get("one-sided", ()):
-        one_sided |= {name: statistics.median(rates) for name, rates in result.one_sided.items()}
     return {"max_tokens": sessions[0].spec.sizes.max_tokens, "quick": sessions[0].spec.quick,
             "packs": len(seen.packs), "packs_left_out": compute.left_out, "repeats": seen.num_repeats,
-            "outliers": seen.num_outliers, "disturbed": seen.num_disturbed, "derived": list(derived), **one_sided}
+            "outliers": seen.num_outliers, "disturbed": seen.num_disturbed, "derived": list(derived)}
 
 
 def _version(package: str) -> str:

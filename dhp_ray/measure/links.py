@@ -1,16 +1,13 @@
-"""Measures how long ranks take to pass messages, to make process groups, and to read and add in each other's memory."""
+"""Measures how long ranks take to pass messages and to make process groups."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
-from dhp_ray.comm.node_memory import share_memory
 from dhp_ray.comm.pool import GroupPool
 from dhp_ray.measure.clock import lost_s, undisturbed
 from dhp_ray.measure.member import Member, seconds_of
@@ -21,7 +18,6 @@ LARGE_BYTES = 2**26
 """Also passed on a device, whose links need messages of this size to reach their bandwidth."""
 TIMES, TIMES_QUICK = 25, 9
 GROUP_TIMES = 5
-ONE_SIDED_BYTES = 2**24
 
 
 def exchanges(member: Member) -> list[Exchanged]:
@@ -73,41 +69,3 @@ def group_seconds(member: Member, timeout: timedelta) -> dict[int, list[float]]:
         if any(member.rank in ranks for ranks in groups):
             found[degree] = times
     return found
-
-
-def one_sided(member: Member, group: dist.ProcessGroup | None) -> dict[str, list[float]]:
-    """Measure the bytes per second at which this rank reads the memory of another rank on its node, and adds fp32 sums
-    to it, several times each. Every rank of the one node calls this, with a gloo group of all ranks.
-
-    Raises:
-        NodeMemoryError: the ranks cannot share memory.
-    """
-    ranks = range(member.spec.num_ranks)
-    memory = share_memory(member.device, ONE_SIDED_BYTES, ranks, member.rank, group)
-    other = (member.rank + 1) % len(ranks)
-    mine = torch.ones(ONE_SIDED_BYTES // 4, device=member.device)
-
-    def read() -> None:
-        mine.copy_(memory.parts[other].view(torch.float32))
-
-    def add() -> None:
-        with memory.locked(other, 0):
-            memory.add(memory.parts[other].view(torch.float32), mine)
-
-    found: dict[str, list[float]] = {}
-    try:
-        for name, call in (("read_bytes_per_s", read), ("add_bytes_per_s", add)):
-            found[name] = [ONE_SIDED_BYTES / max(1e-9, seconds) for seconds in _repeated(member, call)]
-        member.of_all(0.0)
-    finally:
-        memory.close()
-    return found
-
-
-def _repeated(member: Member, call: Callable[[], None]) -> Sequence[float]:
-    times = []
-    for _ in range(TIMES_QUICK):
-        before = lost_s()
-        seconds = seconds_of(member.device, call)
-        times.append(seconds - min(seconds, member.lost_since(before)))
-    return times[2:]

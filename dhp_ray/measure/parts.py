@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 
-import torch.distributed as dist
-
-from dhp_ray.comm.node_memory import NodeMemoryRefusedError
-from dhp_ray.measure.links import exchanges, group_seconds, one_sided
+from dhp_ray.measure.links import exchanges, group_seconds
 from dhp_ray.measure.member import Member
 from dhp_ray.measure.memory import peaks
 from dhp_ray.measure.rounds import rounds_of
@@ -17,10 +13,10 @@ from dhp_ray.measure.timings import PartResult
 
 
 def measure_part(
-    part: str, member: Member, host_group: dist.ProcessGroup | None, timeout: timedelta,
+    part: str, member: Member, timeout: timedelta,
     progress: Callable[[float], None] = lambda share: None, earlier: PartResult | None = None,
 ) -> PartResult:
-    """Measure a part of PARTS; every rank makes the same call. `host_group`: all ranks, over gloo; `progress` is called
+    """Measure a part of PARTS; every rank makes the same call. `progress` is called
     with the share that is done; `earlier`: what earlier passes over its rounds gave, which the result then includes.
     """
     match part:
@@ -28,10 +24,6 @@ def measure_part(
             return PartResult(exchanged=exchanges(member))
         case "groups":
             return PartResult(group_s=group_seconds(member, timeout))
-        case "one-sided":
-            with suppress(NodeMemoryRefusedError):  # for people to read alone: without it the file lacks two figures
-                return PartResult(one_sided=one_sided(member, host_group))
-            return PartResult()
         case "memory":
             return PartResult(peaks=peaks(member))
     rounds, found = rounds_of(part, member.spec), []

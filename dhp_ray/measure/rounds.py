@@ -30,8 +30,8 @@ ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
 PARTS_OF_ROUNDS = ("packs", "images", "apart", "rings", "rings across")
-PARTS = (*PARTS_OF_ROUNDS, "exchanges", "groups", "one-sided", "memory")
-"""What is measured; the last four have no rounds (`links.py`, `memory.py`)."""
+PARTS = (*PARTS_OF_ROUNDS, "exchanges", "groups", "memory")
+"""What is measured; the last three have no rounds (`links.py`, `memory.py`)."""
 PASSES = 3
 """Within a mode, all rounds are run in this many passes, so that a slow minute of the machine falls on all of them
 alike."""
@@ -87,13 +87,12 @@ class Round(NamedTuple):
     plan: Plan
 
 
-def parts_of(spec: Spec, shares_memory: bool) -> list[str]:
-    """The parts of PARTS that can be measured here. `shares_memory`: ranks of a node can map each other's memory."""
+def parts_of(spec: Spec) -> list[str]:
+    """The parts of PARTS that can be measured here."""
     several, images = spec.num_ranks > 1, bool(spec.sizes.grids)
-    across = len(set(spec.nodes)) > 1
     left_out = {"images": not images, "apart": not images or spec.sync == "micro_batch",
-                "rings": not spec.degrees(), "rings across": not across, "exchanges": not several,
-                "groups": not several, "one-sided": not (several and shares_memory) or across}
+                "rings": not spec.degrees(), "rings across": len(set(spec.nodes)) == 1, "exchanges": not several,
+                "groups": not several}
     return [part for part in PARTS if not left_out.get(part)]
 
 

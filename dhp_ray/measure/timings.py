@@ -43,11 +43,10 @@ class Exchanged(NamedTuple):
 @dataclass(frozen=True)
 class PartResult:
     """What one rank reports of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
-    one-sided bytes per second by name, or (tokens, peak bytes) of packs.
+    or (tokens, peak bytes) of packs.
     """
 
     rounds: list[list[StepTiming]] = field(default_factory=list)
     exchanged: list[Exchanged] = field(default_factory=list)
     group_s: dict[int, list[float]] = field(default_factory=dict)
-    one_sided: dict[str, list[float]] = field(default_factory=dict)
     peaks: list[tuple[int, float]] = field(default_factory=list)

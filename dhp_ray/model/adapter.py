@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Module, Parameter
+from torch.nn import Module, Parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dhp_ray.model.kernels import Segments
     from dhp_ray.model.layout import PackLayout
     from dhp_ray.model.lora import LoraSettings
-    from dhp_ray.model.loss import LossHead
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
     from dhp_ray.planner.plan import Grid
@@ -44,16 +43,6 @@ class ImagePart(NamedTuple):
     tokens: Tensor
     arguments: EncoderArguments
     layout: PackLayout
-
-
-class NodeUnits(NamedTuple):
-    """Submodules of a model whose parameters are read together, in the order of the forward pass. Each is used only by
-    calling it. `head` computes the loss together with the gradients of its parameters; `embedding` looks up rows.
-    """
-
-    modules: Sequence[Module]
-    head: LossHead
-    embedding: Embedding
 
 
 class LayerStack(NamedTuple):
@@ -198,10 +187,6 @@ class ModelAdapter(Protocol):
 
     def stack(self, part: str) -> LayerStack:
         """The layers of "vision" or of "language"."""
-        ...
-
-    def node_units(self) -> NodeUnits:
-        """The submodules that are read as units with `train.sharding=node`; each parameter is in exactly one."""
         ...
 
     def fuse(self, operators: Operators) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
-
-TakeGradient = Callable[[Tensor], None]
 
 IGNORED = -100
 CHUNK_ELEMENTS = 1 << 25
@@ -25,7 +21,7 @@ benchmarks/README.md has the bytes, and times on a CPU, where the number does no
 
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, valid_index: Tensor, chunk_elements: int = CHUNK_ELEMENTS,
-    take_gradient: TakeGradient | None = None, chunks_per_product: int = CHUNKS_PER_PRODUCT,
+    chunks_per_product: int = CHUNKS_PER_PRODUCT,
 ) -> Tensor:
     """Sum over tokens of the cross entropy between `hidden @ weight.T` and `labels`, as an fp32 scalar.
 
@@ -36,14 +32,11 @@ def cross_entropy_sum(
     The gradients of a few chunks' logits are kept and turned into gradients of `hidden` and `weight` in the forward
     pass (as in Liger Kernel, arXiv 2410.10989, section 3.2), so nothing is computed twice. The backward pass scales
     them in place: it can run once.
-
-    With `take_gradient` the backward pass calls it with the gradient of `weight`, fp32 and of its shape, and autograd
-    gets none.
     """
     tokens, rows = (max(1, chunk_elements // size) for size in weight.shape)
     result: Tensor = _CrossEntropySum.apply(
         hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index)[:, None],
-        Chunks(tokens, chunks_per_product, rows), torch.is_grad_enabled(), take_gradient)
+        Chunks(tokens, chunks_per_product, rows), torch.is_grad_enabled())
     return result
 
 
@@ -53,23 +46,6 @@ def most_likely(
     """The index of the largest logit of `hidden` (L, D) with `weight` (V, D) at `valid_index` (K,): (K,) int64."""
     parts = hidden.index_select(0, valid_index).split(max(1, chunk_elements // weight.shape[0]))
     return torch.cat([(part @ weight.T).float().argmax(1) for part in parts])
-
-
-class LossHead(Module):
-    """A language model's head with its loss, as a module, so that forward hooks on it fire."""
-
-    take_gradient: TakeGradient | None = None
-    """See `cross_entropy_sum`."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, hidden: Tensor, labels: Tensor | None, valid_index: Tensor) -> Tensor:
-        """See `cross_entropy_sum`; without labels see `most_likely`."""
-        if labels is None:
-            return most_likely(hidden, self.linear.weight, valid_index)
-        return cross_entropy_sum(hidden, self.linear.weight, labels, valid_index, take_gradient=self.take_gradient)
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
@@ -90,8 +66,7 @@ class Chunks(NamedTuple):
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: Chunks, with_gradients: bool,
-        take_gradient: TakeGradient | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: Chunks, with_gradients: bool
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
@@ -113,7 +88,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if weight_gradient is not None:
                 _add_product(weight_gradient, slope, inputs, chunks.rows)
         ctx.gradients = (hidden_gradient, weight_gradient)
-        ctx.weight_dtype, ctx.take_gradient = weight.dtype, take_gradient
+        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
@@ -124,13 +99,8 @@ class _CrossEntropySum(torch.autograd.Function):
         if hidden_gradient is not None:
             hidden_gradient.mul_(scale)
         if weight_gradient is not None:
-            weight_gradient.mul_(scale)
-            if ctx.take_gradient:
-                ctx.take_gradient(weight_gradient)
-                weight_gradient = None
-            else:
-                weight_gradient = weight_gradient.to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+            weight_gradient = weight_gradient.mul_(scale).to(ctx.weight_dtype)
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 def _loss_of_chunk(hidden: Tensor, weight: Tensor, target: Tensor, slope: Tensor | None) -> Tensor:

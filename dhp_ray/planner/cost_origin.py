@@ -2,7 +2,7 @@
 
     device: {kind: cuda, name: NVIDIA H100 80GB HBM3, count: 8}           on the CPU also `threads` of a rank
     model: {name: tiny, family: qwen2_5_vl, shape: {...}}                 every number of its `ModelShape`
-    settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {}, sharding: whole,
+    settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {},
                fused_operators: false}
     versions: {torch: 2.13.0, ...}     measured: {...}     other observations, for people
     intervals: {linear_s: [low, high], ...}     errors: {linear_s: 0.03, ...}
@@ -24,7 +24,7 @@ from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.model_shape import ModelShape
 
-SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora", "sharding")
+SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora")
 """Settings of a run, under the user's names (`train.`)."""
 
 
@@ -85,6 +85,10 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
     for name in ("sync", *SETTINGS):
         if name not in sections["settings"]:
             raise PlanError(f"settings.{name}: missing")
+    sharding = sections["settings"].get("sharding", "whole")  # older files say
+    if sharding != "whole":
+        raise PlanError(f"settings.sharding: got {sharding!r}, which no longer exists; allowed: whole, or a file "
+                        "measured for planner.sync=micro_batch")
     syncs = sections["settings"]["sync"]
     if not isinstance(syncs, list) or not all(sync in SYNCS for sync in syncs):
         raise PlanError(f"settings.sync: got {syncs!r}; allowed: a list of {', '.join(SYNCS)}")
@@ -104,8 +108,7 @@ def origin_of_run(
     settings = memory.settings
     return Origin(device, {"name": model_name, "family": memory.shape.family, "shape": shape_numbers(memory.shape)}, {
         "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
-        "freeze": sorted(settings.frozen), "lora": dict(lora), "sharding": settings.sharding,
-        "fused_operators": fused})
+        "freeze": sorted(settings.frozen), "lora": dict(lora), "fused_operators": fused})
 
 
 def shape_numbers(shape: ModelShape) -> dict[str, Any]:

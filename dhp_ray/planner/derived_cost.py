@@ -18,13 +18,6 @@ The fixed part of a step is its reduction, update and gather (`sync=step`). In a
 hide: the root's gather and reduction. In a collective of all ranks, each node sends and receives once what all of its
 ranks need, over all of their links: each ring of NCCL and HCCL leaves a node by a different link
 (benchmarks/published.py: 13 to 70 B parameters on 16 to 512 GPUs).
-
-If a node has parameters once (`train.sharding=node`, G ranks), a rank exchanges only its slices at the end of a step,
-1 / G of the model's. A pack pays for that: it reads the head's parameters and adds their gradients, which nothing
-hides, and starts 3 G copies for each unit (two reads and an add). Its other reads and adds are assumed to run during
-compute, as on a device with a stream for each. Their time is `gather_s`, which `CostModel` has only for
-`sync=micro_batch`: with `train.sharding=node` a plan whose packs are shorter than that takes longer than predicted. The
-CPU's adds do not run during compute; its costs are measured.
 """
 
 from __future__ import annotations
@@ -119,7 +112,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     """
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
-    again, shared = int(settings.recomputes), settings.sync == "step" and settings.sharding == "node"
+    again = int(settings.recomputes)
 
     def products(part: str, num_parameters: float) -> float:
         """Seconds of a token's products, forward and backward."""
@@ -154,7 +147,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
-    lockstep = MemoryModel(shape, replace(settings, sync="micro_batch", sharding="whole"))
+    lockstep = MemoryModel(shape, replace(settings, sync="micro_batch"))
     gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}
     cost = CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
@@ -170,8 +163,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
             for layer in shape.vision),
         vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
         latency_s=language_layers * (3 + again) * device.message_s,
-        pack_s=(shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s
-                + (_reads_s(memory, device) if shared else 0.0)), group_s=device.group_s,
+        pack_s=shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s, group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},
@@ -203,18 +195,13 @@ def vision_forward_share(memory: MemoryModel) -> float:
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds to gather the layers' parameters (forward and backward) and to reduce their gradients (fp32) during the
-    compute of a pack or micro-batch: over all ranks in `sync=micro_batch`, inside a node with `train.sharding=node`. 0
-    if a rank has all parameters.
+    """Seconds to gather the layers' parameters (forward and backward) and to reduce their gradients (fp32) over all
+    ranks during the compute of a micro-batch. 0 in `sync=step`: a rank has all parameters.
     """
-    settings = memory.settings
-    if settings.sync == "micro_batch":
-        ranks, link = settings.world_size, collective_bytes_per_s(device, settings.world_size, num_nodes)
-    elif settings.sharding == "node":
-        ranks, link = settings.node_ranks, device.intra_bytes_per_s
-    else:
+    ranks = memory.settings.world_size
+    if memory.settings.sync == "step":
         return 0.0
-    return (ranks - 1) / ranks * gathered_bytes(memory) / link
+    return (ranks - 1) / ranks * gathered_bytes(memory) / collective_bytes_per_s(device, ranks, num_nodes)
 
 
 def gathered_bytes(memory: MemoryModel, parts: Sequence[str] = ("vision", "language")) -> float:
@@ -245,15 +232,6 @@ def update_s(memory: MemoryModel, device: Device) -> float:
     return trained * (4 * 3 * 2 + 4) / device.memory_bytes_per_s
 
 
-def _reads_s(memory: MemoryModel, device: Device) -> float:
-    """Seconds that a pack's reads and adds add to its time, with `train.sharding=node`."""
-    shape, settings, among = memory.shape, memory.settings, memory.settings.node_ranks
-    c = COMPUTE_BYTES[settings.precision]
-    head_bytes = (c + 4 * settings.trains_weights("language")) * shape.embedding_parameters
-    copies = 3 * among * sum(unit.count for unit in shape.units())
-    return (among - 1) / among * head_bytes / device.intra_bytes_per_s + copies * device.launch_s
-
-
 def _fixed_s(memory: MemoryModel, device: Device, num_nodes: int, sync: str) -> float:
     """Seconds once a step, or once a micro-batch."""
     link = collective_bytes_per_s(device, memory.settings.world_size, num_nodes)
@@ -263,9 +241,4 @@ def _fixed_s(memory: MemoryModel, device: Device, num_nodes: int, sync: str) -> 
     if sync == "micro_batch":
         root = shape.units()[-1].num_parameters
         return moved * root * (c + 4 * settings.trains_weights("language")) / link
-    if settings.sharding == "node":  # with the ranks of other nodes that have the same slice
-        exchanged = moved * trained / settings.node_ranks
-        link = device.intra_bytes_per_s if num_nodes == 1 else device.inter_bytes_per_s
-    else:
-        exchanged = moved * trained
-    return exchanged * (4 + c) / link + update_s(memory, device)
+    return moved * trained * (4 + c) / link + update_s(memory, device)

@@ -21,7 +21,6 @@ store is not included: it has its own limit, and spills to disk.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings, Terms
@@ -77,9 +76,8 @@ def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0)
     export = export_bytes(memory.shape, settings, count)
     if export > terms[CHANGE]:  # never at the same time
         terms["model, exported"] = export - terms[CHANGE]
-    if settings.device == "cpu":  # what a node has once, this node of `count` ranks has once, too
-        there = MemoryModel(memory.shape, replace(settings, node_ranks=count))
-        terms["state"] = count * sum(there.resident().values())
+    if settings.device == "cpu":
+        terms["state"] = count * sum(memory.resident().values())
     return terms
 
 

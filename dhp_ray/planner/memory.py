@@ -4,7 +4,6 @@ What a rank always holds (`resident`), with P parameters, T of them trained, N r
 
     sync         parameters   gradients        state, two versions of values and both moments
     step         c P          4 T + 4 T / N    24 T / N       (N = 1: gradients 4 T)
-    step, node   c P / G      4 T / G + 4 T / N               24 T / N      (`train.sharding=node`, G ranks a node)
     micro_batch  4 T / N + c (P - T) / N       4 T / N       24 T / N
 
 A pack's pass is a sequence of moments; the one that needs most decides. During all of them the activations for the
@@ -21,9 +20,7 @@ MLP of F:
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
                    its gradients
     gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next
-                   one, and the gradients in transit (4 bytes). train.sharding=node: the head's parameters, only in the
-                   loss's forward; for a layer its parameters, those of the next one, and its gradients; the head's
-                   gradient is added in place as fp32, and of the embedding's only rows are made, (2 c + 4) D a token
+                   one, and the gradients in transit (4 bytes)
 
 The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py compares them with traced
 passes.
@@ -53,7 +50,6 @@ class MemoryModel(ActivationMemory):
     def __init__(self, shape: ModelShape, settings: MemorySettings) -> None:
         super().__init__(shape, settings)
         self._sharded = settings.sync == "micro_batch"
-        self._shares = not self._sharded and settings.sharding == "node"
         self._root = shape.units()[-1].num_parameters
 
     def resident(self) -> Terms:
@@ -63,9 +59,6 @@ class MemoryModel(ActivationMemory):
         share = math.ceil(trained / ranks)
         if self._sharded:
             parameters, gradients = 4 * share + self._c * math.ceil((size - trained) / ranks), 4 * share
-        elif self._shares:
-            among = self.settings.node_ranks
-            parameters, gradients = self._c * math.ceil(size / among), 4 * (math.ceil(trained / among) + share)
         else:
             parameters, gradients = self._c * size, 4 * trained + (4 * share if ranks > 1 else 0)
         return {"parameters": parameters, "gradients": gradients, "state, version in force": 12 * share,
@@ -133,7 +126,7 @@ class MemoryModel(ActivationMemory):
         embedding = c * shape.embedding_parameters if self._trains_weights["language"] else 0
         root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
         # a head's gradient that autograd or FSDP keeps until the embedding's gradient is there
-        since_loss = embedding if (shape.tied or self._sharded) and not self._shares else 0
+        since_loss = embedding if shape.tied or self._sharded else 0
         chunk, vocabulary = max(1, LOGITS_HELD // shape.vocabulary_size), shape.vocabulary_size
         slopes = c * min(load.valid_tokens, chunk * (CHUNKS_HELD if embedding else 1)) * vocabulary
         # in fp32 and, if it differs, in the computing type; or a part of the gradient before it is added
@@ -143,10 +136,9 @@ class MemoryModel(ActivationMemory):
             "last norm": self._norm("language", shape.language[0]) * shape.width * load.tokens,
             "rows of the loss": 2 * c * shape.width * load.valid_tokens,
             "gathered: a layer": self._gathered("language", 1, 0) if self._sharded else 0}
-        head = {"gathered: head": float(c * shape.embedding_parameters)} if self._shares else {}
         found = {
-            "loss": rows | head | {"logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
-            "loss, backward": rows | {"gradient of the head": (4 if self._shares or c == 4 else 4 + c) * embedding / c}}
+            "loss": rows | {"logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
+            "loss, backward": rows | {"gradient of the head": (4 if c == 4 else 4 + c) * embedding / c}}
         held = held | {"activations, language": in_backward}
         if keeps:
             found["last norm, backward"] = held | root | {
@@ -156,8 +148,7 @@ class MemoryModel(ActivationMemory):
                 found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
-            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1)
-            if not self._shares else (2 * c + 4) * shape.width * load.tokens * self._trains_weights["language"],
+            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1),
             "gradients reduced": self._gathered("language", 0, 1),
             "gathered: last unit of the encoder": c * (
                 shape.vision_projector or shape.vision_rest) * trains_vision * self._sharded}
@@ -200,9 +191,8 @@ class MemoryModel(ActivationMemory):
                         1 + self._trains_weights["vision"])}
         if not self._sharded:
             bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
-            # of a node's sums what is sent and received, of three buckets; else the rank's slice and three copies of it
-            found["update"] = {"buckets": bucket * (3 * 8 / self.settings.node_ranks if self._shares
-                                                    else (4 + 3 * c) / self.settings.world_size)}
+            # the rank's slice and three copies of it
+            found["update"] = {"buckets": bucket * (4 + 3 * c) / self.settings.world_size}
         return found
 
     def _layer(
@@ -213,9 +203,8 @@ class MemoryModel(ActivationMemory):
         again = self.layer_bytes(part, layer) * self._again(part, load)
         gradient = c * layer.width
         mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
-        has_none = self._sharded or self._shares  # no parameters and gradients of its own
         product = c * layer.width * layer.mlp_width if self._trains_weights[part] else 0
-        weights, added = (product, 0) if has_none else (0, product)  # kept to the end of the layer, or added at once
+        weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
         under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
         yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
                                            "layer, backward": gradient * positions + max(
@@ -271,7 +260,7 @@ class MemoryModel(ActivationMemory):
         computing type and `reduced` in fp32 (only `sync=micro_batch`).
         """
         layers = self.shape.vision if part == "vision" else self.shape.language
-        if not (self._sharded or self._shares) or not layers:
+        if not self._sharded or not layers:
             return 0
         if not self._trains_weights[part]:
             copies, reduced = min(copies, 2), 0

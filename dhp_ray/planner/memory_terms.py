@@ -19,9 +19,8 @@ class MemorySettings:
 
     precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
     largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
-    run's limit for one image (default: the pack's tokens). sharding: of `sync=step`, whole or node; node_ranks: ranks
-    of the node with the fewest. adapters: parameters of the adapters (LoRA) of each part that has some, which are then
-    trained instead of the weights. drops: their inputs have dropout.
+    run's limit for one image (default: the pack's tokens). adapters: parameters of the adapters (LoRA) of each part
+    that has some, which are then trained instead of the weights. drops: their inputs have dropout.
     """
 
     sync: str
@@ -35,8 +34,6 @@ class MemorySettings:
     largest_image: int = 4096
     image_limit: int | None = None
     communicators_bytes: int = 0  # of all process groups
-    sharding: str = "whole"
-    node_ranks: int = 1
     adapters: Mapping[str, int] = field(default_factory=dict)
     drops: bool = False
 

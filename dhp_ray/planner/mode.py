@@ -1,5 +1,4 @@
-"""Chooses how a run trains if settings are auto: how its ranks synchronise, whether activations are recomputed, and
-where parameters and gradient sums lie.
+"""Chooses how a run trains if settings are auto: how its ranks synchronise, and whether activations are recomputed.
 
 Among the modes in which the ranks hold the longest sequence and have room for the largest image, the one with the
 shortest step is taken; if there is no such mode, the one with the most room. Steps are compared on the run's first
@@ -41,8 +40,6 @@ changed one case, which then took 3 % longer.
 MEMORY_SHARE = 0.9
 """The share of a device's memory, and of a node's, that plans use; the rest is for the allocator and libraries."""
 
-SHARDING = "train.sharding"
-
 RECOMPUTES = {"true": (True,), "false": (False,), "packs": (False,), "auto": (False, True)}
 """For each value of `train.activation_checkpointing`, whether all activations of all packs are recomputed. If not, with
 packs and auto some of larger packs are.
@@ -50,31 +47,25 @@ packs and auto some of larger packs are.
 
 
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), whether all activations are recomputed (otherwise those of some packs
-    may be: `Offer.recomputation`), and in `sync=step` whether each rank has its own parameters and gradient sums
-    (whole) or its node has them once (node).
+    """How ranks synchronise (step, micro_batch), and whether all activations are recomputed (otherwise those of some
+    packs may be: `Offer.recomputation`).
     """
 
     sync: str
     recomputes: bool
-    sharding: str = "whole"
 
     def __str__(self) -> str:
-        shared = f", {SHARDING}=node" if self.sharding == "node" else ""
-        return f"{self.sync}{shared}{' with recomputation' if self.recomputes else ''}"
+        return f"{self.sync}{' with recomputation' if self.recomputes else ''}"
 
 
 PLAIN = Mode("step", False)
 
 
-def allowed_modes(sync: str, recomputes: str, sharding: str, shares_memory: bool) -> list[Mode]:
-    """The modes that these values of `planner.sync`, `train.activation_checkpointing` and `train.sharding` leave open,
-    ordered by the memory that they need, most first. `shares_memory`: the devices of a node can read each other's
-    memory. With micro-batches there is no choice of sharding.
+def allowed_modes(sync: str, recomputes: str) -> list[Mode]:
+    """The modes that these values of `planner.sync` and `train.activation_checkpointing` leave open, ordered by the
+    memory that they need, most first.
     """
-    shardings = (sharding,) if sharding != "auto" else ("whole", "node") if shares_memory else ("whole",)
-    return [Mode(each, again, where) for each in (SYNCS if sync == "auto" else (sync,))
-            for where in (shardings if each == "step" else ("whole",)) for again in RECOMPUTES[recomputes]]
+    return [Mode(each, again) for each in (SYNCS if sync == "auto" else (sync,)) for again in RECOMPUTES[recomputes]]
 
 
 @dataclass(frozen=True)

@@ -52,20 +52,13 @@ class Membership:
     mode: Mode | None = None
     nodes: tuple[str, ...] = ()
 
-    def ranks_by_node(self) -> list[list[int]]:
-        """Return the ranks of each node; nodes are ordered by their first rank."""
-        nodes = self.nodes or ("",) * self.world_size
-        return [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
-
     def mode_in(self, config: Config) -> Mode:
         """Return how the rank trains: as configured, and where the configuration says auto, as `mode` says."""
         from dhp_ray.planner.mode import PLAIN, Mode  # brings numba, which a refused run has no time for
 
         chosen = self.mode or PLAIN
-        sync, again, sharding = config.planner.sync, config.train.activation_checkpointing, config.train.sharding
-        return Mode(chosen.sync if sync == "auto" else sync,
-                    chosen.recomputes if again == "auto" else again == "true",
-                    chosen.sharding if sharding == "auto" else sharding)
+        sync, again = config.planner.sync, config.train.activation_checkpointing
+        return Mode(chosen.sync if sync == "auto" else sync, chosen.recomputes if again == "auto" else again == "true")
 
 
 class StepOrder(NamedTuple):

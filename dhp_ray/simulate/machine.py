@@ -116,7 +116,7 @@ class Machine:
         settings = self.settings
         wanted = Wanted(
             sync=sync or settings.sync, recomputes=settings.train.activation_checkpointing,
-            sharding=settings.train.sharding, precision=settings.train.precision, frozen=tuple(settings.train.freeze),
+            precision=settings.train.precision, frozen=tuple(settings.train.freeze),
             tokens_per_rank=tokens_per_rank or settings.train.tokens_per_rank, image_limit=image_limit,
             activation_offload=settings.train.activation_offload,
             mirror_every_steps="0" if settings.faults.policy == "restart" else settings.faults.mirror_every_steps,

@@ -41,8 +41,6 @@ class TrainSettings:
                                         choices=("true", "false", "packs", "auto"))
     activation_offload: str = key("off", "move activations to host memory: off; auto: of packs that fit in no other "
                                   "way or are shorter so; or a share, of every pack")
-    sharding: str = key("whole", "where parameters and gradient sums lie with sync=step",
-                        choices=("auto", "whole", "node"))
     freeze: list[str] = key([], "parts left as they are: vision, language")
     tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's "
                                "memory)")
@@ -205,14 +203,7 @@ def check_simulation(settings: Simulation) -> None:
 
 def _check_device(settings: Simulation) -> None:
     """Refuse what a run refuses too (`dhp_ray/constraints.py`)."""
-    train, kind = settings.train, settings.cluster.kind
-    if train.sharding == "node" and settings.sync != "step":
-        raise ConfigError(f"train.sharding: got 'node' with sync={settings.sync}; allowed: whole, or node with "
-                          "sync=step")
-    if train.sharding == "node" and kind == "npu":
-        raise ConfigError("train.sharding: got 'node' with cluster.kind=npu; allowed: whole (NPU memory cannot be "
-                          "mapped by other ranks)")
-    if train.precision == "fp32" and kind == "cuda":
+    if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":
         raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
                           "fp32 kernel)")
 

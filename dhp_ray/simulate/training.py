@@ -58,7 +58,6 @@ class Wanted:
 
     sync: str = "step"
     recomputes: str = "auto"
-    sharding: str = "whole"
     precision: str = "bf16"
     frozen: tuple[str, ...] = ()
     tokens_per_rank: str = "auto"
@@ -109,8 +108,7 @@ def training_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, cost: CostModel
     `cost`: a measured cost, used instead of the derived one. `tokens_per_rank` is below 1 if the state alone does not
     fit in any of the modes.
     """
-    modes = allowed_modes(wanted.sync, wanted.recomputes, wanted.sharding, ACCELERATORS[ranks.kind].shares_memory)
-    found = [_training(shape, ranks, wanted, mode, cost) for mode in modes]
+    found = [_training(shape, ranks, wanted, mode, cost) for mode in allowed_modes(wanted.sync, wanted.recomputes)]
     best = found[0]
     if len(found) > 1:
         num_ranks = len(ranks.nodes)
@@ -138,8 +136,7 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
         sync=mode.sync, world_size=world_size, precision=wanted.precision, recomputes=mode.recomputes,
         frozen=wanted.frozen, device=ranks.kind, largest_image=_largest_image(shape, wanted),
         image_limit=limit, mirror_every_steps=wanted.mirror_every_steps,
-        communicators_bytes=groups * accelerator.group_bytes, sharding=mode.sharding,
-        node_ranks=min(sizes_of(ranks.nodes))))
+        communicators_bytes=groups * accelerator.group_bytes))
     if limit or not shape.vision:
         return memory
     return memory.with_image_limit(

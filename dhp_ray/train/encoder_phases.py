@@ -23,7 +23,6 @@ from dhp_ray.comm.progress import Wait
 from dhp_ray.comm.rows import return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
 from dhp_ray.model.attention import PackContext
-from dhp_ray.train.engine import Engine
 from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
 
@@ -36,11 +35,11 @@ class EncoderPhases:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, engine: Engine, inputs: VisionInputs, keeps: bool,
+        self, adapter: ModelAdapter, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
         link_of: Callable[[tuple[int, ...], int], Link],
     ) -> None:
-        self._adapter, self._engine, self._device, self._link_of = adapter, engine, device, link_of
+        self._adapter, self._device, self._link_of = adapter, device, link_of
         self._passes, self._keeps = inputs.passes, keeps
         self._trains = torch.is_grad_enabled() and adapter.trains("vision")
         self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
@@ -57,7 +56,6 @@ class EncoderPhases:
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
-            self._engine.end_pack()
         mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
             self._adapter)
         received = send_rows(mine, self._send_index, self._receive_counts, link)
@@ -78,7 +76,6 @@ class EncoderPhases:
         for number, (images, stop) in enumerate(zip(self._passes, accumulate(sizes))):
             features = self._encoded[number] if self._keeps else self._encode(images)
             features.backward(of_mine[stop - images.num_rows:stop])  # type: ignore[no-untyped-call]
-            self._engine.end_pack()
         self._encoded = []
 
     def taken_waits(self) -> list[Wait]:

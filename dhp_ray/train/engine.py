@@ -86,9 +86,6 @@ class Engine(ABC):
     def zero_gradients(self) -> None:
         """Reset the gradients before the first pack of a step."""
 
-    def end_pack(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Do what is left for a pack after its backward pass, or, without gradients, after its forward pass."""
-
     @abstractmethod
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield parameters one by one, each with its value on the rank that gets it, and None on the others: whole,

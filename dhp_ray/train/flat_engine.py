@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -20,23 +20,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.compatibility import reduce_scatter_single
-from dhp_ray.model.weights import READ_BYTES, StoredWeights
-from dhp_ray.train.engine import COMPUTE_TYPES
-from dhp_ray.train.flat_shards import FlatShards
+from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
+from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
+from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.loading import load_frozen, move_buffers, place
-from dhp_ray.train.state.buckets import Bucket
+from dhp_ray.train.state.buckets import Bucket, FlatLayout
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
 
 IN_FLIGHT = 2
 """Collectives under way at a time: one moves while the bucket before it is worked on."""
 
 
-class FlatEngine(FlatShards):
-    """Owns a module's parameters: they become views of one buffer, and their gradients are summed in an fp32 one.
+class FlatEngine(Engine):
+    """Owns a module's parameters: they become views of one buffer, and their gradients are summed in an fp32 one. Its
+    shards are slices of the buckets of this buffer (`FlatLayout`).
 
     With "bf16" the resident parameters are bf16 and each backward's gradients are added to the fp32 buffer; a
-    parameter's own `.grad` is then None.
+    parameter's own `.grad` is then None. Shards are fp32 for every precision. Frozen parameters are in the computing
+    type; `originals` has, on the CPU, the original values of those that this has changed. It is empty for a model that
+    has files: an export reads them there. A tied parameter counts once, under its first name.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class FlatEngine(FlatShards):
         weights: StoredWeights | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """See FlatShards for the arguments.
+        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` counts fp32 gradients;
+        `device` is where the state goes, by default where the parameters are.
 
         Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
         and frozen parameters come from a rank that has them, if there is one.
@@ -66,8 +69,22 @@ class FlatEngine(FlatShards):
             ValueError: unknown precision, no parameter to train, several ranks without a group, or a file of weights
                 that cannot be read.
         """
-        super().__init__(module, settings, world_group, world_size, rank, precision, bucket_bytes, originals, progress,
-                         weights, device)
+        if precision not in COMPUTE_TYPES:
+            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        if world_size > 1 and world_group is None:
+            raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
+        self.module, self.world_size, self.rank = module, world_size, rank
+        self.compute_type = COMPUTE_TYPES[precision]
+        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        if not self.parameters:
+            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
+        self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
+                                 bucket_bytes // 4)
+        super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
+                         self.layout.pieces(rank), self.layout.buckets, self.layout.shard_size,
+                         device or next(iter(self.parameters.values())).device, progress)
+        self.originals, self._weights = dict(originals or {}), weights
         if weights is not None and self.frozen:
             moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
             load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
@@ -91,8 +108,36 @@ class FlatEngine(FlatShards):
             for name, parameter in self.parameters.items():
                 parameter.grad = self._view(self._gradient, name)
 
-    def _frozen_value(self, name: str) -> Tensor:
-        return self.originals.get(name, self.frozen[name].detach())
+    def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
+        held, size = -1, max(bucket.stop - bucket.start for bucket in self.layout.buckets)
+        buffer = torch.empty(size, dtype=torch.float32, device=self.device)
+        for name, owner in wanted:
+            mine = owner == self.rank
+            if name in self.frozen:
+                yield name, self._frozen_whole(name) if mine else None
+                continue
+            interval = self.layout.interval(name)
+            value = torch.empty(interval.stop - interval.start) if mine else None
+            for number in self.layout.buckets_of(name):
+                bucket = self.layout.buckets[number]
+                whole = buffer[: bucket.stop - bucket.start]
+                if number != held:
+                    self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
+                    self.progress.synchronize()
+                    held = number
+                start, stop = max(bucket.start, interval.start), min(bucket.stop, interval.stop)
+                if value is not None:
+                    value[start - interval.start : stop - interval.start].copy_(
+                        whole[start - bucket.start : stop - bucket.start])
+            yield name, None if value is None else value.view(self.layout.shapes[name])
+
+    def _frozen_whole(self, name: str) -> Tensor:
+        """Return a frozen parameter as it was given, fp32 on the CPU."""
+        found = self.originals.get(name, self.frozen[name].detach()).to("cpu", torch.float32, copy=True)
+        if (self._weights is not None and self.compute_type != torch.float32
+                and self._weights.type_of(name) != self.compute_type):
+            self._weights.read([Interval(name, 0, found.view(-1))])
+        return found
 
     def _cast_frozen(self) -> None:
         """Bring the frozen parameters that a module came with to the device, in the computing type."""
@@ -102,6 +147,18 @@ class FlatEngine(FlatShards):
             if cast.dtype != original.dtype and not torch.equal(cast.to(original.dtype), original):
                 self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
             parameter.data = cast.to(self.device)
+
+    def _fill_shard(self) -> None:
+        """Fill this rank's shard of the trained parameters, from the module or from their files."""
+        stored = []
+        for piece in self._pieces:
+            parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]
+            if parameter.is_meta:
+                stored.append(Interval(piece.name, piece.start, mine))
+            else:
+                mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
+        if self._weights is not None:
+            self._weights.read(stored)
 
     def _take_over(self) -> None:
         """Give the parameters their places in the flat buffers; `all_gather_parameters` fills in their values."""
@@ -161,6 +218,15 @@ class FlatEngine(FlatShards):
                 self._wait(started.popleft()[0])
         for work, _ in started:
             self._wait(work)
+
+    def _view(self, buffer: Tensor, name: str) -> Tensor:
+        return buffer[self.layout.interval(name)].view(self.layout.shapes[name])
+
+    def _gather_into(self, whole: Tensor, mine: Tensor) -> dist.Work | None:
+        if self.world_size == 1:
+            whole.copy_(mine)
+            return None
+        return all_gather_single(whole, mine, group=self.group, async_op=True)
 
     def _reduced(self) -> Iterator[Bucket]:
         """Yields each bucket when the sum of its gradients is there, while the next one's is under way."""

@@ -162,7 +162,7 @@ class RankStep:
     def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
         if inputs.vision is None:
             return None
-        return EncoderPhases(self.adapter, self.engine, inputs.vision, inputs.plan.vision.keeps,
+        return EncoderPhases(self.adapter, inputs.vision, inputs.plan.vision.keeps,
                              [own.received_from for own in inputs.inputs], self.device,
                              lambda ranks, pack_index: self.transport.link(ranks, PHASE_INDEX + 1 + pack_index))
 
@@ -199,7 +199,6 @@ class RankStep:
             loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             self.offload.backward(loss)
-        self.engine.end_pack()
         return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link,
                        moved_bytes=self.offload.moved_bytes, num_images=inputs.num_images)
 

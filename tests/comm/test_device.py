@@ -172,19 +172,6 @@ def test_enough_queues_are_left_as_they_are(given: str | None, monkeypatch: pyte
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == given
 
 
-def test_ranks_on_the_cpu_share_memory_where_files_can_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere (macOS) train.sharding=auto does not choose to."""
-    assert CPU.shares_memory
-    monkeypatch.delattr(os, "memfd_create")
-    spec = importlib.util.find_spec("dhp_ray.comm.device")
-    assert spec
-    assert spec.loader
-    anew = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "device_of_test", anew)
-    spec.loader.exec_module(anew)
-    assert not anew.CPU.shares_memory
-
-
 def test_all_cores_count_where_the_system_does_not_tell_which_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores() == sorted(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")

@@ -37,7 +37,7 @@ def test_adapters_of_a_strangers_model(preset: str, nlvr: list[str], test_data: 
           "checkpoint.every_steps=0")
     folder = tmp_path / "run"
     train(folder, *common, f"run.steps={STEPS // 2}", "cluster.num_workers=3", "planner.tokens_per_rank=256",
-          "train.sharding=node")
+          "planner.sync=step")
     train(folder, *common, f"run.steps={STEPS}", "cluster.num_workers=2", "planner.tokens_per_rank=384",
           "planner.sync=micro_batch")
     assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
@@ -75,7 +75,7 @@ def test_targets_that_match_nothing_end_in_one_line(nlvr: list[str], tmp_path: P
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch"])
+@pytest.mark.parametrize("way", ["planner.sync=step", "planner.sync=micro_batch"])
 def test_a_worker_is_killed(way: str, start: Start, common: list[str], tmp_path: Path) -> None:
     write(tmp_path / "given", "tiny")
     settings = ["model.preset=", f"model.path={tmp_path / 'given'}", "train.lora.rank=4", "train.lora.dropout=0.1",

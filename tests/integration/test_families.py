@@ -20,7 +20,7 @@ from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 STEPS = 10
-WAYS = ["train.sharding=whole", "train.sharding=node", "planner.sync=micro_batch", "train.activation_offload=0.5"]
+WAYS = ["planner.sync=step", "planner.sync=micro_batch", "train.activation_offload=0.5"]
 
 
 def write(folder: Path, preset: str) -> PreTrainedModel:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import mapped_by
 from tests.integration.faults import Start, check, children, end, kill, lose_a_worker, seconds_since
 from tests.integration.jobs import lines
 
@@ -51,31 +50,6 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     again = start(f"run.steps={run.step + 2}")
     assert again.wait() == 0, again.said()
     assert f"resuming after step {run.step - 2}" in again.output.read_text()
-    check(again, undisturbed)
-
-
-@pytest.mark.timeout(600)
-def test_ranks_that_share_the_memory_of_their_node_go_on(start: Start, undisturbed: list[float]) -> None:
-    run = start("train.sharding=node", "elastic.mirror_every_steps=1", "checkpoint.every_steps=4")
-    run.wait_for_step(4)
-    victim, *survivors = run.pids
-    moment = kill(victim)
-    formed = run.wait_for_event(moment, "generation")
-    assert formed["version"] is not None
-    assert set(survivors) <= set(run.pids)
-    run.wait_for_ranks(3)
-    moment = kill(*children("Driver"))
-    formed = run.wait_for_event(moment, "generation")
-    run.wait_for_step(formed["step"] + 1)
-    moment = kill(*run.pids)
-    run.wait_for_event(moment, "generation")
-    run.wait_for_ranks(3)
-    for pid in run.pids:
-        assert mapped_by(pid) == 3, "a part of each rank; those of the generations before are gone"
-    end(run)
-    check(run, undisturbed)
-    again = start("train.sharding=whole", f"run.steps={run.step + 2}")
-    assert again.wait() == 0, again.said()
     check(again, undisturbed)
 
 

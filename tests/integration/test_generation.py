@@ -92,8 +92,7 @@ def test_without_any_answer_there_are_no_scores(ray_cluster: None, conversations
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("settings", [["planner.sync=micro_batch"], ["train.sharding=node"], ["comm.transport=parent"]],
-                         ids=str)
+@pytest.mark.parametrize("settings", [["planner.sync=micro_batch"], ["comm.transport=parent"]], ids=str)
 @pytest.mark.parametrize("preset", ["tiny_qwen3_vl", "tiny_internvl"])
 def test_scores_in_other_modes_and_families(
     preset: str, settings: list[str], ray_cluster: None, conversations: list[str], tmp_path: Path

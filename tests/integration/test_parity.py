@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import OF_STEP_ALONE, SITUATIONS, SYNCS, TRANSPORTS, Case, Matrix, Row
+from benchmarks.cases import SITUATIONS, SYNCS, TRANSPORTS, Case, Matrix, Row
 from benchmarks.job_series import job_series
 from benchmarks.worlds import corpus_of, data_overrides
 from dhp_ray.config import load
@@ -19,8 +19,7 @@ STEPS, BATCH, LONGEST = 20, 4, 400
 PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Case(5, "dhp", "step", "pool"),
          Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"),
          Case(5, "dhp", "micro_batch", "parent")]
-SPECIAL = [Case(3, "dhp", "step" if situation in OF_STEP_ALONE else SYNCS[place % 2], TRANSPORTS[place // 2 % 2],
-                situation)
+SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation)
            for place, situation in enumerate(list(SITUATIONS)[1:]) if situation != "images in parts"]
 """Images are too small here to be in parts."""
 QUICK = [PLAIN[2], PLAIN[4], next(case for case in SPECIAL if case.situation == "images apart")]

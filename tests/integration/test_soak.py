@@ -22,10 +22,6 @@ def test_a_soak(reference: Path, tmp_path: Path, sync: str, faults: int, seed: i
     soak(reference, tmp_path, sync, faults, seed)
 
 
-def test_a_soak_of_ranks_that_share_the_memory_of_their_node(reference: Path, tmp_path: Path) -> None:
-    assert "mappings of a node's memory that are left: 0" in soak(reference, tmp_path, "step", 6, 2, "node")
-
-
 def test_a_soak_with_images_encoded_apart(reference: Path, tmp_path: Path) -> None:
     soak(reference, tmp_path, "step", 6, 4, encoder="world")
     plans = [json.loads(path.read_text()) for path in (tmp_path / "soak" / "plans").iterdir()]
@@ -34,14 +30,14 @@ def test_a_soak_with_images_encoded_apart(reference: Path, tmp_path: Path) -> No
 
 
 def soak(
-    reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, sharding: str = "whole", encoder: str = "auto"
+    reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, encoder: str = "auto"
 ) -> str:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
     one that comes. Returns what the soak printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed",
-                           str(seed), "--steps", str(COMPARED), "--sharding", sharding, "--encoder", encoder,
+                           str(seed), "--steps", str(COMPARED), "--encoder", encoder,
                            "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment,
                           text=True, capture_output=True, check=False)
     print(done.stdout)

@@ -25,13 +25,12 @@ def results_of(spec: Spec, noise: float = 0.0, seed: int = 0, disturbed: float =
     """Of every part, by rank. `disturbed`: the share of repeats with cores that are half as fast."""
     draw = np.random.default_rng(seed)
     found: dict[str, list[PartResult]] = {}
-    for part in parts_of(spec, shares_memory=True):
+    for part in parts_of(spec):
         rounds = [_round(round_.plan, spec, draw, noise, disturbed) for round_ in rounds_of(part, spec)]
         found[part] = [PartResult(rounds=[round_[rank] for round_ in rounds]) for rank in range(spec.num_ranks)]
     for rank in range(spec.num_ranks):
         own = {"exchanges": PartResult(exchanged=_exchanged(spec, draw, noise)),
                "groups": PartResult(group_s={2: [TRUE.group_s * (1 + place / 10) for place in range(-2, 3)]}),
-               "one-sided": PartResult(one_sided={"read_bytes_per_s": [1e9, 2e9, 3e9]}),
                "memory": PartResult(peaks=[(128, 2e6), (512, 1e7 + rank)])}
         for part, result in own.items():
             if part in found:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import pytest
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.node_memory import NodeMemoryError, NodeMemoryRefusedError
 from dhp_ray.config import load
 from dhp_ray.measure import member as timed_member
-from dhp_ray.measure import parts as measured_parts
 from dhp_ray.measure.clock import QuietCores
 from dhp_ray.measure.links import MESSAGE_BYTES
 from dhp_ray.measure.loads import Sizes
@@ -44,7 +39,7 @@ def measured(
 
 def test_two_ranks_measure_every_part() -> None:
     of = spec(sizes=SMALL)
-    parts = ["packs", "apart", "rings", "exchanges", "groups", "one-sided", "memory"]
+    parts = ["packs", "apart", "rings", "exchanges", "groups", "memory"]
     by_rank = run_processes(measured, 2, of, [], parts, timeout_s=240)
     for found, moved in by_rank:
         assert moved == 0.0
@@ -64,8 +59,6 @@ def test_two_ranks_measure_every_part() -> None:
         assert exchanged.seconds.keys() == set(MESSAGE_BYTES)
         assert exchanged.seconds[MESSAGE_BYTES[-1]] > exchanged.seconds[MESSAGE_BYTES[0]] > 0
         assert min(found["groups"].group_s[2]) > 0
-        assert min(found["one-sided"].one_sided["read_bytes_per_s"]) > 1e7
-        assert min(found["one-sided"].one_sided["add_bytes_per_s"]) > 1e7
         assert [tokens for tokens, _ in found["memory"].peaks] == [24, 96]
     repeats = [[len(repeats) for repeats in found["packs"].rounds] for found, _ in by_rank]
     assert repeats[0] == repeats[1]
@@ -115,7 +108,7 @@ def test_a_round_is_not_repeated_again_and_again_where_cores_are_always_slow() -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "overrides"), [
-    ("micro_batch", []), ("step", ["train.sharding=node"]), ("step", ["train.activation_checkpointing=true"]),
+    ("micro_batch", []), ("step", ["train.activation_checkpointing=true"]),
     ("step", ["train.freeze=[vision]"])])
 def test_every_way_to_train_is_measured(sync: str, overrides: list[str]) -> None:
     of = spec(sync=sync, sizes=SMALL)
@@ -143,21 +136,3 @@ def test_pairs_on_two_nodes_are_links_across() -> None:
     for found, _ in run_processes(measured, 2, of, [], ["exchanges", "rings across"]):
         assert [(ring.degree, ring.across) for ring in found["exchanges"].exchanged] == [(2, True)]
         assert found["rings across"].rounds
-
-
-
-
-def test_ranks_that_cannot_share_memory_measure_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all of them are refused alike; what one rank raises alone is an error, since the others wait for it."""
-    def refused(member: Any, group: Any) -> Any:
-        raise NodeMemoryRefusedError("train.sharding=node: no peer access")
-
-    monkeypatch.setattr(measured_parts, "one_sided", refused)
-    assert measured_parts.measure_part("one-sided", None, None, timedelta(seconds=1)) == PartResult()  # type: ignore[arg-type]
-
-    def failed(member: Any, group: Any) -> Any:
-        raise NodeMemoryError("no room")
-
-    monkeypatch.setattr(measured_parts, "one_sided", failed)
-    with pytest.raises(NodeMemoryError, match="no room"):
-        measured_parts.measure_part("one-sided", None, None, timedelta(seconds=1))  # type: ignore[arg-type]

@@ -47,19 +47,19 @@ def test_rings_have_small_packs_with_and_without_images() -> None:
 
 
 @pytest.mark.parametrize(("changed", "left_out"), [
-    ({}, {"rings across"}), ({"num_ranks": 1}, {"rings", "rings across", "exchanges", "groups", "one-sided"}),
+    ({}, {"rings across"}), ({"num_ranks": 1}, {"rings", "rings across", "exchanges", "groups"}),
     ({"sync": "micro_batch"}, {"rings across", "apart"}),
     ({"sizes": SIZES._replace(grids=())}, {"rings across", "images", "apart"}),
-    ({"nodes": (0, 1)}, {"rings", "one-sided"})])
+    ({"nodes": (0, 1)}, {"rings"})])
 def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, left_out: set[str]) -> None:
-    assert set(PARTS) - set(parts_of(spec(**changed), shares_memory=True)) == left_out
+    assert set(PARTS) - set(parts_of(spec(**changed))) == left_out
 
 
 def test_passes_go_over_all_parts_with_rounds_before_the_next_begins() -> None:
-    parts = parts_of(spec(quick=False), shares_memory=True)
+    parts = parts_of(spec(quick=False))
     order = passes_of(parts, spec(quick=False).num_passes)
     rounds = ["packs", "images", "apart", "rings"]
-    assert order == [*rounds * PASSES, "exchanges", "groups", "one-sided", "memory"]
+    assert order == [*rounds * PASSES, "exchanges", "groups", "memory"]
     assert [part for part in order if rounds_of(part, spec(quick=False))] == rounds * PASSES
     assert passes_of(parts, spec(quick=True).num_passes) == parts
 

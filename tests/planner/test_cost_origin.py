@@ -19,8 +19,7 @@ SHAPE = shape_of("3B", 3)
 CONSTANTS = {"quadratic_s": 2e-6, "linear_s": 1e-3, "comm_bytes_per_token": 100, "fixed_s": 0.5,
              "bandwidth_bytes_per_s": 1000}
 SETTINGS = MemorySettings(sync="step", world_size=2, precision="fp32", recomputes=False)
-ALL_SETTINGS = {"sync": ["step"], "precision": "fp32", "activation_checkpointing": False, "freeze": [], "lora": {},
-                "sharding": "whole"}
+ALL_SETTINGS = {"sync": ["step"], "precision": "fp32", "activation_checkpointing": False, "freeze": [], "lora": {}}
 CPU = {"kind": "cpu", "name": "AMD EPYC", "count": 2, "threads": 1}
 
 
@@ -64,7 +63,6 @@ def test_a_file_of_the_older_form_is_of_anything(tmp_path: Path) -> None:
      "measured for train.activation_checkpointing=false, and this run has train.activation_checkpointing=true"),
     (origin(frozen=("vision",)), r"measured for train.freeze=[], and this run has train.freeze=['vision']"),
     (origin(lora={"rank": 8}), "measured for train.lora={}, and this run has train.lora={'rank': 8}"),
-    (origin(sharding="node"), "measured for train.sharding=whole, and this run has train.sharding=node"),
     (origin(fused=True), "measured without fused operators, and this run has them")])
 def test_another_run_is_told_apart_with_both_names(run: Origin, words: str) -> None:
     assert difference(origin(), run) == words
@@ -84,6 +82,16 @@ def test_a_file_of_before_the_projector_was_told_apart_is_still_of_its_model() -
     older = replace(run, model={**run.model, "shape": {**numbers, "vision_one_row": 0}})
     assert difference(older, run) == ""
     assert difference(replace(older, model={**older.model, "shape": {**numbers, "vision_rest": 1}}), run)
+
+
+def test_an_older_file_says_where_parameters_lay(tmp_path: Path) -> None:
+    path = written(tmp_path / "cost.yaml", {"settings": ALL_SETTINGS | {"sharding": "whole"}})
+    found = CostFile.load(path).origin
+    assert found
+    assert difference(found, origin()) == ""
+    written(path, {"settings": ALL_SETTINGS | {"sharding": "node"}})
+    with pytest.raises(PlanError, match=r"settings.sharding: got 'node', which no longer exists; allowed: whole, or"):
+        CostFile.load(path)
 
 
 def test_as_many_ranks_as_there_are() -> None:

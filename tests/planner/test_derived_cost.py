@@ -71,23 +71,6 @@ def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> Non
     assert gather_s(MemoryModel(shape, replace(settings, sync="step")), H100, 1) == 0
 
 
-def test_where_a_node_has_parameters_once_packs_read_them() -> None:
-    settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False, sharding="node",
-                              node_ranks=8)
-    shape, plain = Qwen25VL.shape(published_config("7B")), cost_of("7B")
-    layers = shape.num_parameters() - 2 * 152064 * 3584 - 3584
-    for nodes in (1, 8):  # inside a node, whatever there is beyond it
-        assert gather_s(MemoryModel(shape, settings), H100, nodes) == pytest.approx(7 / 8 * 8 * layers / 450e9)
-    shared = cost_of("7B", sharding="node", node_ranks=8)
-    copies = 3 * 8 * (32 + 28 + 2)  # of blocks, layers and the rest of each part
-    assert shared.pack_s - plain.pack_s == pytest.approx(7 / 8 * 6 * 152064 * 3584 / 450e9 + copies * H100.launch_s)
-    update = 8_292_166_656 / 64 * 28 / 3.35e12
-    # an eighth of what a rank has of its own, over its link alone in place of the eight of its node
-    assert shared.fixed_s - update == pytest.approx(plain.fixed_s - update)
-    assert replace(shared, pack_s=0.0, fixed_s=0.0, fixed_s_by_sync={}) == replace(
-        plain, pack_s=0.0, fixed_s=0.0, fixed_s_by_sync={})
-
-
 @pytest.mark.parametrize("path", sorted(DEVICES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_device_plans_every_model(path: Path) -> None:
     device = Device.load(path)

@@ -21,15 +21,12 @@ from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, sha
 
 TILES = 0
 """In place of the largest image's side, of a model whose images are tiles."""
-WORLD = {"step": 1, "node": 16, "micro_batch": 8}
-"""Ranks of a trace: the flat engine's collectives are none on one rank. `node`: `step` with train.sharding=node."""
+WORLD = {"step": 1, "micro_batch": 8}
+"""Ranks of a trace: the flat engine's collectives are none on one rank."""
 
 
-def settings_of(mode: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
-    shared = mode == "node"
-    return MemorySettings(sync="step" if shared else mode, world_size=WORLD[mode], precision="bf16",
-                          recomputes=recomputes, frozen=frozen, sharding="node" if shared else "whole",
-                          node_ranks=8 if shared else 1)
+def settings_of(sync: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
+    return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=recomputes, frozen=frozen)
 
 
 def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -79,8 +76,8 @@ def world_of(mode: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
-    ("step", True, ("language",), 2, 2), ("micro_batch", False, ("vision",), 0, 1), ("node", False, (), 1, 2),
-    *slow(("step", False, (), 1, 1), ("micro_batch", True, (), 1, 3), ("node", True, ("vision",), 0, 1))], ids=str)
+    ("step", True, ("language",), 2, 2), ("micro_batch", False, ("vision",), 0, 1),
+    *slow(("step", False, (), 1, 1), ("micro_batch", True, (), 1, 3))], ids=str)
 def test_predicted_peaks_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
@@ -89,7 +86,7 @@ def test_predicted_peaks_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
-    ("step", False, ("language",), 2), *slow(("node", True, (), 1), ("micro_batch", True, ("language",), 5),
+    ("step", False, ("language",), 2), *slow(("micro_batch", True, ("language",), 5),
                                              ("micro_batch", True, ("vision",), 16))], ids=str)
 def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
@@ -99,7 +96,7 @@ def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
-    ("micro_batch", True, ("vision",), 4), *slow(("step", True, ("language",), 5), ("node", False, (), 1))], ids=str)
+    ("micro_batch", True, ("vision",), 4), *slow(("step", True, ("language",), 5))], ids=str)
 def test_predicted_peaks_of_internvl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -130,7 +127,6 @@ def test_what_ranks_gather_does_not_grow_with_them() -> None:
     ("3B", "step", False, (), 9, 1, 1.0),
     *slow(("InternVL3-38B", "step", True, ("language",), 11, 2, 0.25),
           ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5), ("Qwen3-VL-2B", "micro_batch", False, (), 1, 1, 1.0),
-          ("InternVL3-1B", "node", False, ("vision",), 4, 2, 0.75),
           ("Qwen3-VL-2B", "step", True, ("language",), 5, 1, 1.0), ("3B", "step", False, (), 2, 1, 0.5))], ids=str)
 def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
     name: str, mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int, share: float
@@ -142,10 +138,9 @@ def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
 
 @pytest.mark.parametrize(("name", "mode", "frozen", "seed", "degree", "recomputed"), [
     ("3B", "step", (), 3, 1, 0.5), ("InternVL3-1B", "micro_batch", (), 2, 2, 0.75),
-    *slow(("3B", "step", ("vision",), 1, 2, 0.75), ("3B", "micro_batch", (), 3, 1, 0.25), ("3B", "node", (), 1, 1, 0.5),
-          ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5), ("Qwen3-VL-2B", "node", ("vision",), 4, 2, 0.75),
+    *slow(("3B", "step", ("vision",), 1, 2, 0.75), ("3B", "micro_batch", (), 3, 1, 0.25),
+          ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5),
           ("Qwen3-VL-2B", "micro_batch", (), 1, 1, 1.0), ("InternVL3-1B", "step", (), 11, 1, 0.5),
-          ("InternVL3-1B", "node", ("language",), 2, 1, 0.75),
           ("InternVL3-1B", "micro_batch", ("vision",), 4, 3, 0.5))], ids=str)
 def test_predicted_peaks_with_layers_that_run_again_are_the_traced_ones(
     name: str, mode: str, frozen: tuple[str, ...], seed: int, degree: int, recomputed: float
@@ -169,8 +164,8 @@ LORA = LoraSettings(32, 64.0, ("all-linear",))
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
-    ("step", False, (), 1, 1), ("node", True, (), 1, 2), ("micro_batch", True, ("vision",), 1, 2),
-    *slow(("step", True, ("vision",), 2, 2), ("node", False, ("vision",), 1, 1), ("micro_batch", False, (), 1, 1),
+    ("step", False, (), 1, 1), ("micro_batch", True, ("vision",), 1, 2),
+    *slow(("step", True, ("vision",), 2, 2), ("micro_batch", False, (), 1, 1),
           ("micro_batch", True, ("language",), 1, 1))], ids=str)
 def test_predicted_peaks_with_adapters_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
@@ -180,7 +175,7 @@ def test_predicted_peaks_with_adapters_are_the_traced_ones(
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), [
-    ("step", True, 2, 2), *slow(("micro_batch", True, 1, 2), ("step", False, 1, 1), ("node", True, 1, 1))], ids=str)
+    ("step", True, 2, 2), *slow(("micro_batch", True, 1, 2), ("step", False, 1, 1))], ids=str)
 def test_predicted_peaks_with_dropout_are_the_traced_ones(mode: str, recomputes: bool, seed: int, degree: int) -> None:
     with world_of(mode):
         check("3B", settings_of(mode, recomputes, ("vision",)), seed, degree, num_layers=2, largest=8,
@@ -243,25 +238,6 @@ def test_resident_bytes_by_hand() -> None:
     frozen = model("3B", world_size=2, frozen=("language",)).resident()
     assert frozen["parameters"] == 2 * size
     assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
-
-
-@pytest.mark.parametrize("name", TEXT)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_node_of_8_holds_an_eighth_and_two_units_and_the_gradients_of_one(name: str, recomputes: bool) -> None:
-    whole, shared = (model(name, sharding=sharding, node_ranks=8, recomputes=recomputes)
-                     for sharding in ("whole", "node"))
-    held, least = shared.resident(), whole.resident()
-    shard = 4 * -(-shared.shape.num_parameters() // 64)  # of the reduced gradients, in both
-    assert held["parameters"] <= least["parameters"] / 8 + 2
-    assert held["gradients"] - shard <= (least["gradients"] - shard) / 8 + 4
-    assert {**held, "parameters": 0, "gradients": 0} == {**least, "parameters": 0, "gradients": 0}
-    # a pack adds two units' parameters and the gradients of one
-    load = PackLoad(4000, 0, 4000, 0, 10)
-    layer, head = shared.shape.language[0].num_parameters, shared.shape.embedding_parameters
-    for moment, terms in shared.moments(load).items():
-        units = sum(value for name, value in terms.items()
-                    if name.startswith(("gathered", "gradient of the head", "gradients of weights")))
-        assert units <= (2 * head + (4 + 2) * head if moment.startswith("loss") else 2 * 3 * layer), (moment, terms)
 
 
 def test_the_loss_holds_what_the_memory_model_counts() -> None:

@@ -47,13 +47,12 @@ def test_the_fastest_of_those_that_hold_the_tokens() -> None:
     assert choose(candidates(*[(0, math.inf)] * 4), 5).mode == MODES[3]  # which needs least
 
 
-def test_what_is_auto_leaves_open_and_micro_batches_have_no_sharding() -> None:
-    assert [str(mode) for mode in allowed_modes("auto", "auto", "auto", shares_memory=True)] == [
-        "step", "step with recomputation", "step, train.sharding=node", "step, train.sharding=node with recomputation",
-        "micro_batch", "micro_batch with recomputation"]
-    assert allowed_modes("auto", "auto", "auto", shares_memory=False) == MODES
+def test_what_is_auto_leaves_open() -> None:
+    assert [str(mode) for mode in allowed_modes("auto", "auto")] == [
+        "step", "step with recomputation", "micro_batch", "micro_batch with recomputation"]
+    assert allowed_modes("auto", "auto") == MODES
     for recomputes, again in (("true", True), ("packs", False), ("false", False)):
-        assert allowed_modes("step", recomputes, "node", shares_memory=False) == [Mode("step", again, "node")]
+        assert allowed_modes("step", recomputes) == [Mode("step", again)]
 
 
 def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
@@ -67,11 +66,6 @@ def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> 
     """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
     offer = Offer(Mode(sync, False), tokens, COST, gathering_s)
     return candidates_of([offer], 1, equal_samples(5 * num_ranks, 1000, 4), [0] * num_ranks)[0].step_s
-
-
-def test_a_mode_in_words() -> None:
-    assert [str(Mode("step", again, sharding)) for sharding in ("whole", "node") for again in (False, True)] == [
-        "step", "step with recomputation", "step, train.sharding=node", "step, train.sharding=node with recomputation"]
 
 
 def test_a_step_by_hand() -> None:

@@ -26,16 +26,6 @@ def test_the_default_file_and_overrides() -> None:
     assert settings.faults.events == [Event(time_s=5.0, kind="node", rank=9)]
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["cluster=ascend_910b"], "train.sharding: got 'node' with cluster.kind=npu; allowed: whole (NPU memory"),
-    (["sync=micro_batch"], "train.sharding: got 'node' with sync=micro_batch; allowed: whole, or node with sync=step"),
-    (["sync=auto"], "train.sharding: got 'node' with sync=auto; allowed: whole, or node with sync=step")])
-def test_what_a_run_refuses_is_not_simulated(words: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_simulation(["train.sharding=node", *words])
-    assert str(raised.value).startswith(line)
-
-
 @pytest.mark.parametrize("path", sorted((CONF / "faults").glob("*.yaml"))
                          + sorted((CONF / "cluster" / "simulated").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_file_loads(path: Path) -> None:

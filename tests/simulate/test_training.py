@@ -66,8 +66,6 @@ def test_a_large_model_needs_micro_batches() -> None:
     assert found.mode.sync == "micro_batch"
     assert found.most_tokens * 64 >= 100_000
     assert found.gather_s > 0
-    assert training_of(shape(), ranks, Wanted(sync="step", sharding="node", longest_tokens=9)).mode == Mode(
-        "step", False, "node")
 
 
 def test_recomputation_of_packs_has_room_for_as_much_as_that_of_all() -> None:

@@ -21,9 +21,6 @@ from tests.train.networks import whole
 from tests.train.random_plans import SAMPLES, STEP, World
 from tests.train.test_lora_plans import with_rough_adapters
 
-ALONE = ("a", "b", "c", "d", "e")
-"""Of a node with several ranks the order in which they add gradients, and so the last bits, change from run to run."""
-
 
 def config_of(folder: Path, world: World, dropout: float) -> Config:
     """Of a run in this world, with adapters if there is dropout. Its model is saved in `folder`."""
@@ -33,15 +30,14 @@ def config_of(folder: Path, world: World, dropout: float) -> Config:
     return load([f"model.path={folder}", "model.preset=", f"planner.sync={world.sync}",
                  f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
                  f"train.activation_checkpointing={str(world.recomputes).lower()}",
-                 f"train.sharding={world.sharding}", "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0",
+                 "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0",
                  "train.clip_norm=0", *adapters])
 
 
 @contextmanager
 def member_of(world: World, config: Config, rank: int, port: int) -> Iterator[Rank]:
     with with_rough_adapters():
-        member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port, nodes=ALONE[:world.num_ranks]),
-                      CPU)
+        member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port), CPU)
     yield member
     member.close()
 

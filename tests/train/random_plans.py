@@ -49,22 +49,15 @@ class World:
     transport: str
     recomputes: bool = False
     freeze: str = ""
-    sharding: str = "whole"
     preset: str = "tiny"
     encoder: str = "group"
     splits: bool = False
 
     def __str__(self) -> str:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
-        mode = self.sync if self.sharding == "whole" else self.sharding
         family = f"-{self.preset}" * (self.preset != "tiny")
         apart = f"-{self.encoder}" * (self.encoder != "group") + "-split" * self.splits
-        return f"{self.num_ranks}-{mode}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}{apart}"
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The node of each rank: two nodes, of unequal size where that can be."""
-        return ("a",) * (self.num_ranks // 2) + ("b",) * (self.num_ranks - self.num_ranks // 2)
+        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}{apart}"
 
 
 def random_plan(seed: int, world: World) -> Plan:
@@ -133,9 +126,7 @@ def check(
     config = load([f"model.path={reference / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
-                   f"train.sharding={world.sharding}",
-                   "comm.timeout_s=60", "run.dir=unused",
-                   "train.adam_beta1=0", "train.clip_norm=0", *settings])
+                   "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0", "train.clip_norm=0", *settings])
     results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference / world.preset,
                             timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
@@ -150,7 +141,7 @@ def check(
 def run_plans(
     rank: int, port: int, world: World, config: Config, plans: list[Plan], reference: Path
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port, nodes=world.nodes), CPU)
+    member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port), CPU)
     payloads = {sample.id: payload for sample, payload in SAMPLES[world.preset]}
     wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}
     without_dropout = reference / "losses without dropout"

@@ -16,15 +16,15 @@ from tests.train.both_ways import both_ways, config_of, member_of
 from tests.train.random_plans import WATCHDOG_S, World, random_plan
 
 WORLDS = [(World(3, "step", "pool"), 0.0), (World(5, "micro_batch", "pool", True), 0.0),
-          (World(3, "micro_batch", "parent"), 0.0), (World(3, "step", "parent", True, "", "node"), 0.0),
-          (World(3, "step", "pool", False, "vision", "node"), 0.0), (World(3, "step", "pool", True, "language"), 0.0),
+          (World(3, "micro_batch", "parent"), 0.0), (World(3, "step", "parent", True), 0.0),
+          (World(3, "step", "pool", True, "language"), 0.0),
           (World(3, "step", "pool", False, "vision"), 0.2), (World(3, "micro_batch", "pool", True, "vision"), 0.2),
-          (World(3, "step", "parent", True, "vision", "node"), 0.2), (World(3, "step", "pool", encoder="world"), 0.0),
+          (World(3, "step", "pool", encoder="world"), 0.0),
           (World(3, "micro_batch", "pool", True, encoder="world", splits=True), 0.0),
           (World(3, "step", "pool", encoder="world", splits=True), 0.0)]
-WORLDS += [(World(3, sync, "pool", recomputes, "", sharding, preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
-           for sync, sharding, recomputes in (("step", "whole", False), ("micro_batch", "whole", True))]
-QUICK = [WORLDS[10]]
+WORLDS += [(World(3, sync, "pool", recomputes, "", preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
+           for sync, recomputes in (("step", False), ("micro_batch", True))]
+QUICK = [WORLDS[8]]
 
 
 @pytest.mark.parametrize(("world", "dropout"), [

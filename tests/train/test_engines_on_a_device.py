@@ -19,7 +19,6 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
@@ -30,27 +29,22 @@ from tests.ranks import run_processes
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
 
 STEPS = 2
-NODES = ((0, 1), (2,))
 PACKS: list[Groups] = [[([0, 1], [[5, (1, 4, 4), 60]], None), ([2], [[9]], None)],
                        [([0], [[3, (1, 4, 8), (1, 4, 4), 4]], None), ([1, 2], [[400], [7, (1, 8, 4), 9]], None)]]
 TIMEOUT = timedelta(seconds=60)
 
 
-def own_engine(adapter: ModelAdapter, sharding: str, rank: int, world: dist.ProcessGroup | None, world_size: int,
+def own_engine(adapter: ModelAdapter, sync: str, rank: int, world: dist.ProcessGroup | None, world_size: int,
                accelerator: Accelerator, progress: Progress) -> Any:
     rule, device = settings(adapter), accelerator.torch_device()
-    if sharding == "micro_batch":
+    if sync == "micro_batch":
         assert world is not None
         return ShardedEngine(adapter, rule, world, rank, device, "bf16", progress=progress)
-    if sharding == "node":
-        groups = [dist.new_group(list(ranks), backend="gloo") for ranks in NODES]
-        node = Node(NODES, groups[0] if rank in NODES[0] else None)
-        return NodeEngine(adapter, rule, world, world_size, rank, node, device, "bf16", 4000, progress=progress)
     adapter.module.to(device)
     return FlatEngine(adapter.module, rule, world, world_size, rank, "bf16", 4000, progress=progress)
 
 
-def train(rank: int, port: int, world_size: int, backend: str, sharding: str, recomputes: bool) -> bytes:
+def train(rank: int, port: int, world_size: int, backend: str, sync: str, recomputes: bool) -> bytes:
     """Losses and gradient norms by step, and on rank 0 all parameters."""
     async_backend.register()
     if backend == "nccl":
@@ -64,12 +58,12 @@ def train(rank: int, port: int, world_size: int, backend: str, sharding: str, re
     world = dist.group.WORLD if world_size > 1 else None
     adapter = rough_model()
     adapter.set_activation_checkpointing(recomputes)
-    engine = own_engine(adapter, sharding, rank, world, world_size, accelerator, progress)
+    engine = own_engine(adapter, sync, rank, world, world_size, accelerator, progress)
     transport = open_transport("pool", rank, world_size, accelerator, 16, TIMEOUT, progress)
-    kind = MicroBatchStep if sharding == "micro_batch" else RankStep
+    kind = MicroBatchStep if sync == "micro_batch" else RankStep
     step = kind(adapter, engine, transport, world, device)
     layout = PACKS if world_size > 1 else [[([0], samples, None)] for groups in PACKS for _, samples, _ in groups]
-    plan, payloads = make_plan(world_size, layout, sync="micro_batch" if sharding == "micro_batch" else "step")
+    plan, payloads = make_plan(world_size, layout, sync=sync)
     losses, norms = [], []
     for number in range(STEPS):
         rank_plan = plan.rank_plan(number + 1, rank)
@@ -78,8 +72,6 @@ def train(rank: int, port: int, world_size: int, backend: str, sharding: str, re
         losses.append(result.loss_sum)
         norms.append(result.gradient_norm)
     found = {name: value.cpu() for name, value in engine.full_parameters().items()}
-    if sharding == "node":
-        assert engine.buffers.filled_most <= 2
     saved = io.BytesIO()
     torch.save((losses, norms, found), saved)
     transport.close()
@@ -95,19 +87,19 @@ def results(num_ranks: int, *arguments: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def of_one_rank() -> Any:
-    return results(1, async_backend.BACKEND, "whole", False)[0]
+    return results(1, async_backend.BACKEND, "step", False)[0]
 
 
 @pytest.mark.gpu
 @pytest.mark.gloo("its backends are its own")
-@pytest.mark.parametrize(("backend", "sharding", "recomputes"), [
-    (async_backend.BACKEND, "whole", False), (async_backend.BACKEND, "node", True),
-    ("nccl", "whole", False), ("nccl", "node", False), ("nccl", "micro_batch", True)])
-def test_ranks_train_as_one_does(backend: str, sharding: str, recomputes: bool, of_one_rank: Any) -> None:
+@pytest.mark.parametrize(("backend", "sync", "recomputes"), [
+    (async_backend.BACKEND, "step", False), (async_backend.BACKEND, "step", True), ("nccl", "step", False),
+    ("nccl", "micro_batch", True)])
+def test_ranks_train_as_one_does(backend: str, sync: str, recomputes: bool, of_one_rank: Any) -> None:
     expected_losses, expected_norms, expected = of_one_rank
     before = {name: parameter.detach().cpu() for name, parameter in rough_model().module.named_parameters()}
     found: dict[str, torch.Tensor] = {}
-    for losses, norms, parameters in results(3, backend, sharding, recomputes):
+    for losses, norms, parameters in results(3, backend, sync, recomputes):
         assert losses == pytest.approx(expected_losses, rel=2e-3)
         assert norms == pytest.approx(expected_norms, rel=2e-2)
         found |= parameters

@@ -94,13 +94,12 @@ def answered(process: int, port: int, num_ranks: int, config: Config, plan: Plan
 
 
 APART = "planner.encoder=world"
-WAYS = [(1, []), (3, []), (3, ["train.sharding=node"]), (3, ["planner.sync=micro_batch"]),
-        (5, ["comm.transport=parent"]), (3, [APART]), (3, [APART, "train.sharding=node"]),
+WAYS = [(1, []), (3, []), (3, ["planner.sync=micro_batch"]), (5, ["comm.transport=parent"]), (3, [APART]),
         (3, [APART, "planner.sync=micro_batch"])]
 
 
 @pytest.mark.parametrize(("num_ranks", "settings", "preset"), [
-    (1, [], "tiny_internvl"), (3, [], "tiny"), (3, ["train.sharding=node"], "tiny_qwen3_vl"),
+    (1, [], "tiny_internvl"), (3, [], "tiny"), (3, [], "tiny_qwen3_vl"),
     (3, ["planner.sync=micro_batch"], "tiny_internvl"),
     *(pytest.param(num_ranks, settings, preset, marks=pytest.mark.slow) for preset in PATCH_DIMS
       for num_ranks, settings in WAYS)])

@@ -19,12 +19,11 @@ from tests.train.random_plans import WATCHDOG_S, World, random_plan
 
 WORLDS = [(World(3, "step", "pool"), 0.0), (World(3, "micro_batch", "pool"), 0.0),
           (World(5, "micro_batch", "parent", False, "language"), 0.0),
-          (World(3, "step", "parent", False, "", "node"), 0.0),
-          (World(3, "step", "pool", False, "vision", "node"), 0.2),
+          (World(3, "step", "parent"), 0.0), (World(3, "step", "pool", False, "vision"), 0.2),
           (World(3, "micro_batch", "pool", False, "vision"), 0.2),
           (World(3, "step", "pool", False, encoder="world", splits=True), 0.0),
           (World(3, "micro_batch", "pool", False, encoder="world", splits=True), 0.0)]
-WORLDS += [(World(3, sync, "pool", False, "", "whole", preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
+WORLDS += [(World(3, sync, "pool", False, "", preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
            for sync in ("step", "micro_batch")]
 QUICK = [WORLDS[0], WORLDS[1]]
 

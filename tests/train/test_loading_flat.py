@@ -20,7 +20,6 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan import Plan
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -191,22 +190,6 @@ def test_a_sharded_engine_that_takes_over_a_state_reads_only_what_is_frozen(tmp_
     found = run_tensors(re_form_sharded, 2, saved(tmp_path / "model", torch.float32, tie=True))
     assert all(result["bytes"] == 4 * result["rows"] for result in found)
     assert all(torch.equal(found[0]["again"][name], value) for name, value in found[0]["first"].items())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_frozen_is_read_again_after_a_generation_that_shared_it(precision: str, tmp_path: Path) -> None:
-    """train.sharding=auto may choose node for seven ranks and whole for eight: ranks then have no frozen values."""
-    adapter = adapter_of(saved(tmp_path / "model", torch.float32, tie=True), True, ["vision"])
-    engine: FlatEngine | NodeEngine = flat_engine(adapter, 0, 1, precision)
-    wanted = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
-    for node in (True, False):
-        shards, originals = engine.local_shards(0)[:1], engine.originals
-        engine.release()
-        engine = NodeEngine(adapter, settings(adapter), None, 1, 0, Node(((0,),), None), CPU, precision, BUCKET_BYTES,
-                            False, originals) if node else flat_engine(adapter, 0, 1, precision, initialize=False)
-        engine.load_state(shards[0].state)
-    found = dict(adapter.module.named_parameters())
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_a_file_that_is_cut_short_leaves_the_module_as_it_was(tmp_path: Path) -> None:

@@ -22,25 +22,24 @@ from tests.ranks import run_processes
 from tests.train.random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
 
 WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World(5, "step", "parent", True, "vision"),
-          World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True, "", "node"),
-          World(3, "step", "pool", False, "language", "node"), World(3, "step", "pool", False, "language"),
+          World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True),
+          World(3, "step", "pool", False, "language"),
           World(3, "micro_batch", "pool", False, "language")]
-WORLDS += [World(3, sync, "pool", True, "", sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
-           for sync, sharding in (("step", "whole"), ("step", "node"), ("micro_batch", "whole"))]
-WORLDS += [World(num_ranks, sync, "pool", True, freeze, sharding, preset, "world")
-           for num_ranks, sync, freeze, sharding, preset in (
-    (3, "step", "", "whole", "tiny"), (3, "micro_batch", "", "whole", "tiny_internvl"), (5, "step", "", "node", "tiny"),
-    (3, "micro_batch", "language", "whole", "tiny"), (3, "step", "vision", "whole", "tiny_qwen3_vl"))]
-WORLDS += [World(num_ranks, sync, "parent", recomputes, "", "whole", preset, "world", True)
+WORLDS += [World(3, sync, "pool", True, "", preset) for preset in PATCH_DIMS if preset != "tiny"
+           for sync in ("step", "micro_batch")]
+WORLDS += [World(num_ranks, sync, "pool", True, freeze, preset, "world") for num_ranks, sync, freeze, preset in (
+    (3, "step", "", "tiny"), (3, "micro_batch", "", "tiny_internvl"), (5, "step", "", "tiny"),
+    (3, "micro_batch", "language", "tiny"), (3, "step", "vision", "tiny_qwen3_vl"))]
+WORLDS += [World(num_ranks, sync, "parent", recomputes, "", preset, "world", True)
            for num_ranks, sync, recomputes, preset in (
     (3, "step", True, "tiny_qwen3_vl"), (5, "micro_batch", False, "tiny_qwen3_vl"), (5, "step", False, "tiny"))]
 RATE = 0.2
-DROPPING = [World(3, "step", "pool", True, "vision", "whole", preset) for preset in PATCH_DIMS]
-DROPPING += [World(5, "step", "pool", False, "vision"), World(5, "step", "pool", True, "vision", "node"),
+DROPPING = [World(3, "step", "pool", True, "vision", preset) for preset in PATCH_DIMS]
+DROPPING += [World(5, "step", "pool", False, "vision"),
              World(5, "micro_batch", "pool", True, "vision"), World(3, "micro_batch", "pool", False, "vision")]
 CASES = [*((world, 0.0) for world in WORLDS), *((world, RATE) for world in DROPPING)]
 FEW = [(WORLDS[0], 0.0), (WORLDS[4], 0.0), (DROPPING[0], RATE),
-       *((World(3, sync, "pool", True, "", "whole", preset), 0.0)
+       *((World(3, sync, "pool", True, "", preset), 0.0)
          for preset, sync in (("tiny_qwen3_vl", "micro_batch"), ("tiny_internvl", "step")))]
 
 
@@ -109,7 +108,7 @@ def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World, ra
     config = load([f"model.path={models / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}",
-                   f"train.sharding={world.sharding}", "train.lora.rank=4", "train.lora.alpha=8",
+                   "train.lora.rank=4", "train.lora.alpha=8",
                    f"train.lora.dropout={rate}", "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0"])
     results = run_on(world, config, [random_plan(seed, world) for seed in range(3)], tmp_path)

@@ -18,16 +18,13 @@ from tests.ranks import run_processes as run_processes  # over both backends: co
 from tests.train.random_plans import SAMPLES, World, check, random_plan
 
 WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True), ("", "vision", "language"))]
-WORLDS += [World(*values, "node") for values in product((3, 5), SYNCS[:1], TRANSPORTS, (False, True),
-                                                        ("", "vision", "language"))]
 FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
-FEW += [World(5, "step", "pool", True, "", "node"), World(3, "step", "parent", False, "vision", "node")]
-QUICK = [FEW[2], FEW[3], FEW[4], FEW[5], FEW[8]]
-FAMILIES = [World(5, sync, "pool", recomputes, freeze, sharding, preset) for preset in PATCH_DIMS if preset != "tiny"
-            for sync, recomputes, freeze, sharding in (("step", False, "", "whole"), ("step", True, "language", "node"),
-                                                       ("micro_batch", True, "", "whole"))]
+QUICK = [FEW[2], FEW[3], FEW[4], FEW[5]]
+FAMILIES = [World(5, sync, "pool", recomputes, freeze, preset) for preset in PATCH_DIMS if preset != "tiny"
+            for sync, recomputes, freeze in (("step", False, ""), ("step", True, "language"),
+                                             ("micro_batch", True, ""))]
 
 
 @pytest.mark.parametrize("world", [
@@ -48,7 +45,7 @@ def test_random_plans_of_other_families(reference: Path, world: World) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_two_hundred_random_plans_of_each_mode(reference: Path, world: World) -> None:
-    alike = [other for other in WORLDS if (other.sync, other.sharding) == (world.sync, world.sharding)]
+    alike = [other for other in WORLDS if other.sync == world.sync]
     check(reference, world, [random_plan(seed, world) for seed in seeds(world, math.ceil(200 / len(alike)))])
 
 

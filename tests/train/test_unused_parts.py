@@ -51,7 +51,7 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
     """For each step the largest error of the parameters against plain torch on one rank, whether the encoder has the
     same bits as before, and its count of updates.
     """
-    member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port, nodes=("a", "a", "b")[:num_ranks]), CPU)
+    member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
     adapter, engine = member.adapter, member.engine
     start = engine.full_parameters()
     if rank == 0:
@@ -91,11 +91,9 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
 
 
 @pytest.mark.parametrize(("num_ranks", "settings"), [
-    (2, ["planner.sync=step", "train.sharding=whole"]), (3, ["planner.sync=step", "train.sharding=node"]),
-    (2, ["planner.sync=micro_batch"]),
-    pytest.param(1, ["planner.sync=step", "train.sharding=whole"], marks=pytest.mark.slow),
+    (2, ["planner.sync=step"]), (3, ["planner.sync=step"]), (2, ["planner.sync=micro_batch"]),
+    pytest.param(1, ["planner.sync=step"], marks=pytest.mark.slow),
     pytest.param(1, ["planner.sync=micro_batch"], marks=pytest.mark.slow),
-    pytest.param(3, ["planner.sync=step", "train.sharding=whole"], marks=pytest.mark.slow),
     pytest.param(3, ["planner.sync=micro_batch"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_encoder_that_no_sample_used_is_not_updated(num_ranks: int, settings: list[str], apart: bool) -> None:

@@ -21,12 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention, export
-from dhp_ray.model.adapter import PARTS, EncoderArguments, ImagePart, LayerStack, NodeUnits, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, ImagePart, LayerStack, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
-from dhp_ray.model.loss import LossHead
+from dhp_ray.model.loss import cross_entropy_sum, most_likely
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.layer_share import num_relieved
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
@@ -56,7 +56,6 @@ class VisionLanguageModel(ABC):
         self.module, self._checkpoints = module.train(), False
         self.replace_modules()
         model: Any = module
-        self._head = LossHead(model.lm_head)
         text = config.text_config
         self.longest_sequence: int | None = None
         if text.rope_parameters.get("rope_type") == "dynamic":
@@ -188,12 +187,16 @@ class VisionLanguageModel(ABC):
         """
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        loss: Tensor = self._head(hidden, labels, valid_index)
-        return loss
+        return cross_entropy_sum(hidden, self._head_weight, labels, valid_index)
 
     def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
-        tokens: Tensor = self._head(hidden, None, valid_index)
-        return tokens
+        return most_likely(hidden, self._head_weight, valid_index)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        model: Any = self.module
+        weight: Tensor = model.lm_head.weight
+        return weight
 
     def is_vision(self, parameter_name: str) -> bool:
         return parameter_name.startswith(self.vision_prefixes)
@@ -241,10 +244,6 @@ class VisionLanguageModel(ABC):
     def vision_units(self) -> Sequence[Module]:
         """The encoder's part of `units`."""
 
-    @abstractmethod
-    def vision_node_units(self) -> Sequence[Module]:
-        """The encoder's part of `node_units`."""
-
     def units(self) -> list[Module]:
         model: Any = self.module.model
         return [*self.vision_units(), *model.language_model.layers]
@@ -259,11 +258,6 @@ class VisionLanguageModel(ABC):
     def stack(self, part: str) -> LayerStack:
         language: Any = self.module.model.language_model  # type: ignore[union-attr]
         return self.vision_stack() if part == "vision" else LayerStack(language, language.layers)
-
-    def node_units(self) -> NodeUnits:
-        language: Any = self.module.model.language_model  # type: ignore[union-attr]
-        modules = [*self.vision_node_units(), *language.layers, language.norm]
-        return NodeUnits(modules, self._head, language.embed_tokens)
 
     def fuse(self, operators: Operators) -> None:
         language: Any = self.module.model.language_model  # type: ignore[union-attr]

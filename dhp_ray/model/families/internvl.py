@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Identity, Module, Parameter
+from torch.nn import Module, Parameter
 from torch.nn import functional as F
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
@@ -108,12 +108,6 @@ class InternVL(VisionLanguageModel):
     def vision_stack(self) -> LayerStack:
         tower: Any = self.module.model.vision_tower  # type: ignore[union-attr]
         return LayerStack(tower, tower.encoder.layer)
-
-    def vision_node_units(self) -> list[Module]:
-        model: Any = self.module.model
-        tower = model.vision_tower
-        last = [] if isinstance(tower.layernorm, Identity) else [tower.layernorm]
-        return [tower.embeddings, *tower.encoder.layer, *last, model.multi_modal_projector]
 
     def fuse_encoder(self, operators: Operators) -> None:
         """Nothing is rotated, and the MLPs have no gate. Of its norms the larger encoder's are RMS norms."""

@@ -121,10 +121,6 @@ class Qwen25VL(VisionLanguageModel):
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         return LayerStack(visual, visual.blocks)
 
-    def vision_node_units(self) -> list[Module]:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        return [visual.patch_embed, *visual.blocks, visual.merger]
-
     def fuse_encoder(self, operators: Operators) -> None:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         for block in visual.blocks:

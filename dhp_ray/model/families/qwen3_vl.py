@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -94,15 +93,6 @@ class Qwen3VL(Qwen25VL):
     ) -> Mapping[str, Any]:
         return {"position_ids": self.position_ids(positions), "visual_pos_masks": vision_token_index,
                 "deepstack_visual_embeds": deeper}
-
-    def vision_node_units(self) -> list[Module]:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        modules: list[Module] = [visual.patch_embed, visual.pos_embed]
-        for index, block in enumerate(visual.blocks):
-            modules.append(block)
-            if index in visual.deepstack_visual_indexes:
-                modules.append(visual.deepstack_merger_list[visual.deepstack_visual_indexes.index(index)])
-        return [*modules, visual.merger]
 
     def fuse_encoder(self, operators: Operators) -> None:
         """Its norms are layer norms and its MLPs have no gate: what is fused are rotations."""

@@ -243,9 +243,7 @@ class Dispatcher:
         if self.write_plan:
             read = {"epoch": batch.epoch, "cursor": batch.cursor,
                     "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}
-            train = self.config.train
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
-                                   "activation_checkpointing": train.activation_checkpointing,
-                                   "sharding": train.sharding})
+                                   "activation_checkpointing": self.config.train.activation_checkpointing})
         prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, located(batch.origins)))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

@@ -1,13 +1,11 @@
 """How a generation trains, what its ranks then need, and what that costs: the memory model and the costs of the run's
-own model on its devices, and the choice of a mode where `planner.sync`, `train.activation_checkpointing` or
-`train.sharding` is auto.
+own model on its devices, and the choice of a mode where `planner.sync` or `train.activation_checkpointing` is auto.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -21,7 +19,6 @@ from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.mode import (
     MEMORY_SHARE,
-    SHARDING,
     Mode,
     Offer,
     allowed_modes,
@@ -64,8 +61,7 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """The line that the user sees."""
-        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto"),
-                  SHARDING: self.mode.sharding}
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto")}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
 
     def recomputation(self, wanted: str) -> str:
@@ -81,8 +77,8 @@ def mode_of(config: Config, group: WorkerGroup, auto_tokens: bool, num_ranks: in
     Otherwise it must hold `planner.tokens_per_rank`.
     """
     kind, num_ranks = group.members[0].described["device"], num_ranks or group.size
-    modes = _modes(config, kind)
-    values = zip(("planner.sync", RECOMPUTATION, SHARDING), zip(*modes))
+    modes = _modes(config)
+    values = zip(("planner.sync", RECOMPUTATION), zip(*modes))
     keys = tuple(key for key, found in values if len(set(found)) > 1)
     if not keys:
         return Choice(modes[0])
@@ -111,7 +107,7 @@ def most_tokens_of(config: Config, group: WorkerGroup, num_ranks: int, limits: C
     that holds the most tokens.
     """
     kind = group.members[0].described["device"]
-    modes = _modes(config, kind)
+    modes = _modes(config)
     return max(limits(mode).most_tokens for mode in (modes if kind in STAND_INS else modes[:1]))
 
 
@@ -120,14 +116,12 @@ def compares_modes(config: Config, group: WorkerGroup, sync: str = "") -> bool:
     configuration's value.
     """
     kind = group.members[0].described["device"]
-    return kind in STAND_INS and len(_modes(config, kind, sync)) > 1
+    return kind in STAND_INS and len(_modes(config, sync)) > 1
 
 
-def _modes(config: Config, kind: str, sync: str = "") -> list[Mode]:
-    """Return the modes that the configuration allows on devices of this kind, ordered by what they need, most first."""
-    train = config.train
-    return allowed_modes(sync or config.planner.sync, train.activation_checkpointing,
-                         "whole" if train.deterministic else train.sharding, ACCELERATORS[kind].shares_memory)
+def _modes(config: Config, sync: str = "") -> list[Mode]:
+    """Return the modes that the configuration allows, ordered by what they need, most first."""
+    return allowed_modes(sync or config.planner.sync, config.train.activation_checkpointing)
 
 
 def _most_tokens(config: Config, auto_tokens: bool, num_ranks: int) -> int | None:
@@ -180,23 +174,12 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
         frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
         mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=largest_image_of(config, shape), image_limit=limit,
-        communicators_bytes=num_groups * device.group_bytes, sharding=mode.sharding,
-        node_ranks=fewest_of_a_node(group.nodes, world_size), adapters=described.get("adapters", {}),
+        communicators_bytes=num_groups * device.group_bytes, adapters=described.get("adapters", {}),
         drops=train.lora.dropout > 0))
     if limit:
         return memory
     largest = min(memory.settings.largest_image, planner.max_sequence_tokens or memory.settings.largest_image)
     return memory.with_image_limit(MEMORY_SHARE * group.memory_bytes, largest, share_of_every_pack(config))
-
-
-def fewest_of_a_node(nodes: Sequence[str], num_ranks: int) -> int:
-    """Return the number of ranks of the node that has fewest, if `num_ranks` ranks are on nodes like these. If these
-    have another number of ranks, one node is filled after the other, so that few may be left for the last.
-    """
-    counts = Counter(nodes).values()
-    if num_ranks == len(nodes):
-        return min(counts)
-    return min(*counts, num_ranks % max(counts) or max(counts))
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:

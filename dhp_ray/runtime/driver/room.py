@@ -13,13 +13,12 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import Config
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.host_memory import node_terms
 from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.mode import MEMORY_SHARE, SHARDING, Mode
+from dhp_ray.planner.mode import MEMORY_SHARE, Mode
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.host_room import (
     OFFLOAD,
@@ -133,13 +132,9 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
     memory = memory_of(config, group, mode)
     needed = sum(memory.resident().values())
     if needed > MEMORY_SHARE * group.memory_bytes:
-        other, taken = "planner.sync=micro_batch, " if mode.sync == "step" else "", f"planner.sync={mode.sync}"
-        if mode.sync == "step" and ACCELERATORS[memory.settings.device].shares_memory:
-            taken += f" with {SHARDING}={mode.sharding}"
-            if mode.sharding == "whole" and not config.train.deterministic:
-                other = f"{SHARDING}=node, {other}"
+        other = "planner.sync=micro_batch, " if mode.sync == "step" else ""
         raise RunError(
-            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: {taken} keeps "
+            f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: planner.sync={mode.sync} keeps "
             f"{needed / 2**30:.1f} GiB on each rank, which has {group.memory_bytes / 2**30:.1f} GiB; "
             f"use more or larger devices, {other}or a smaller model"
         )

@@ -168,8 +168,7 @@ class Session:
         mode = choice.mode
         # as resolved for this generation
         config = replace(self.config, train=replace(
-            train, activation_checkpointing=choice.recomputation(train.activation_checkpointing),
-            sharding=mode.sharding))
+            train, activation_checkpointing=choice.recomputation(train.activation_checkpointing)))
         limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
         cost = self.history.refits.enter(prior, least_error(config, prior))
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
@@ -208,7 +207,7 @@ class Session:
             self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
                                activation_checkpointing=choice.recomputation(
                                    self.config.train.activation_checkpointing),
-                               sharding=choice.mode.sharding, auto=choice.keys, why=choice.why)
+                               auto=choice.keys, why=choice.why)
             yield Notice(choice.line)
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:

@@ -109,8 +109,7 @@ def memory_here(
         sync=sync, world_size=num_ranks, precision=train.precision,
         recomputes=train.activation_checkpointing == "true", frozen=tuple(train.freeze), device=accelerator.name,
         bucket_bytes=int(train.bucket_mb * 2**20), largest_image=config.data.max_pixels // size.shape.token_pixels,
-        sharding=train.sharding if sync == "step" else "whole", node_ranks=num_ranks, adapters=size.adapters,
-        drops=train.lora.dropout > 0))
+        adapters=size.adapters, drops=train.lora.dropout > 0))
 
 
 def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
@@ -178,7 +177,7 @@ def _collected(
 
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
     """Return the parts of session `number`; links and memory are measured only in the first one."""
-    parts = parts_of(spec, accelerator.shares_memory)
+    parts = parts_of(spec)
     if number == 0:
         return parts
     return [part for part in parts if part in ("images" if "images" in parts else "packs", "rings", "rings across")]

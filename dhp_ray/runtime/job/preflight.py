@@ -94,10 +94,8 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
-    for name, value in (("train.activation_checkpointing", config.train.activation_checkpointing),
-                        ("train.sharding", config.train.sharding)):
-        if value == "auto":
-            raise ConfigError(f"{name}: got auto; allowed here: the value that is to be measured")
+    if config.train.activation_checkpointing == "auto":
+        raise ConfigError("train.activation_checkpointing: got auto; allowed here: the value that is to be measured")
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     here = {str(kind.resource): float(kind.num_devices()) for kind in ACCELERATORS.values()}

@@ -67,7 +67,7 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
     shape = type(rank.adapter).shape(rank.adapter.module.config)
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
     spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
-    if part not in parts_of(spec, rank.accelerator.shares_memory):
+    if part not in parts_of(spec):
         return spec, None
     return spec, measured_part(rank, member_with(rank, spec, len(cores())), part)
 
@@ -91,4 +91,4 @@ def measured_part(
     result of earlier passes, which is in the one returned.
     """
     timeout = timedelta(seconds=rank.config.comm.timeout_s)
-    return measure_part(part, member, rank.state_group, timeout, progress, earlier)
+    return measure_part(part, member, timeout, progress, earlier)

@@ -26,7 +26,6 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.export import export_model
 from dhp_ray.runtime.worker.folders import save_folder
-from dhp_ray.runtime.worker.heap import map_large_blocks
 from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from dhp_ray.train.engine import Engine
@@ -34,7 +33,6 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.node_engine import Node, NodeEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -54,7 +52,7 @@ class Rank:
         progress: where the training thread is; other threads may abort it.
 
     Raises:
-        ValueError: one line, when the model cannot be trained like this, or ranks of a node cannot share memory.
+        ValueError: one line, when the model cannot be trained like this.
         RendezvousError: the other ranks did not come.
     """
 
@@ -96,8 +94,6 @@ class Rank:
         self.engine = (
             self._sharded_engine(not keeps_state, progress)
             if self.mode.sync == "micro_batch"
-            else self._node_engine(world, not keeps_state, originals, progress, timeout)
-            if self.mode.sharding == "node"
             else self._flat_engine(world, not keeps_state, originals, progress)
         )
         try:
@@ -236,22 +232,6 @@ class Rank:
                           self.membership.rank,
                           train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress,
                           self.adapter.weights, self.device)
-
-    def _node_engine(
-        self,
-        world: dist.ProcessGroup | None,
-        initialize: bool,
-        originals: Mapping[str, Tensor] | None,
-        progress: Progress,
-        timeout: timedelta,
-    ) -> Engine:
-        map_large_blocks()
-        nodes, train = self.membership.ranks_by_node(), self.config.train
-        groups = [make_group(ranks, "gloo", timeout) if len(ranks) > 1 else None for ranks in nodes]
-        group = next(group for ranks, group in zip(nodes, groups) if self.membership.rank in ranks)
-        return NodeEngine(self.adapter, self._optimizer_settings(), world, self.membership.world_size,
-                          self.membership.rank, Node(nodes, group), self.device, train.precision,
-                          int(train.bucket_mb * 2**20), initialize, originals, progress)
 
     def _sharded_engine(self, initialize: bool, progress: Progress) -> Engine:
         assert dist.group.WORLD is not None

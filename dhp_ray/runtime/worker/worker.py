@@ -306,7 +306,7 @@ class Worker:
     def _leave(self) -> None:
         """Leave the generation and keep the shards that this worker holds of it."""
         from dhp_ray.comm.world import destroy_world
-        from dhp_ray.train.flat_shards import FlatShards
+        from dhp_ray.train.flat_engine import FlatEngine
 
         with self.switching:  # what the device waits for must end before its memory can be read
             self._abort()
@@ -318,7 +318,7 @@ class Worker:
         # in host memory: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host(self.progress.count_part))
                       for shard in rank.local_shards()]
-        if isinstance(rank.engine, FlatShards):
+        if isinstance(rank.engine, FlatEngine):
             self.originals = rank.engine.originals
         rank.close(broken=True)
 

@@ -96,12 +96,8 @@ def test_each_frame_of_a_video_is_a_run_of_tokens() -> None:
     assert adapter.positions(torch.tensor([1, 261, 261, 2]), torch.tensor([[1, 4, 4]])).tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_units_are_all_of_the_model_once() -> None:
+def test_a_shape_counts_every_parameter() -> None:
     for adapter in (rough_model(preset=PRESET), over_qwen3()):
-        units = adapter.node_units()
-        found = [parameter for module in (*units.modules, units.head, units.embedding)
-                 for parameter in module.parameters()]
-        assert {id(parameter) for parameter in found} == {id(parameter) for parameter in adapter.module.parameters()}
         shape = InternVL.shape(adapter.module.config)
         assert shape.num_parameters() == sum(parameter.numel() for parameter in adapter.module.parameters())
 

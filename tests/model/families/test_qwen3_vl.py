@@ -70,16 +70,6 @@ def test_a_video_is_a_run_of_tokens_for_each_step_in_time() -> None:
                                   [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
-def test_the_units_of_a_node_are_all_of_the_model_once() -> None:
-    adapter = rough_model(preset=PRESET)
-    units = adapter.node_units()
-    found = [parameter for module in (*units.modules, units.head, units.embedding) for parameter in module.parameters()]
-    assert {id(parameter) for parameter in found} == {id(parameter) for parameter in adapter.module.parameters()}
-    visual = adapter.module.model.visual  # type: ignore[union-attr]
-    first = [visual.patch_embed, visual.pos_embed, visual.blocks[0], visual.deepstack_merger_list[0]]  # type: ignore
-    assert all(unit is module for unit, module in zip(units.modules, first))
-
-
 @pytest.mark.parametrize("levels", [[0, 0], [0, 3], [0, 1, 2, 2]])
 def test_levels_that_the_encoder_does_not_give_are_refused(levels: list[int]) -> None:
     config = rough_model(preset=PRESET).module.config

@@ -22,7 +22,6 @@ from dhp_ray.runtime.driver.modes import (
     Choice,
     check_cost,
     cost_of,
-    fewest_of_a_node,
     memory_of,
     mode_of,
 )
@@ -99,43 +98,9 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     assert ranks_that_hold(config, fewer, 8)(longest) == holding
 
 
-def test_a_node_shares_its_memory_where_the_model_does_not_fit_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(str(tmp_path), "train.sharding=auto", "comm.transport=parent", "train.precision=bf16",
-                       "model.preset=small")
-    with monkeypatch.context() as patch:
-        patch.setitem(ACCELERATORS, "cuda", replace(CUDA, shares_memory=False))
-        assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == Mode("step", False)
-    needed = {sharding: memory_of(config, group_of(8, 1.0, config), Mode("step", False, sharding))
-              for sharding in ("whole", "node")}
-    least = {sharding: memory.memory(memory.worst_load(8)).device_bytes for sharding, memory in needed.items()}
-    assert least["node"] < least["whole"]
-    config.planner.max_sequence_tokens = 8
-    room = (least["node"] + least["whole"]) / 2 / 0.9 / GIB
-    choice = mode_of(config, group_of(8, room, config), auto_tokens=True)
-    assert choice.mode == Mode("step", False, "node")
-    assert choice.line.startswith("train.sharding=auto is node: a rank is to hold ")
-    nodes = members(*[{"node_id": node} for node in "aaaaabbb"])
-    assert memory_of(config, WorkerGroup([replace(member, described=member.described | like.described | {
-        "node_id": member.described["node_id"]}) for member, like in zip(nodes, group_of(8, 1.0, config).members)]),
-        choice.mode).settings.node_ranks == 3
-    config.train.deterministic = True  # adds to a node's sums come in any order
-    assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("step", False))
-    config.train.deterministic, config.planner.sync = False, "micro_batch"
-    assert mode_of(config, group_of(8, room, config), auto_tokens=True) == Choice(Mode("micro_batch", False))
-
-
-@pytest.mark.parametrize(("nodes", "num_ranks", "wanted"), [
-    ("aaaabbbb", 8, 4), ("aaaab", 5, 1), ("aaaaaaaab", 8, 1), ("aaaabbbb", 5, 1), ("aaaabbbb", 12, 4),
-    ("aaaabbbb", 14, 2), ("aa", 4, 2), ("aa", 1, 1)])
-def test_the_fewest_ranks_of_a_node(nodes: str, num_ranks: int, wanted: int) -> None:
-    assert fewest_of_a_node(nodes, num_ranks) == wanted
-
-
 def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:
-    told, untold = Membership(0, 2, 1, "", 0, mode=Mode("step", True, "node")), Membership(0, 2, 1, "", 0)
-    undecided = config_of(str(tmp_path), *AUTO, "train.sharding=auto")
+    told, untold = Membership(0, 2, 1, "", 0, mode=Mode("step", True)), Membership(0, 2, 1, "", 0)
+    undecided = config_of(str(tmp_path), *AUTO)
     assert told.mode_in(undecided) == told.mode
     assert told.mode_in(config_of(str(tmp_path), "planner.sync=micro_batch")) == Mode("micro_batch", False)
     assert untold.mode_in(undecided) == Mode("step", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
 from dhp_ray.planner.host_memory import CHANGE, host_terms, pinned_bytes
-from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.modes import cost_of, memory_of
 from dhp_ray.runtime.driver.room import (
@@ -82,8 +80,8 @@ def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
         check_memory(frozen, group_of(2, memory_gib, frozen), mode)
         with pytest.raises(RunError, match=rf"^model of 0\.00 B parameters: planner\.sync={mode.sync}.* keeps "):
             check_memory(whole, group_of(2, memory_gib, whole), mode)
-    with pytest.raises(RunError, match=(r"planner\.sync=step with train\.sharding=whole keeps .* larger devices, "
-                                        r"train\.sharding=node, planner\.sync=micro_batch, or a smaller model$")):
+    with pytest.raises(RunError, match=(r"planner\.sync=step keeps .* larger devices, planner\.sync=micro_batch, or a "
+                                        r"smaller model$")):
         check_memory(whole, group_of(2, 0.001, whole, "cpu"), Mode("step", False))
 
 
@@ -193,26 +191,6 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
         check(with_replicas, "cpu")
     config.elastic.mirror_every_steps = "0"
     check(without + 100)
-
-
-def test_what_lies_once_per_node_is_once_there_on_every_node(tmp_path: Path) -> None:
-    """Of 8 ranks and one: the node of 8 keeps the parameters once, though the other's rank has them for itself."""
-    config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=0")
-    mode, group = Mode("step", False, "node"), group_of(9, 1.0, config, "cpu")
-    memory = memory_of(config, group_of(8, 1.0, config, "cpu"), mode)
-    memory = MemoryModel(memory.shape, replace(memory.settings, world_size=9))
-    assert memory.settings.node_ranks == 8
-    rest = sum(host_terms(memory.shape, memory.settings, 100).values())
-    for more, fits in ((100, True), (-100, False)):
-        for rank, member in enumerate(group.members):
-            member.described |= {"node_id": "b" if rank == 8 else "a"}
-            if rank < 8:
-                member.described["host_memory_bytes"] = (8 * (sum(memory.resident().values()) + rest) + more) / 0.9
-        if fits:
-            check_host_memory(config, group, mode)
-        else:
-            with pytest.raises(RunError, match="8 ranks on node a"):
-                check_host_memory(config, group, mode)
 
 
 def test_a_rank_needs_room_for_what_it_writes_of_a_model(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ def job() -> Any:
     (["model.preset=enormous"], "model.preset: got 'enormous'; allowed: "),
     (["model.path=/nowhere"], "model.path: "),
     (["cluster.device=tpu"], "cluster.device: got 'tpu'; allowed: auto, cpu, cuda, npu"),
-    (["train.sharding=auto"], "train.sharding: got auto; allowed here: the value that is to be measured"),
     (["train.activation_checkpointing=auto"], "train.activation_checkpointing: got auto; allowed here: "),
     (["ranks=64", "model.preset=enormous"], "model.preset: got 'enormous'; allowed: "),
     (["out=s3://bucket/cost.yaml"], "out: got s3://bucket/cost.yaml; allowed: a path of this machine"),
