@@ -28,7 +28,7 @@ was measured. No data is read: packs are random tokens and images.
 
 OWN = {"name": "", "out": "", "quick": "false", "preempt": "false", "ranks": "", "max_tokens": ""}
 KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
-        r"|train\.(prec|freeze|lora|act|shard|fused|bucket)")
+        r"|train\.(prec|freeze|lora|act|fused|bucket)")
 
 
 def main(argv: list[str]) -> int:
