@@ -186,10 +186,7 @@ class Processor:
         runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
         text, spans = self._with_media(text, spans, sizes)
         ids, starts, stops = self._spelled.encode(text, hidden)
-        labels = np.full_like(ids, IGNORE)
-        for start, stop in spans:
-            inside = (starts >= start) & (stops <= stop) & (stops > starts)
-            labels[inside] = ids[inside]
+        labels = np.where(within(starts, stops, spans), ids, np.int32(IGNORE))
         # The text has one token per run; the model takes one per merged patch.
         marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
         if ids[marks].tolist() != [self.token_ids[kind] for kind, _ in runs]:
@@ -228,10 +225,10 @@ class Processor:
         for mark, new in zip(found, written):
             pieces += [text[stop : mark.start()], new]
             stop = mark.end()
-        shifts = [sum(len(new) - len(mark[0]) for mark, new in zip(found, written) if mark.start() < start)
-                  for start, _ in spans]
+        grown = np.cumsum([0, *(len(new) - len(mark[0]) for mark, new in zip(found, written))])
+        before = np.searchsorted([mark.start() for mark in found], [start for start, _ in spans])
         return ("".join([*pieces, text[stop:]]),
-                [(start + shift, stop + shift) for (start, stop), shift in zip(spans, shifts)])
+                [(start + shift, stop + shift) for (start, stop), shift in zip(spans, grown[before].tolist())])
 
     def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
         """(grid, index, seconds of a step) of each entry into which an image or video is cut."""
@@ -284,6 +281,14 @@ def load_processor(
                          video_pixels_of(folder) or VIDEO_PIXELS)
     except TemplateError as error:
         raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
+
+
+def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(L,) whether each token, which begins and ends at these characters, has some and all of them lie in one of the
+    spans. The spans are ascending and do not overlap.
+    """
+    begins, ends = np.array([(-1, -1), *spans], np.int64).T
+    return (stops > starts) & (stops <= ends[np.searchsorted(begins, starts, side="right") - 1])
 
 
 def _kind(size: Size) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dhp_ray.data.families import check_processor_files
 from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.model_folder import check_byte_order_marks
-from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.processor import Processor, load_processor, within
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
 
@@ -379,3 +380,23 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized() -> None
     for text in ("x" * 5_000_000, "\N{GRINNING FACE}" * 1_250_000):  # a token may be as little as a byte
         with pytest.raises(RowError, match=r"^50001\d\d bytes of text; allowed: at most 4194304$"):
             processor().encode(talk(text, "a"), [])
+
+
+def test_tokens_of_many_answers_are_found_at_once() -> None:
+    """A row of 4 MiB has some 60,000 answers; to look for the tokens of each would take minutes."""
+    spans = [(1, 4), (4, 4), (6, 9)]
+    tokens = np.array([(start, stop) for start in range(11) for stop in range(start, 11)])
+    expected = [any(first <= start < stop <= last for first, last in spans) for start, stop in tokens.tolist()]
+    assert within(*tokens.T, spans).tolist() == expected
+    assert not within(*tokens.T, []).any()
+    begun, number = time.process_time(), np.arange(1_000_000)
+    assert within(number, number + 1, [(20 * answer, 20 * answer + 5) for answer in range(50_000)]).sum() == 250_000
+    assert time.process_time() - begun < 10
+
+
+def test_labels_of_many_answers_around_images_are_theirs() -> None:
+    ours = processor()
+    talked = talk(*(text for number in range(40) for text in (f"<image>{number}<image>", f"answer {number}")))
+    encoded = ours.encode(talked, [(56, 56), (84, 56)] * 40)
+    learned = ours.tokenizer.decode(encoded.labels[encoded.labels != -100])
+    assert learned == "".join(f"answer {number}<|im_end|>" for number in range(40))
