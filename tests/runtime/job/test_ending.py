@@ -49,7 +49,8 @@ BROKEN = "sys.exit(main(lambda: 1 / 0))"
 
 class Process:
     def __init__(self, code: str, ignored: str = "") -> None:
-        before = f"import signal; signal.signal(signal.{ignored}, signal.SIG_IGN)" if ignored else ""
+        before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # tests may run under nohup
+        before += f"signal.signal(signal.{ignored}, signal.SIG_IGN)\n" if ignored else ""
         self._process = subprocess.Popen([sys.executable, "-c", before + HEAD + code],
                                          env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
