@@ -46,6 +46,7 @@ def record_of(done: tuple[Path, Any]) -> Callable[[str], dict[str, Any]]:
     return lambda part: json.loads((done[0] / f"{part}.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_part_ends_and_the_command_with_0(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, process = done
     assert process.returncode == 0, process.stdout + process.stderr
@@ -60,10 +61,12 @@ def test_every_part_ends_and_the_command_with_0(done: tuple[Path, subprocess.Com
         assert (folder / f"{part}.log").exists()
 
 
+@pytest.mark.slow
 def test_parts_for_cuda_alone_say_why_they_did_not_run(record_of: Callable[[str], dict[str, Any]]) -> None:
     assert [record_of(part)["said"] for part in ("tests", "nccl")] == ["no CUDA device"] * 2
 
 
+@pytest.mark.slow
 def test_attention_is_plain_attention(record_of: Callable[[str], dict[str, Any]]) -> None:
     found = record_of("attention")
     assert found["matrix_rate_tflops"] > 0
@@ -73,6 +76,7 @@ def test_attention_is_plain_attention(record_of: Callable[[str], dict[str, Any]]
         assert figures["plain_backward_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_step_computes_what_plain_transformers_does(record_of: Callable[[str], dict[str, Any]]) -> None:
     found = record_of("step")
     assert sorted(found["loss_errors"]) == ["1k, text", "1k, text and images", "256, text", "256, text and images"]
@@ -86,11 +90,13 @@ def test_a_step_computes_what_plain_transformers_does(record_of: Callable[[str],
     assert "activations" in found["missing_from_prediction"]
 
 
+@pytest.mark.slow
 def test_nothing_is_read_before_the_totals(record_of: Callable[[str], dict[str, Any]]) -> None:
     figures = record_of("synchronisations")["figures"]
     assert figures == {f"{contents}, all": {"reads": 0} for contents in ("text", "text and images")}
 
 
+@pytest.mark.slow
 def test_degrees_agree_with_one_rank(record_of: Callable[[str], dict[str, Any]]) -> None:
     figures = record_of("parity")["figures"]
     assert {(found["transport"], found["degree"]) for found in figures.values()} == {
@@ -98,6 +104,7 @@ def test_degrees_agree_with_one_rank(record_of: Callable[[str], dict[str, Any]])
     assert max(found["worst"] for found in figures.values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_lost_peer_ends_by_the_abort(record_of: Callable[[str], dict[str, Any]]) -> None:
     figures = record_of("abort")["figures"]
     assert sorted(figures) == ["asynchronous, peer is killed", "asynchronous, peer never joins"]
