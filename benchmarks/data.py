@@ -1,5 +1,5 @@
 """Whether data keeps up: rows a second of the stream, the driver's memory, and steps that wait. `python
-benchmarks/data.py [rows] [memory] [waits] [index]`
+benchmarks/data.py [rows] [memory] [task] [waits] [index]`
 
     rows     pyarrow  every row group read into memory, columns as they are: nothing tokenized, no header read
              stream   `dhp_ray.data.stream.Stream` to its last batch: headers, chat template, tokens, labels,
@@ -8,6 +8,8 @@ benchmarks/data.py [rows] [memory] [waits] [index]`
                       images decoded as a worker does
     memory   the resident memory of the process that takes batches from the stream, over samples with a picture
              of 4 kB each, then of 4 MB
+    task     the most memory of one reading task and its largest block, of rows of 16 MB in several forms, and of a
+             small file that unpacks to gigabytes
     index    the resident memory of a process that indexes JSONL, with ids and without, and of one that finds the
              index kept
     waits    a run of `jobs/train.py`: the steps whose start waited, for their batch, their plan or their decoded images
@@ -18,11 +20,13 @@ All of them on data made here in a temporary folder: the synthetic set (jobs/pre
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -31,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
+import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import ray  # noqa: E402
 import torch  # noqa: E402
@@ -48,7 +53,10 @@ from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402
 
 BATCH = 16
-SECTIONS = ("rows", "memory", "waits", "index")
+SECTIONS = ("rows", "memory", "task", "waits", "index")
+FORMS = {"files": "parquet that names files", "tar": "tar", "parquet": "parquet, a page a row",
+         "repeated": "parquet, one picture for all", "zeros": "64 rows of 24 MB of zeros in 50 kB of parquet"}
+LARGE_BYTES = 16 * 2**20
 PICTURES = {"4 kB": (36, 36), "4 MB": (1180, 1180)}
 """Sides of pictures of noise, which stored as they are take so much."""
 WAIT_SHARE, WAIT_S = 0.01, 0.005
@@ -64,6 +72,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024, help="rows: samples of the synthetic set")
     parser.add_argument("--model-samples", type=int, default=48, help="rows: samples that the model is timed on")
     parser.add_argument("--pictures", type=int, default=2000, help="memory: samples of each size")
+    parser.add_argument("--large-rows", type=int, default=256, help="task: rows of 16 MB")
     parser.add_argument("--steps", type=int, default=40, help="waits: steps of the run")
     parser.add_argument("--step-samples", type=int, default=48,
                         help="waits: samples of a step, which should take half a second or more")
@@ -77,7 +86,10 @@ def main() -> None:
     if "index" in sections:
         with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
             compare_indexes(Path(folder), options.index_rows)
-    if set(sections) == {"index"}:
+    if "task" in sections:
+        with tempfile.TemporaryDirectory(prefix="dhp_ray_data_") as folder:
+            compare_tasks(Path(folder), options.large_rows)
+    if set(sections) <= {"index", "task"}:
         return
     ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, configure_logging=False,
              log_to_driver=False)
@@ -233,6 +245,82 @@ def compare_indexes(folder: Path, num_rows: int) -> None:
                 flush=True,
             )
     print(flush=True)
+
+
+READ_ONCE = """
+import pickle, sys, time
+import pyarrow as pa
+from dhp_ray.data.index import image_root, index_fragments
+from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.reader import ReadFragments
+from dhp_ray.schema import Data
+data = Data(format=sys.argv[1], path=sys.argv[2])
+read, rows, errors, largest, begun = ReadFragments(ProcessorSpec("tiny"), image_root(data), 0), 0, 0, 0, time.time()
+for number, fragment in enumerate(index_fragments(data)):
+    item = {"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment),
+            "places": [0, fragment.num_rows]}
+    for block in read(pa.Table.from_pylist([item])):
+        rows, largest = rows + block.num_rows, max(largest, block.nbytes)
+        errors += sum(map(bool, block["error"].to_pylist()))
+        del block
+# not of getrusage: its peak begins with that of the process which started this one
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(rows, errors, largest, peak * 1024, time.time() - begun)
+"""
+
+
+def compare_tasks(folder: Path, num_rows: int) -> None:
+    """In a process each, without Ray."""
+    print("| rows | bad | largest block | most memory of the task | time |\n|---|---|---|---|---|")
+    for form, name in FORMS.items():
+        rows, errors, largest, peak, seconds = task_of(form, folder, num_rows)
+        print(f"| {rows} in {name} | {errors} | {largest / 2**20:.0f} MB | {peak / 2**20:.0f} MB | {seconds:.1f} s |",
+              flush=True)
+    print(flush=True)
+
+
+def task_of(form: str, folder: Path, num_rows: int) -> tuple[int, int, int, int, float]:
+    """Of one reading task: its rows, those of them that are bad, the bytes of its largest block and of the process at
+    its peak, and its seconds.
+    """
+    data_format, path = write_large(form, folder, num_rows)
+    output = subprocess.run([sys.executable, "-c", READ_ONCE, data_format, str(path)], check=True, text=True,
+                            env=os.environ | {"DHP_RAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.PIPE).stdout
+    path.unlink()
+    *numbers, seconds = output.split()
+    rows, errors, largest, peak = map(int, numbers)
+    return rows, errors, largest, peak, float(seconds)
+
+
+def write_large(form: str, folder: Path, num_rows: int) -> tuple[str, Path]:
+    """The data format and the file of these rows, one of FORMS."""
+    encoded = io.BytesIO()
+    Image.new("RGB", (28, 28), "red").save(encoded, "png")
+    picture = encoded.getvalue() + bytes(LARGE_BYTES - len(encoded.getvalue()))
+    talk = json.dumps([{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Red."}])
+    if form == "tar":
+        with tarfile.open(folder / "rows.tar", "w") as archive:
+            for number in range(num_rows):
+                for kind, content in (("json", f'{{"conversations": {talk}}}'.encode()), ("png", picture)):
+                    member = tarfile.TarInfo(f"{number}.{kind}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        return "webdataset", folder / "rows.tar"
+    path = folder / "rows.parquet"
+    if form == "files":
+        (folder / "a.png").write_bytes(picture)
+        pq.write_table(pa.table({"image": ["a.png"] * num_rows, "conversations": [talk] * num_rows}), path)
+        return "parquet", path
+    content, count = (bytes(24 * 2**20), 64) if form == "zeros" else (picture, num_rows)
+    row = pa.table({"image": pa.array([content], pa.large_binary()), "conversations": [talk]})
+    rows = pa.concat_tables([row] * count)
+    if form == "repeated":  # all in one array, so that they are in the dictionary
+        pq.write_table(rows.combine_chunks(), path)
+    else:
+        pq.write_table(rows, path, row_group_size=64, use_dictionary=False,
+                       compression="zstd" if form == "zeros" else "none")
+    return "parquet", path
 
 
 def count_waits(folder: Path, num_steps: int, batch_size: int) -> None:

@@ -136,8 +136,9 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
-        item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number])}
-        block = reader(pa.Table.from_pylist([item]))
+        item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number]),
+                "places": [0, fragments[number].num_rows]}
+        block = pa.concat_tables(reader(pa.Table.from_pylist([item])))
         texts, visions = block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist()
         lengths = [text + vision for text, vision in zip(texts, visions)]
         kept = [row for row, length in enumerate(lengths) if length and not 0 < max_tokens < length]

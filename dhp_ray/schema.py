@@ -109,7 +109,7 @@ class Data:
         "an image, or a video's frames, with more pixels than this is refused, before it is decoded",
         minimum=1,
     )
-    max_file_mb: float = key(512.0, "a larger image or video file is refused", above=0)
+    max_file_mb: float = key(512.0, "a larger image or video, or a row of more, is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
     max_frames: int = key(768, "frames taken from a video at most; a longer one's are further apart", minimum=4)
     max_video_seconds: float = key(3600.0, "a longer video is refused", above=0)

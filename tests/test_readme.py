@@ -8,7 +8,6 @@ import ast
 import importlib.util
 import json
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -17,7 +16,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from dhp_ray.config import CONF, check_evaluation, load
@@ -28,7 +26,7 @@ from dhp_ray.data.reader import ReadFragments
 from dhp_ray.schema import Config, Model
 from dhp_ray.simulate.settings import load_simulation
 from tests.checkout import copy_checkout
-from tests.data.samples import picture
+from tests.data.samples import picture, read_all
 from tests.readme import COMMANDS, README, ROOT, SHELL, jobs, rows_of, section, the_block
 from tests.report.runs import write_run
 from tests.test_jobs import entry
@@ -61,11 +59,9 @@ def rows_read(config: Config, tokens_per_rank: int = AUTO_TOKENS) -> tuple[list[
     """Ids and errors of the rows of a data set, each read, tokenized and with its pictures looked at, as a run does it.
     """
     data = config.data
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
-             for number, fragment in enumerate(index_fragments(data))]
     read = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0,
                          tokens_per_rank * config.cluster.num_workers, tokens_per_rank)
-    block = read(pa.Table.from_pylist(items))
+    block = read_all(read, index_fragments(data))
     return block["id"].to_pylist(), [error for error in block["error"].to_pylist() if error]
 
 

@@ -27,13 +27,15 @@ LOST = "lost"
 
 
 class Origin(NamedTuple):
-    """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the
-    fragments that it read (ReadFragments, {position: item}).
+    """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the items
+    that it read (ReadFragments, {number: item}), `item` is the number of the block's, and `rows` are the first of the
+    item's rows that the block has, and the one after the last.
     """
 
     node: str = ""
     source: ray.ObjectRef = None  # type: ignore[assignment]  # of an unknown block
-    position: int = 0
+    item: int = 0
+    rows: tuple[int, int] = (0, 0)
 
 
 UNKNOWN = Origin()
@@ -127,7 +129,8 @@ def read_again(origin: Origin, rows: Sequence[int] | None = None) -> pa.Table:
         DataError: the file is gone or damaged.
     """
     reader, items = ray.get(origin.source)
-    table: pa.Table = reader.block(items[origin.position], rows)
+    own = range(*origin.rows)
+    table: pa.Table = reader.block(items[origin.item], own if rows is None else [own[row] for row in rows])
     if table["row"][0].as_py() == UNREADABLE:
         raise DataError(f"{table['id'][0]} cannot be read again: {table['error'][0]}")
     return table

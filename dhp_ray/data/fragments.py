@@ -23,7 +23,10 @@ import pyarrow as pa
 from dhp_ray.data.errors import DataError, description
 from dhp_ray.user_cache import cache_folders, keep
 
-FORM = 4  # to be raised when the same files give another table
+FORM = 5  # to be raised when the same files give another table
+MOST_BYTES = 256 * 2**20
+"""About the most bytes of a block, and of a fragment as stored but for parquet's; a single row may have more."""
+
 _SCHEMA = pa.schema([
     ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()),
     ("row_group", pa.int32()), ("offset", pa.int64()),

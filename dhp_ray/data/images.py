@@ -145,7 +145,7 @@ def _text_bytes(kind: bytes, content: bytes, most: int) -> int:
 
 
 def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, stop) of the whole chunks of a PNG, up to one that is cut short."""
+    """(kind, start, stop) of the whole chunks of a PNG, up to its end or to one that is cut short."""
     position = len(_PNG)
     while position + 8 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, position)
@@ -153,6 +153,8 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
         if stop > len(data):
             return
         yield kind, position, stop
+        if kind == b"IEND":  # zeros behind it would be chunks of 12 bytes
+            return
         position = stop
 
 

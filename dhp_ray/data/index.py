@@ -2,8 +2,8 @@
 later starts.
 
 A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte
-ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch. The pass also
-gives a unique name to every row whose id is missing or taken.
+ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch; those of the last
+three have at most about 256 MB. The pass also gives a unique name to every row whose id is missing or taken.
 """
 
 from __future__ import annotations

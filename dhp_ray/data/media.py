@@ -54,7 +54,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     stored = {kind: column_of(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
     following = {kind: iter(values) for kind, values in stored.items()}
-    numbers = dict.fromkeys(MEDIA, 0)
+    numbers, total = dict.fromkeys(MEDIA, 0), 0
     found = []
     for part in (part for turn in turns for part in turn.media):
         numbers[part.kind] += 1
@@ -68,6 +68,9 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
                 found.append(packed(encoded, frames_per_second if rate is None else rate))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
+        total += len(found[-1])
+        if len(found) > 1:
+            _check_size("the row", total, max_file_bytes)
     return found
 
 

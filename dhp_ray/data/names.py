@@ -35,12 +35,18 @@ class Names:
             wanted = None
         if wanted and self._taken.add(_hash(wanted)):
             return None
-        number = f"#{row:06d}"
-        # The end of a long name stays: files of a set differ in it.
-        name = (wanted or _UNFIT.sub("?", Path(path).stem))[len(number) - MOST_CHARACTERS:] + number
+        name = numbered(wanted or Path(path).stem, row)
         while not self._taken.add(_hash(name)):
             name = f"{name}+"
         return name
+
+
+def numbered(name: str, row: int) -> str:
+    """The name of a row that has none of its own, from another row's or a file's. Of a long name the end stays: files
+    of a set differ in it.
+    """
+    number = f"#{row:06d}"
+    return _UNFIT.sub("?", name)[len(number) - MOST_CHARACTERS:] + number
 
 
 class HashSet:

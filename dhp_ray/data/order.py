@@ -23,11 +23,15 @@ set, so that a few of them represent a set that is sorted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 FIRST_FRAGMENTS = 16
 """So many fragments are open before the first row, or as many as the window holds."""
+
+FIRST_ROWS = 256
+"""So many rows are read first, from all fragments that are open at the start, before the others of these fragments."""
 
 HALVINGS = 4
 """Fragments that follow one another are from different ones of 2**HALVINGS parts of the data set."""
@@ -39,6 +43,17 @@ class ShuffleWindow:
 
     num_rows: int
     num_bytes: float
+
+
+class Share(NamedTuple):
+    """Rows that are read at once: those of the fragment at this position of the order that are from `first` to `stop`
+    in it. `begin`: no row of a share, or of a later one, has a place on the line before it.
+    """
+
+    position: int
+    first: int
+    stop: int
+    begin: float
 
 
 class EpochOrder:
@@ -80,6 +95,28 @@ class EpochOrder:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._rows_until(middle) <= num_rows else (low, middle - 1)
         return self._first_open(low), float(self.begins[low]), num_rows - self._rows_until(low)
+
+    def opening(self, num_rows: int) -> tuple[list[Share], int]:
+        """What is read first to continue after `num_rows` rows, and the position of the next fragment, which is read
+        whole as all after it: FIRST_ROWS rows, since the whole fragments that have them would take long, and then the
+        others of these fragments.
+        """
+        first, start, left_out = self.start_at(num_rows)
+        wanted = left_out + FIRST_ROWS
+        stop = int(np.searchsorted(self.begins, start, side="right"))
+        known = np.concatenate([self.places(position) for position in range(first, stop)])
+        known = known[known >= start]
+        while stop < len(self) and (known < self.begins[stop]).sum() < wanted:
+            known, stop = np.concatenate([known, self.places(stop)]), stop + 1
+        last = self.begins[stop] if stop < len(self) else np.inf
+        last = min(last, np.sort(known)[wanted]) if wanted < len(known) else last
+        shares = []
+        for begin, end in ((start, last), (last, np.inf)):
+            for position in range(first, stop):
+                own = np.searchsorted(self.places(position), (begin, end)).tolist()
+                if own[1] > own[0]:
+                    shares.append(Share(position, own[0], own[1], max(begin, float(self.begins[position]))))
+        return shares, stop
 
     def _first_open(self, position: int) -> int:
         """The position of the first fragment whose stretch reaches the begin of the one at `position`."""

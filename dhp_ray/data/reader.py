@@ -1,4 +1,5 @@
-"""The reading stage: turns a fragment into one block of payload. It runs in Ray Data's tasks, on one fragment each.
+"""The reading stage: turns rows of a fragment into blocks of payload, of at most about MOST_BYTES each. It runs in Ray
+Data's tasks, on one fragment each, and holds one block at a time.
 
 A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ from dhp_ray.data.conversation import MEDIA, Turn, last_answer, references_of
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
-from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.grids import SLICE_TOKENS, Size
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
@@ -52,7 +53,9 @@ UNREADABLE = -1
 
 @dataclass(frozen=True)
 class ReadFragments:
-    """Maps items {position, number, epoch, fragment} to blocks of `PAYLOAD`, rows in order of (seed, epoch, number)."""
+    """Maps items {position, number, epoch, fragment, places} to blocks of `PAYLOAD`: the rows that have these `places`
+    (first, stop) in the order of (seed, epoch, number), as they follow in the file.
+    """
 
     processor: ProcessorSpec
     image_root: str
@@ -64,29 +67,52 @@ class ReadFragments:
     """If above 0, rows are prompts for the last turn of the assistant, each with room for an answer of this many
     tokens, and only this room has labels: see train/greedy.py.
     """
+    most_bytes: int = MOST_BYTES
+    """A block is complete when its images and videos have so many bytes."""
 
-    def __call__(self, items: pa.Table) -> pa.Table:
-        return pa.concat_tables([self.block(item) for item in items.to_pylist()]).combine_chunks()
+    def __call__(self, items: pa.Table) -> Iterator[pa.Table]:
+        for item in items.to_pylist():
+            records: list[dict[str, Any]] = []
+            num_bytes = 0
+            for record in self._records(item):
+                records.append(record)
+                num_bytes += sum(map(len, record["images"]))
+                if num_bytes >= self.most_bytes:
+                    block, num_bytes = _block(records), 0
+                    records.clear()
+                    del record  # the block has a copy of it
+                    yield block
+                    del block
+            if records:
+                yield _block(records)
 
-    def block(self, item: Mapping[str, Any], places: Sequence[int] | None = None) -> pa.Table:
-        """The block of an item, or its rows at these places. A file that is gone, damaged or changed is one row,
-        UNREADABLE.
+    def block(self, item: Mapping[str, Any], rows: Sequence[int]) -> pa.Table:
+        """These of the rows that an item's blocks have together."""
+        records = list(self._records(item, rows))
+        if records[-1]["row"] == UNREADABLE:
+            return _block(records[-1:])
+        return _block(records).take([sorted(rows).index(row) for row in rows])
+
+    def _records(self, item: Mapping[str, Any], rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+        """The rows of an item, or these of them, in the order of the file. A file that is gone, damaged or changed ends
+        them with one that is UNREADABLE.
         """
         fragment: Fragment = pickle.loads(item["fragment"])
+        processor = _loaded(self.processor)
+        order = row_order(self.seed, item["epoch"], item["number"], fragment.num_rows)
+        place_of = {order[place]: place for place in range(*item["places"])}
+        numbers = sorted(place_of)
+        if rows is not None:
+            numbers = [numbers[row] for row in sorted(rows)]
         try:
-            rows = read_rows(fragment)
-            if len(rows) != fragment.num_rows:
-                raise OSError(f"it has changed since it was indexed: {len(rows)} rows are where there were "
-                              f"{fragment.num_rows}")
+            for number, row in zip(numbers, read_rows(fragment, numbers, processor.limits.max_file_bytes)):
+                yield {"position": item["position"],
+                       "row": place_of[number]} | self._record(self._named(row, item["epoch"]), processor)
         # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
         except Exception as error:
             # Reported as data: an error raised here would reach the driver as text, wrapped several times.
-            return _block([_unusable(fragment.path,
-                                     description(error)) | {"position": item["position"], "row": UNREADABLE}])
-        order, processor = row_order(self.seed, item["epoch"], item["number"], len(rows)), _loaded(self.processor)
-        return _block([{"position": item["position"],
-                        "row": place} | self._record(self._named(rows[order[place]], item["epoch"]), processor)
-                       for place in (range(len(order)) if places is None else places)])
+            yield _unusable(fragment.path,
+                            description(error)) | {"position": item["position"], "row": UNREADABLE}
 
     def _named(self, row: Row, epoch: int) -> Row:
         """For a mixture, the row with an id that is unique over its sources and its passes over them. It ends with the
@@ -220,7 +246,13 @@ def _unusable(name: str, reason: str) -> dict[str, Any]:
 
 
 def _block(records: list[dict[str, Any]]) -> pa.Table:
-    return pa.table({name: [record[name] for record in records] for name in PAYLOAD.names}, schema=PAYLOAD)
+    columns = {name: [record[name] for record in records] for name in PAYLOAD.names if name != "images"}
+    # Arrow's own conversion would copy the bytes several times.
+    media = [encoded for record in records for encoded in record["images"]]
+    stops = np.cumsum([0, *map(len, media)], dtype=np.int64)
+    values = pa.Array.from_buffers(pa.large_binary(), len(media), [None, *map(pa.py_buffer, (stops, b"".join(media)))])
+    ends = np.cumsum([0, *(len(record["images"]) for record in records)], dtype=np.int32)
+    return pa.table({**columns, "images": pa.ListArray.from_arrays(pa.array(ends), values)}, schema=PAYLOAD)
 
 
 @lru_cache(maxsize=2)

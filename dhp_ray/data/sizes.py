@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from dhp_ray.data.formats import read_rows
@@ -28,11 +26,9 @@ def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
         fragment = fragments[number]
         if fragment.kind == "tar":
             return 0
-        if fragment.kind == "json":
-            fragment = replace(fragment, num_rows=min(ROWS_OF_EACH, fragment.num_rows),
-                               spans=fragment.spans[:ROWS_OF_EACH])
         try:
-            found += [file_bytes(row.fields, image_root) for row in read_rows(fragment)[:ROWS_OF_EACH]]
+            rows = read_rows(fragment, range(min(ROWS_OF_EACH, fragment.num_rows)))
+            found += [file_bytes(row.fields, image_root) for row in rows]
         except Exception:  # the file is gone or damaged, of which reading its rows will say more
             continue
     return int(np.mean(found)) if found else 0

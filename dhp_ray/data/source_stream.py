@@ -2,11 +2,12 @@
 object store.
 
     fragments, shuffled by (seed, epoch)        numbers in the driver
-      -> Ray Data: from_items, map_batches      reading tasks; one block of payload a fragment, order kept
+      -> Ray Data: from_items, map_batches      reading tasks; a block of payload a fragment, or several; order kept
       -> references of the blocks               never their content
       -> columns of each block (blocks.py)      those of lengths, without ids, labels and images
       -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
 
+Of the fragments that are open before the first row, those rows that come first are read first, as blocks of their own.
 Reading runs ahead by at most two parts of an epoch. Each holds half of the window's bytes, or as many more as keep all
 tasks busy within a sixteenth of the cluster's object store, and at least one fragment. On a small machine reading takes
 its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for one
@@ -21,8 +22,9 @@ import math
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import ray
@@ -33,7 +35,7 @@ from dhp_ray.data.bad_rows import BadRows
 from dhp_ray.data.blocks import Origin, columns_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.order import EpochOrder, ShuffleWindow
+from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments
 from dhp_ray.data.sizes import mean_file_bytes
@@ -116,18 +118,28 @@ class SourceStream:
         self._bad_rows.count = 0
         num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
         self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, self._window)
-        self._bytes = num_bytes[self._order.fragments]
-        first, self._from, self._left_out = self._order.start_at(row)
+        self._row_bytes = (num_bytes / self.fragments.sizes)[self._order.fragments]
+        _, _, self._left_out = self._order.start_at(row)
+        self._opening, self._next_whole = self._order.opening(row)
+        self._num_shares = len(self._opening) + len(self._order) - self._next_whole
         self._open: list[tuple[float, int, int, Entry]] = []  # rows read, by their places in the order
         self._entries: deque[Entry] = deque()  # the next rows
         self._parts.clear()
-        self._planned = self._fetched = first  # fragments given to a part, and blocks taken from one
+        self._planned = self._fetched = 0  # shares given to a part, and those of which all blocks were taken
+        self._rows_fetched = 0  # of the next share
         self._part_size = 0
+
+    def _share(self, number: int) -> Share:
+        """What is read at once."""
+        if number < len(self._opening):
+            return self._opening[number]
+        position = number - len(self._opening) + self._next_whole
+        return Share(position, 0, int(self._order.sizes[position]), float(self._order.begins[position]))
 
     def peek(self) -> Entry | None:
         """The next row of the epoch, or None at its end."""
         while not self._entries:
-            if self._fetched == len(self._order):
+            if self._fetched == self._num_shares:
                 return None
             self._plan_parts()
             self._fetch()
@@ -135,23 +147,25 @@ class SourceStream:
 
     def _plan_parts(self) -> None:
         """Start to read a part of the epoch ahead; the next part is started from the middle of this one on."""
-        while self._planned < len(self._order) and self._planned - self._fetched <= self._part_size // 2:
+        while self._planned < self._num_shares and self._planned - self._fetched <= self._part_size // 2:
             cluster = ray.cluster_resources()
             tasks = max(1, int(cluster.get("CPU", 1)) // 4)
             stop = min(self._planned + self._part(tasks, cluster.get("object_store_memory", 0.0) * STORE_SHARE),
-                       len(self._order))
+                       self._num_shares)
             self._parts.append(self._blocks(range(self._planned, stop), tasks))
             self._planned, self._part_size = stop, stop - self._planned
 
     def _part(self, tasks: int, most_bytes: float) -> int:
-        """The number of fragments of the next part."""
-        held = np.cumsum(self._bytes[self._planned : self._planned + max(PART_FRAGMENTS, tasks)])
+        """The number of shares of the next part."""
+        stop = min(self._planned + max(PART_FRAGMENTS, tasks), self._num_shares)
+        shares = [self._share(number) for number in range(self._planned, stop)]
+        held = np.cumsum([self._row_bytes[share.position] * (share.stop - share.first) for share in shares])
         of_window = int(np.searchsorted(held, self._window.num_bytes / 2, side="right"))
         of_store = int(np.searchsorted(held, most_bytes, side="right"))
         return max(1, min(PART_FRAGMENTS, of_window), min(tasks, of_store))
 
     def _fetch(self) -> None:
-        """Take the next block's reference and the lengths of its rows. Rows that no row of a later block can precede
+        """Take the next block's reference and the lengths of its rows. Rows that no row of a later share can precede
         are then the next ones.
         """
         try:
@@ -161,17 +175,20 @@ class SourceStream:
         except RayError as error:  # also where Ray ended a task because memory ran out
             raise DataError(f"data.path: {self.path}: a task that reads it failed: {named_line(error)}") from None
         lengths = columns.to_pylist()
-        if lengths[0]["row"] == UNREADABLE:
-            raise DataError(f"data.path: {lengths[0]['id']} cannot be read: {lengths[0]['error']}")
-        assert all(entry["position"] == self._fetched for entry in lengths), "Ray Data returned blocks out of order"
-        for place, (entry, where) in enumerate(zip(lengths, self._order.places(self._fetched).tolist(), strict=True)):
-            if where >= self._from:
-                sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
-                                tuple((t, h, w) for t, h, w in entry["grids"]))
-                heapq.heappush(self._open, (where, self._fetched, place,
-                                            Entry(reference, origin, place, sample, entry["error"])))
-        self._fetched += 1
-        known = self._order.begins[self._fetched] if self._fetched < len(self._order) else math.inf
+        if lengths[-1]["row"] == UNREADABLE:
+            raise DataError(f"data.path: {lengths[-1]['id']} cannot be read: {lengths[-1]['error']}")
+        share = self._share(self._fetched)
+        assert all(entry["position"] == share.position for entry in lengths), "Ray Data returned blocks out of order"
+        places = self._order.places(share.position).tolist()
+        for number, entry in enumerate(lengths):
+            sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
+                            tuple((t, h, w) for t, h, w in entry["grids"]))
+            heapq.heappush(self._open, (places[entry["row"]], share.position, entry["row"],
+                                        Entry(reference, origin, number, sample, entry["error"])))
+        self._rows_fetched += len(lengths)
+        if self._rows_fetched == share.stop - share.first:
+            self._fetched, self._rows_fetched = self._fetched + 1, 0
+        known = self._share(self._fetched).begin if self._fetched < self._num_shares else math.inf
         while self._open and self._open[0][0] < known:
             *_, row = heapq.heappop(self._open)
             if self._left_out:
@@ -179,26 +196,42 @@ class SourceStream:
             else:
                 self._entries.append(row)
 
-    def _blocks(self, positions: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, Origin]]:
-        """Start to read these positions of the epoch's order; gives the references of their blocks, in order, and
-        the blocks' origins.
+    def _blocks(self, numbers: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, Origin]]:
+        """Start to read these shares; gives the references of their blocks, in order, and the blocks' origins.
 
         This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
         themselves here.
         """
-        numbers = {position: int(self._order.fragments[position]) for position in positions}
-        items = [{"position": position, "epoch": self.epoch, "number": number,
-                  "fragment": pickle.dumps(self.fragments[number])}
-                 for position, number in numbers.items()]
-        dataset = ray.data.from_items(items, override_num_blocks=len(items))
+        shares = {number: self._share(number) for number in numbers}
+        items = {number: self._item(share) for number, share in shares.items()}
+        dataset = ray.data.from_items(list(items.values()), override_num_blocks=len(items))
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
-        dataset.context.target_max_block_size = None  # one block a fragment, however large
+        dataset.context.target_max_block_size = self._reader.most_bytes  # blocks as the reader makes them
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
-        source = ray.put((reader, {item["position"]: item for item in items}))
         entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
-        return ((entry.ref, Origin(entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else "", source,
-                                   position)) for position, entry in zip(positions, entries))
+        return _with_origins(entries, ray.put((reader, items)), shares)
+
+    def _item(self, share: Share) -> dict[str, Any]:
+        """A share as ReadFragments takes it."""
+        number = int(self._order.fragments[share.position])
+        return {"position": share.position, "epoch": self.epoch, "number": number,
+                "fragment": pickle.dumps(self.fragments[number]), "places": [share.first, share.stop]}
+
+
+def _with_origins(
+    entries: Iterable[Any], source: ray.ObjectRef, shares: dict[int, Share]
+) -> Iterator[tuple[ray.ObjectRef, Origin]]:
+    """The blocks of these shares, each with where it was made."""
+    entries = iter(entries)
+    for number, share in shares.items():
+        first, num_rows = 0, share.stop - share.first
+        while first < num_rows:
+            entry = next(entries)
+            stop = first + entry.metadata.num_rows
+            node = entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else ""
+            yield entry.ref, Origin(node, source, number, (first, stop))
+            first = stop

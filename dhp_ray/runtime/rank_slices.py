@@ -95,8 +95,8 @@ def unpacked_share(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[
     return slices, RowIndex({own: (blocks[place], row) for own, place, row in rows}, origins)
 
 
-PackedOrigin = tuple[str, int, int]
-"""The node of a block, its position, and the place of its source among the references."""
+PackedOrigin = tuple[str, int, tuple[int, int], int]
+"""The node of a block, its item and rows, and the place of its source among the references."""
 
 
 def _packed_origins(
@@ -105,15 +105,15 @@ def _packed_origins(
     """The origins without references; and the references of the blocks, followed by those of their sources."""
     sources = list(dict.fromkeys(origin.source for _, origin in blocks))
     place = {source: len(blocks) + number for number, source in enumerate(sources)}
-    return ([(origin.node, origin.position, place[origin.source]) for _, origin in blocks],
+    return ([(origin.node, origin.item, origin.rows, place[origin.source]) for _, origin in blocks],
             [*(reference for reference, _ in blocks), *sources])
 
 
 def _unpacked_origins(
     origins: Sequence[PackedOrigin], references: Sequence[ray.ObjectRef]
 ) -> list[tuple[ray.ObjectRef, Origin]]:
-    return [(references[number], Origin(node, references[place], position))
-            for number, (node, position, place) in enumerate(origins)]
+    return [(references[number], Origin(node, references[place], item, rows))
+            for number, (node, item, rows, place) in enumerate(origins)]
 
 
 def _dumped(value: Any) -> bytes:

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import math
-import pickle
 import tarfile
 from fractions import Fraction
 from pathlib import Path
@@ -33,7 +32,7 @@ from dhp_ray.data.reader import ReadFragments, contents_of, read_payloads
 from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.schema import Data
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk
+from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, read_all, talk
 from tests.packs import PATCH_DIMS
 
 LIMITS = MediaLimits()
@@ -195,9 +194,8 @@ def stored(form: str, folder: Path, frames: list[bytes]) -> Path:
 def test_frames_come_with_the_rows_of_every_format(form: str, tmp_path: Path) -> None:
     frames = [png(frame) for frame in drawings(5)]
     [fragment] = index_fragments(Data(format=form, path=str(stored(form, tmp_path, frames))))
-    assert not read_rows(fragment)[0].error
-    items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragment)}]
-    block = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0)(pa.Table.from_pylist(items))
+    assert not next(read_rows(fragment)).error
+    block = read_all(ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0), [fragment])
     [record] = read_payloads(block, [0])
     assert (record["error"], record["images"]) == ("", [packed(frames, 2.0)])
     assert record["seconds"].tolist() == [1.25]

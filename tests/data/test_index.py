@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -158,7 +162,51 @@ def test_a_fragment_of_parquet_is_a_row_group(tmp_path: Path) -> None:
     assert [(fragment.first_row, fragment.num_rows, fragment.row_group)
             for fragment in fragments] == [(0, 4, 0), (4, 4, 1), (8, 2, 2)]
     assert [row.id for row in read_rows(fragments[1])] == ["r4", "r5", "r6", "r7"]
-    assert set(read_rows(fragments[0])[0].fields) == {"id", "conversations"}
+    assert set(next(read_rows(fragments[0])).fields) == {"id", "conversations"}
+
+
+def stored_in_all_formats(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Data]:
+    """Rows with their images inside: in JSON as text."""
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "rows.parquet", use_dictionary=False)
+    with pa.ipc.new_stream(folder / "rows.arrow", table.schema) as writer:
+        writer.write_table(table)
+    write_rows(folder / "rows.json", [row | {"image": row["image"].hex()[: len(row["image"])]} for row in rows])
+    with tarfile.open(folder / "rows.tar", "w") as archive:
+        for row in rows:
+            for name, content in (("json", json.dumps(row["conversations"]).encode()), ("png", row["image"])):
+                member = tarfile.TarInfo(f"{row['id']}.{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return {name: Data(format=form, path=str(folder / name))
+            for form, name in (("parquet", "rows.parquet"), ("huggingface", "rows.arrow"), ("llava", "rows.json"),
+                               ("webdataset", "rows.tar"))}
+
+
+def test_fragments_are_cut_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for parquet's, which would be unpacked again and again; the reading stage cuts their blocks."""
+    for module in ("stored_rows", "arrow"):
+        monkeypatch.setattr(f"dhp_ray.data.formats.{module}.MOST_BYTES", 20_000)
+    rows = [{"id": f"r{number}", "image": os.urandom(size), "conversations": talk("<image>", "a")}
+            for number, size in enumerate([8000, 8000, 30_000, 8000, 8000, 8000, 100, 100])]
+    stored = stored_in_all_formats(tmp_path, rows)
+    cuts = {name: [fragment.num_rows for fragment in index_fragments(data)] for name, data in stored.items()}
+    assert cuts == {"rows.parquet": [8], "rows.arrow": [2, 2, 2, 2], "rows.json": [2, 1, 2, 3],
+                    "rows.tar": [2, 1, 2, 3]}
+    for data in stored.values():
+        assert ids_of(data) == [row["id"] for row in rows]
+
+
+def test_a_row_above_the_limit_is_a_bad_row_and_not_read(tmp_path: Path) -> None:
+    rows = [{"id": f"r{number}", "image": os.urandom(size), "conversations": talk("<image>", "a")}
+            for number, size in enumerate([1000, 3 * 2**20, 1000])]
+    for name, data in stored_in_all_formats(tmp_path, rows).items():
+        [fragment] = index_fragments(data)
+        found = list(read_rows(fragment, max_bytes=2**20))
+        assert [row.id for row in found] == ["r0", "rows#000001" if name == "rows.json" else "r1", "r2"]
+        assert [row.error for row in found] == ["", "the row has 3.0 MB; allowed: at most 1 (data.max_file_mb)", ""]
+        assert not found[1].fields
+        assert [row.id for row in read_rows(fragment, [0, 2])] == ["r0", "r2"]
 
 
 @pytest.mark.parametrize(("columns", "message"), [

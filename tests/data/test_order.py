@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.data.order import EpochOrder, ShuffleWindow, fragment_order, row_order
+from dhp_ray.data.order import FIRST_ROWS, EpochOrder, Share, ShuffleWindow, fragment_order, row_order
 
 Row = tuple[int, int]
 """Position of the fragment, place in it."""
@@ -51,6 +51,46 @@ def test_every_row_comes_once_and_any_row_can_be_resumed_at(
     assert sorted(whole) == [(position, place) for position, size in enumerate(order.sizes) for place in range(size)]
     for start in [0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=5))]:
         assert [row for row, _ in rows_from(order, start)] == whole[start:]
+
+
+def shares_from(order: EpochOrder, num_rows: int) -> list[Share]:
+    """All that is read to continue after so many rows."""
+    opening, position = order.opening(num_rows)
+    return opening + [Share(position, 0, int(order.sizes[position]), float(order.begins[position]))
+                      for position in range(position, len(order))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 1000)), min_size=1, max_size=30), st.integers(0, 2000),
+       st.integers(1, 10_000), st.data())
+def test_what_is_read_first_does_not_change_the_order(
+    fragments: list[tuple[int, int]], rows: int, num_bytes: int, data: st.DataObject
+) -> None:
+    sizes, weights = (list(column) for column in zip(*fragments))
+    order = order_of(sizes, ShuffleWindow(rows, num_bytes), weights)
+    start = data.draw(st.integers(0, sum(sizes)))
+    shares = shares_from(order, start)
+    found: list[Row] = []
+    opened: list[tuple[float, Row]] = []
+    for number, share in enumerate(shares):
+        places = order.places(share.position)
+        assert places[share.first] >= share.begin
+        for place in range(share.first, share.stop):
+            heapq.heappush(opened, (places[place], (share.position, place)))
+        known = shares[number + 1].begin if number + 1 < len(shares) else math.inf
+        while opened and opened[0][0] < known:
+            found.append(heapq.heappop(opened)[1])
+    assert found[order.start_at(start)[2] :] == [row for row, _ in rows_from(order, start)]
+
+
+@pytest.mark.parametrize("start", [0, 5000])
+def test_few_rows_are_read_before_the_first_ones(start: int) -> None:
+    order = order_of([100] * 400, ShuffleWindow(4096, 1e9))
+    shares = shares_from(order, start)
+    left_out = order.start_at(start)[2]
+    again = next(number for number in range(1, len(shares)) if shares[number].position < shares[number - 1].position)
+    assert sum(share.stop - share.first for share in shares[:again]) == left_out + FIRST_ROWS
+    assert sum(share.stop - share.first for share in shares) == 40_000 - start + left_out
 
 
 def test_resuming_reads_no_more_than_the_window() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.data import FORMS, task_of
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.order import row_order
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import PAYLOAD, UNREADABLE, ReadFragments, read_payloads
 from dhp_ray.schema import Data
-from tests.data.samples import picture, processor, talk, write_rows
+from tests.data.samples import item_of, picture, processor, read_all, talk, write_rows
 
 PROCESSOR = processor()
 
@@ -25,11 +26,8 @@ def block_of(
     path: Path, root: Path, *, max_tokens: int = 0, seed: int = 0, epoch: int = 0, answer_tokens: int = 0
 ) -> pa.Table:
     """All fragments of the file, as the reading stage makes them."""
-    fragments = index_fragments(Data(format="llava", path=str(path)))
-    items = [{"position": number, "number": number, "epoch": epoch, "fragment": pickle.dumps(fragment)}
-             for number, fragment in enumerate(fragments)]
     read = ReadFragments(ProcessorSpec("tiny"), str(root), seed, max_tokens, answer_tokens=answer_tokens)
-    return read(pa.Table.from_pylist(items))
+    return read_all(read, index_fragments(Data(format="llava", path=str(path))), epoch)
 
 
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
@@ -41,12 +39,30 @@ def test_a_file_that_has_changed_since_it_was_indexed_is_one_row_that_says_so(tm
     pq.write_table(pa.table({"conversations": [talk("a", "b")] * 5}), path)
     (fragment,) = index_fragments(Data(format="parquet", path=str(path)))
     pq.write_table(pa.table({"conversations": [talk("a", "b")] * 3}), path)
-    item = {"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragment)}
     read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0)
-    for places in (None, [4]):
-        (row,) = read.block(item, places).to_pylist()
+    for block in (read_all(read, [fragment]), read.block(item_of(fragment), [4])):
+        (row,) = block.to_pylist()
         assert row["row"] == UNREADABLE
         assert row["error"] == "it has changed since it was indexed: 3 rows are where there were 5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_large_rows_take_little_memory(form: str, tmp_path: Path) -> None:
+    rows, errors, largest, peak, _ = task_of(form, tmp_path, 48)
+    assert (rows, errors) == ((64, 64) if form == "zeros" else (48, 0))
+    assert largest < 280 * 2**20
+    assert peak < (1000 if form == "zeros" else 1500) * 2**20
+
+
+def test_a_row_of_several_files_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "a.bmp").write_bytes(picture(20, 20, "BMP"))  # of 1254 bytes
+    rows = [{"id": str(number), "images": ["a.bmp"] * number, "conversations": talk("<image>" * number, "b")}
+            for number in (1, 2, 3)]
+    path = write_rows(tmp_path / "rows.json", rows)
+    spec = ProcessorSpec("tiny", limits=MediaLimits(max_file_bytes=3000))
+    found = read_all(ReadFragments(spec, str(tmp_path), 0), index_fragments(Data(format="llava", path=str(path))))
+    assert found["error"].to_pylist() == ["", "", "the row has 0.0 MB; allowed: at most 0.00286102 (data.max_file_mb)"]
 
 
 def test_prompts_have_room_for_answers(tmp_path: Path) -> None:
@@ -133,9 +149,29 @@ def test_rows_of_a_fragment_are_shuffled(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", rows)
     block = block_of(path, tmp_path, seed=5, epoch=2)
     assert block["position"].to_pylist() == [0] * 32 + [1] * 8
-    assert block["row"].to_pylist() == [*range(32), *range(8)]
-    expected = [*row_order(5, 2, 0, 32), *(32 + row for row in row_order(5, 2, 1, 8))]
-    assert block["id"].to_pylist() == [str(row) for row in expected]
+    assert block["id"].to_pylist() == [str(row) for row in range(40)]
+    places = block["row"].to_pylist()
+    assert [places[:32].index(place) for place in range(32)] == row_order(5, 2, 0, 32)
+    assert [places[32:].index(place) for place in range(8)] == row_order(5, 2, 1, 8)
+
+
+def test_large_rows_are_several_blocks(tmp_path: Path) -> None:
+    """Of the files that rows name the index knows nothing."""
+    (tmp_path / "a.bmp").write_bytes(picture(20, 20, "BMP"))  # of 1254 bytes
+    rows = [{"id": str(number), "image": "a.bmp", "conversations": talk("<image>", "b")} for number in range(8)]
+    path = write_rows(tmp_path / "rows.json", rows)
+    [fragment] = index_fragments(Data(format="llava", path=str(path)))
+    read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 5, most_bytes=3000)
+    item = item_of(fragment, places=(1, 8))
+    blocks = list(read(pa.Table.from_pylist([item])))
+    assert [block.num_rows for block in blocks] == [3, 3, 1]
+    order = row_order(5, 0, 0, 8)
+    found = [row for block in blocks for row in block.select(["id", "row"]).to_pylist()]
+    assert found == [{"id": str(row), "row": order.index(row)} for row in sorted(order[1:])]
+    assert read.block(item, [5, 3]) == blocks[1].take([2, 0])
+    path.unlink()
+    [row] = next(read(pa.Table.from_pylist([item]))).to_pylist()
+    assert (row["row"], row["id"], row["error"]) == (UNREADABLE, str(path), "No such file or directory")
 
 
 @pytest.mark.parametrize("rows", [[], [1], [2, 0]])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -13,6 +15,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from dhp_ray.data import bad_rows, source_stream
+from dhp_ray.data.blocks import LOST, BlockRows, columns_of, fetch_rows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Batch, Stream
@@ -51,6 +54,39 @@ def pictured(folder: Path, num_rows: int) -> Path:
     return write_rows(folder / "rows.json", [
         {"id": f"r{number}", "image": f"{number}.png", "conversations": talk("<image>What?", "a")}
         for number in range(num_rows)])
+
+
+def test_fragments_of_several_blocks_give_the_same_rows(ray_cluster: None, tmp_path: Path) -> None:
+    """In the same order, from any row on, and also where their blocks are lost with a node."""
+    (tmp_path / "a.bmp").write_bytes(picture(20, 20, "BMP"))  # of 1254 bytes
+    path = write_rows(tmp_path / "rows.json", [
+        {"id": f"r{number}", "image": "a.bmp", "conversations": talk("<image>What?", f"a{number}")}
+        for number in range(100)])
+    ids, cursors, batches = [], [], []
+    for most_bytes in (2**20, 3000):
+        stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
+        stream._rows._reader = replace(stream._rows._reader, most_bytes=most_bytes)
+        batches = [batch for _ in range(4) if (batch := stream.next_batch(30)) is not None]
+        ids.append([sample.id for batch in batches for sample in batch.samples])
+        cursors.append([batch.cursor for batch in batches])
+        origins = {origin for batch in batches for origin in batch.origins.values()}
+        most = max(Counter(origin.item for origin in origins).values())
+        assert (most == 1) if most_bytes > 3000 else (most >= 11)
+    assert ids[0] == ids[1]
+    assert sorted(ids[0]) == sorted(f"r{number}" for number in range(100))
+    assert cursors[0] == cursors[1]
+    stream.restore(cursors[0][0])
+    assert [sample.id for sample in stream.next_batch(70).samples] == ids[0][30:]
+    for sample in batches[0].samples[:8]:
+        reference, row = batches[0].payload[sample.id]
+        origin = batches[0].origins[reference]
+        [found] = fetch_rows([BlockRows([reference], [row], origin)])
+        [again] = fetch_rows([BlockRows([reference], [row], origin._replace(node=LOST))])
+        assert found["id"] == again["id"] == sample.id
+        assert found["input_ids"].tolist() == again["input_ids"].tolist()
+        _, block, _ = columns_of(reference, origin._replace(node="ab" * 28), ["id"])
+        assert ray.get(block) == ray.get(reference)
+    stream.close()
 
 
 def take_all(stream: Stream | Mixture) -> None:
@@ -101,12 +137,13 @@ def test_a_source_without_a_usable_row_ends_a_mixture(
 def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     ray_cluster: None, tmp_path: Path, megabytes: int, expected: int
 ) -> None:
-    """40 fragments, a window of 40 MB, 16 tasks, and 400 MB of the store."""
+    """Fragments that are read whole, a window of 40 MB, 16 tasks, and 400 MB of the store."""
     path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("a", "b")}
                                                for number in range(1280)])
     stream = source_stream.SourceStream(Data(format="llava", path=str(path), shuffle_window_mb=40.0),
                                         Model(preset="tiny"), seed=0)
-    stream._bytes = np.full(40, megabytes * 1e6)
+    stream._row_bytes = np.full(40, megabytes * 1e6 / 32)
+    stream._planned = len(stream._opening)
     assert stream._part(16, 400e6) == expected
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import struct
 import tarfile
 import zlib
@@ -31,7 +30,7 @@ from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.data.video import decode_video
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.schema import Data
-from tests.data.samples import picture, processor, talk, video, write_rows
+from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 
 PROCESSOR = processor()
 SEEDS = [picture(60, 40), picture(60, 40, "JPEG"), picture(60, 40, "WEBP"), picture(60, 40, "GIF"),
@@ -47,10 +46,7 @@ def records(path: Path, root: Path) -> list[dict[str, Any]]:
 
 
 def records_of(data: Data, root: Path) -> list[dict[str, Any]]:
-    fragments = index_fragments(data)
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
-             for number, fragment in enumerate(fragments)]
-    block = ReadFragments(ProcessorSpec("tiny"), str(root), 0)(pa.Table.from_pylist(items))
+    block = read_all(ReadFragments(ProcessorSpec("tiny"), str(root), 0), index_fragments(data))
     return read_payloads(block, list(range(block.num_rows)))
 
 
@@ -281,8 +277,7 @@ def test_an_image_larger_than_a_rank_is_a_bad_row(tmp_path: Path) -> None:
     rows = [{"id": "image", "image": "a.png", "conversations": talk("<image>", "a")},
             {"id": "video", "video": "a.mp4", "conversations": talk("<video>", "a")}]
     fragments = index_fragments(Data(format="llava", path=str(write_rows(tmp_path / "rows.json", rows))))
-    items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
-    block = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0, max_image_tokens=6)(pa.Table.from_pylist(items))
+    block = read_all(ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0, max_image_tokens=6), fragments)
     found = {record["id"]: record for record in read_payloads(block, [0, 1])}
     assert found["image"]["error"] == "image 1 alone takes 100 tokens; a rank holds at most 6"
     assert found["video"]["error"] == ""  # cut in time, for several ranks

@@ -8,14 +8,16 @@ of a fragment, with or without the bytes of their images and videos).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from dhp_ray.data.errors import DataError, description
 from dhp_ray.data.formats import arrow, json_text, parquet, tar
 from dhp_ray.data.formats.stored_rows import Row
 from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.names import Names
+from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.names import Names, numbered
 
 FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}
 """By the `kind` of a fragment."""
@@ -50,14 +52,17 @@ def scan_file(path: str, kind: str, names: Names, progress: Callable[[int], None
         raise DataError(f"data.path: {path} cannot be read: {description(error)}") from None
 
 
-def read_rows(fragment: Fragment) -> list[Row]:
-    """The rows of a fragment, in the order of the file. Reads no other rows, except those before it in a row group of
-    parquet.
+def read_rows(
+    fragment: Fragment, wanted: Sequence[int] | None = None, max_bytes: int = MediaLimits().max_file_bytes
+) -> Iterator[Row]:
+    """The wanted rows of a fragment (their numbers in it, ascending; None: all), one after the other. Reads no other
+    rows, except those before them in a row group of parquet. A row of more than `max_bytes` is a bad row, and not read.
 
     Raises:
-        OSError, pyarrow.ArrowException: the file is gone or damaged.
+        OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
     """
-    return _named(fragment, FILE_FORMATS[fragment.kind].read(fragment))
+    numbers = range(fragment.num_rows) if wanted is None else wanted
+    return _named(fragment, numbers, FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes))
 
 
 def read_texts(fragment: Fragment) -> list[Row]:
@@ -67,11 +72,15 @@ def read_texts(fragment: Fragment) -> list[Row]:
         DataError: the file is gone or damaged.
     """
     try:
-        return _named(fragment, FILE_FORMATS[fragment.kind].read(fragment, media=False))
+        numbers = range(fragment.num_rows)
+        rows = FILE_FORMATS[fragment.kind].read(fragment, numbers, MediaLimits().max_file_bytes, media=False)
+        return list(_named(fragment, numbers, rows))
     except Exception as error:  # readers raise errors of many kinds on foreign bytes
         raise DataError(f"data.path: {fragment.path} cannot be read: {description(error)}") from None
 
 
-def _named(fragment: Fragment, stored: Iterator[Row]) -> list[Row]:
+def _named(fragment: Fragment, numbers: Sequence[int], stored: Iterator[Row]) -> Iterator[Row]:
     names = dict(fragment.names)
-    return [replace(row, id=names.get(offset) or str(row.id)) for offset, row in enumerate(stored)]
+    for number, row in zip(numbers, stored, strict=True):
+        own = names.get(number) or str(row.id) or numbered(Path(fragment.path).stem, fragment.first_row + number)
+        yield replace(row, id=own)

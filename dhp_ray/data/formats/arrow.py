@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -21,9 +21,11 @@ from dhp_ray.data.formats.stored_rows import (
     TEXT_COLUMNS,
     Row,
     check_columns,
+    check_unchanged,
     new_names,
+    row_of,
 )
-from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -74,8 +76,9 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
     for start, stop, batch in batches_of(path, progress):
         # The file is mapped, and offsets that point outside of it would be followed.
         batch.select([name for name in batch.schema.names if name == "id"]).validate(full=True)
-        for offset in range(0, batch.num_rows, ROWS_PER_FRAGMENT):
-            part = batch.slice(offset, ROWS_PER_FRAGMENT)
+        num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * batch.num_rows // (stop - start)))
+        for offset in range(0, batch.num_rows, num_rows):
+            part = batch.slice(offset, num_rows)
             ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
             yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0,
                            offset, ((start, stop),),
@@ -83,12 +86,13 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
             first += part.num_rows
 
 
-def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
     batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
     batch = batch.select([name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in batch.schema.names])
     batch.validate(full=True)  # the file is mapped, and offsets outside of it would be followed
-    for fields in batch.to_pylist():
-        yield Row(fields.get("id", ""), fields)
+    check_unchanged(fragment, batch.num_rows)
+    for number in numbers:
+        yield row_of(batch, number, max_bytes)
 
 
 def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:

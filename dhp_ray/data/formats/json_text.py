@@ -6,11 +6,11 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import CONVERSATION_COLUMNS, Row, fragments_of
+from dhp_ray.data.formats.stored_rows import CONVERSATION_COLUMNS, Row, fragments_of, too_large
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
@@ -42,16 +42,19 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
         )
 
 
-def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
     """Images and videos are names or are inside a row's text, so a row is read whole, with or without `media`."""
     with open(fragment.path, "rb") as file:
-        for start, stop in fragment.spans:
+        for start, stop in (fragment.spans[number] for number in numbers):
+            if (error := too_large(stop - start, max_bytes)):
+                yield Row("", {}, error)
+                continue
             file.seek(start)
             text = file.read(stop - start)
             try:
                 fields = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                yield Row("", {}, f"the row is not JSON: {first_line(error)}")
+            except (ValueError, RecursionError) as raised:
+                yield Row("", {}, f"the row is not JSON: {first_line(raised)}")
                 continue
             if isinstance(fields, dict):
                 yield Row(fields.get("id", ""), fields)

@@ -16,14 +16,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from dhp_ray.data.conversation import ROLES
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -77,12 +76,52 @@ def _begins_with_system(turns: list[Any]) -> bool:
 def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:
     """Fragments of rows that are given as (id, byte range)."""
     first = 0
-    while part := list(islice(rows, ROWS_PER_FRAGMENT)):
+    for part in _parts(rows):
         renamed = new_names((given for given, _ in part), names, path, first)
         spans = tuple(span for _, span in part)
         yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans,
                        names=renamed)
         first += len(part)
+
+
+def _parts(rows: Iterator[tuple[Any, tuple[int, int]]]) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
+    """The rows in parts of at most ROWS_PER_FRAGMENT, and of at most MOST_BYTES unless of a single row."""
+    part: list[tuple[Any, tuple[int, int]]] = []
+    num_bytes = 0
+    for given, (start, stop) in rows:
+        num_bytes += stop - start
+        if part and (len(part) == ROWS_PER_FRAGMENT or num_bytes > MOST_BYTES):
+            yield part
+            part, num_bytes = [], stop - start
+        part.append((given, (start, stop)))
+    if part:
+        yield part
+
+
+def check_unchanged(fragment: Fragment, num_rows: int) -> None:
+    """Refuse a file that has only so many rows where those of the fragment were.
+
+    Raises:
+        OSError: it has changed.
+    """
+    if num_rows < fragment.num_rows:
+        raise OSError(f"it has changed since it was indexed: {num_rows} rows are where there were {fragment.num_rows}")
+
+
+def row_of(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
+    """A row of columns; a bad row if it has more than `max_bytes`."""
+    row = batch.slice(number, 1)
+    if (error := too_large(row.nbytes, max_bytes)):
+        return Row(row["id"][0].as_py() if "id" in row.schema.names else "", {}, error)
+    [fields] = row.to_pylist()
+    return Row(fields.get("id", ""), fields)
+
+
+def too_large(num_bytes: int, max_bytes: int) -> str:
+    """Why a row of so many bytes cannot be used; empty if it can."""
+    if num_bytes <= max_bytes:
+        return ""
+    return f"the row has {num_bytes / 2**20:.1f} MB; allowed: at most {max_bytes / 2**20:g} (data.max_file_mb)"
 
 
 def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.formats.stored_rows import Row, fragments_of
+from dhp_ray.data.formats.stored_rows import Row, fragments_of, too_large
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.media import column_of, frames_of
 from dhp_ray.data.names import Names
@@ -28,7 +28,6 @@ SUFFIXES = (".tar",)
 IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi")
 PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
-MAX_SAMPLE_BYTES = 2**31
 
 
 def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
@@ -36,25 +35,24 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
     yield from fragments_of(path, "tar", rows, names)
 
 
-def read(fragment: Fragment, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
     """Without `media` the bytes of images and videos are still read, one sample at a time, but not kept."""
     with open(fragment.path, "rb") as file:
-        for start, stop in fragment.spans:
+        for start, stop in (fragment.spans[number] for number in numbers):
             key = ""
             try:
-                if stop - start > MAX_SAMPLE_BYTES:
-                    raise RowError(
-                        f"a sample of {(stop - start) / 2**30:.1f} GB; allowed: at most {MAX_SAMPLE_BYTES / 2**30:g}"
-                    )
+                file.seek(start)
+                key = first_key(file)
+                if (error := too_large(stop - start, max_bytes)):
+                    raise RowError(error)
                 file.seek(start)
                 data = file.read(stop - start)
-                key = first_key(data)
                 fields, members = read_sample(data)
                 yield Row(key, fields, members=members if media else {})
-            except RowError as error:
-                yield Row(key, {}, str(error), {})
-            except (tarfile.TarError, EOFError, ValueError) as error:
-                yield Row(key, {}, f"the sample's part of the tar file cannot be read: {first_line(error)}", {})
+            except RowError as raised:
+                yield Row(key, {}, str(raised), {})
+            except (tarfile.TarError, EOFError, ValueError) as raised:
+                yield Row(key, {}, f"the sample's part of the tar file cannot be read: {first_line(raised)}", {})
 
 
 def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
@@ -129,9 +127,9 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     return fields, media
 
 
-def first_key(data: bytes) -> str:
-    """The key of a sample's part of a tar file."""
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+def first_key(file: BinaryIO) -> str:
+    """The key of the sample that begins here in a tar file."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
         member = archive.next()
         while member is not None and member.isdir():
             member = archive.next()

@@ -94,7 +94,7 @@ class Evaluator:
         """
         self.load()
         try:
-            row = rows_of(fragment)[offset]
+            row = rows_of(fragment, self.processor.limits.max_file_bytes)[offset]
         except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
             return self._left_out(number, f"{fragment.path}:{fragment.first_row + offset + 1}", reason_of(error))
         try:
@@ -182,9 +182,9 @@ class Evaluator:
 
 
 @lru_cache(maxsize=KEPT_FRAGMENTS)
-def rows_of(fragment: Fragment) -> list[Row]:
+def rows_of(fragment: Fragment, max_bytes: int) -> list[Row]:
     """Return the rows of a fragment; cached, because the next sample is usually in the same fragment."""
-    return read_rows(fragment)
+    return list(read_rows(fragment, max_bytes=max_bytes))
 
 
 def media_in(question: Question, processor: Processor) -> list[Medium]:

@@ -32,7 +32,7 @@ from dhp_ray.schema import Data, Model
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload
-from tests.data.samples import picture, processor, talk, video, write_rows
+from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 from tests.packs import TOKEN_IDS, plain_copy, plain_loss
 
 PROCESSOR = processor()
@@ -177,11 +177,8 @@ def write_files(folder: Path) -> None:
 
 
 def records(data: Data) -> dict[str, Row]:
-    fragments = index_fragments(data)
-    items = [{"position": number, "number": number, "epoch": 0, "fragment": pickle.dumps(fragment)}
-             for number, fragment in enumerate(fragments)]
-    block = ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data),
-                          0)(pa.Table.from_pylist(items))
+    block = read_all(ReadFragments(ProcessorSpec.of(Model(preset="tiny"), data), image_root(data), 0),
+                     index_fragments(data))
     return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
 
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
-from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats import parquet, read_rows
+from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk
@@ -27,3 +31,48 @@ def test_parts_of_a_row_group_are_its_rows(tmp_path: Path) -> None:
         assert [dict(row.fields) for row in read_rows(fragment)] == expected
     assert abs(int(fragments.num_bytes[:3].sum())
                - pq.ParquetFile(tmp_path / "rows.parquet").metadata.row_group(0).total_byte_size) < 3
+
+
+def zeros(path: Path, **options: Any) -> Fragment:
+    """Eight rows of 100 kB of zeros."""
+    table = pa.table({"id": [f"r{number}" for number in range(8)], "image": [bytes(100_000)] * 8,
+                      "conversations": [talk("<image>", "a")] * 8})
+    pq.write_table(table, path, **options)
+    [fragment] = index_fragments(Data(format="parquet", path=str(path)))
+    return fragment
+
+
+def test_a_column_that_unpacks_to_far_more_than_is_stored_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be unpacked at once, however few of its rows are read."""
+    fragment = zeros(tmp_path / "rows.parquet", compression="zstd", use_dictionary=False)
+    assert [row.error for row in read_rows(fragment)] == [""] * 8
+    monkeypatch.setattr(parquet, "MOST_BYTES", 10_000)
+    for wanted in (None, [3, 5]):
+        found = list(read_rows(fragment, wanted))
+        assert [row.id for row in found] == [f"r{number}" for number in wanted or range(8)]
+        assert {row.error for row in found} == {"column image of the row group has 1 MB, stored as 0.0; allowed: at "
+                                                "most 64 times as much as stored, or 0.00953674 MB"}
+    noise = zeros(tmp_path / "plain.parquet", compression="none", use_dictionary=False)
+    assert [row.error for row in read_rows(noise)] == [""] * 8
+
+
+def test_few_rows_are_read_at_a_time_where_they_repeat_a_large_value(tmp_path: Path) -> None:
+    for name, options, expected in (("dictionary", {}, 100_004), ("plain", {"use_dictionary": False}, 0)):
+        fragment = zeros(tmp_path / f"{name}.parquet", **options)
+        about = pq.ParquetFile(fragment.path).metadata.row_group(0)
+        assert parquet._dictionary_bytes(fragment.path, about.column(1)) == expected
+
+
+def test_a_row_group_is_not_read_ahead(tmp_path: Path) -> None:
+    """100 rows of 100 kB, a page each."""
+    pictures = [os.urandom(100_000) for _ in range(100)]
+    table = pa.table({"image": pictures, "conversations": [talk("<image>", "a")] * 100})
+    pq.write_table(table, tmp_path / "rows.parquet", use_dictionary=False, write_batch_size=1, data_page_size=1)
+    del table
+    [fragment] = index_fragments(Data(format="parquet", path=str(tmp_path)))
+    before = pa.total_allocated_bytes()
+    rows = read_rows(fragment)
+    assert len(next(rows).fields["image"]) == 100_000
+    assert pa.total_allocated_bytes() - before < 7 * 2**20

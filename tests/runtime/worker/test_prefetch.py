@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,7 +25,7 @@ from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload, check_payload
-from tests.data.samples import picture, processor, talk, video, write_rows
+from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 from tests.packs import make_pack, plain_copy, plain_loss, rough_model, with_images_apart, with_splits
 
 PROCESSOR = processor()
@@ -47,9 +46,7 @@ def records_of(folder: Path, rows: list[dict[str, Any]], max_image_tokens: int =
 
 def block_of(folder: Path, rows: list[dict[str, Any]], max_image_tokens: int = 0) -> pa.Table:
     fragments = index_fragments(Data(format="llava", path=str(write_rows(folder / "rows.json", rows))))
-    items = [{"position": 0, "number": 0, "epoch": 0, "fragment": pickle.dumps(fragments[0])}]
-    return ReadFragments(ProcessorSpec("tiny"), str(folder), 0,
-                         max_image_tokens=max_image_tokens)(pa.Table.from_pylist(items))
+    return read_all(ReadFragments(ProcessorSpec("tiny"), str(folder), 0, max_image_tokens=max_image_tokens), fragments)
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
