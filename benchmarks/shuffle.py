@@ -1,7 +1,7 @@
 """How well a window of rows mixes, and what it costs. `python benchmarks/shuffle.py [mixing] [bytes]`
 
     mixing   rows sorted by four sources, in row groups of 100, with a picture of 100 kB each: the most frequent
-             source's share of a batch, with a window
+             source's share of a batch, of all and of the first 40, with a window
              of a tenth and without one (row group after row group), over a perfect shuffle's; the time to the first
              batch, rows a second, the driver's memory; and whether a stream that is restored in the middle goes on with
              the same rows
@@ -40,7 +40,7 @@ SECTIONS = ("mixing", "bytes")
 BATCH, SOURCES, GROUP_ROWS = 64, 4, 100
 PICTURE = (182, 182)
 """Sides of a picture of noise, which stored as it is takes 100 kB."""
-RESUMED_BATCHES = 10
+RESUMED_BATCHES, FIRST_BATCHES = 10, 40
 STILL_S = 4
 """bytes: reading ahead has come to its end when nothing has been added to a node's store for so many seconds."""
 
@@ -90,9 +90,10 @@ def compare_mixing(path: Path, num_rows: int) -> None:
     open_stream(path, num_rows // 10).next_batch(1)  # processes that read are there, and the file is in memory
     perfect = share_of([f"{row * SOURCES // num_rows}-" for row in np.random.default_rng(0).permutation(num_rows)])
     print(
-        f"| {num_rows} rows, batches of {BATCH} | most frequent source over a perfect shuffle's | first batch | rows/s "
+        f"| {num_rows} rows, batches of {BATCH} | most frequent source over a perfect shuffle's | "
+        f"its share of the first {FIRST_BATCHES} | first batch | rows/s "
         "after it | "
-        "resident at the first batch | most after it |\n|---|---|---|---|---|---|",
+        "resident at the first batch | most after it |\n|---|---|---|---|---|---|---|",
         flush=True,
     )
     for name, window in (("row group after row group", 0), ("window of a tenth", num_rows // 10)):
@@ -112,7 +113,8 @@ def compare_mixing(path: Path, num_rows: int) -> None:
         stream.close()
         flat = [name for batch_ids in ids for name in batch_ids]
         assert len(set(flat)) == len(flat) == num_rows
-        print(f"| {name} | {share_of(flat) / perfect:.3f} | {first_s:.2f} s | {rate:.0f} | "
+        of_first = share_of(flat[: FIRST_BATCHES * BATCH])
+        print(f"| {name} | {share_of(flat) / perfect:.3f} | {of_first:.2f} | {first_s:.2f} s | {rate:.0f} | "
               f"{first_bytes / 1e6:.0f} MB | {most_bytes / 1e6:.0f} MB |", flush=True)
         assert middle is not None
         restored = open_stream(path, window)
@@ -124,8 +126,8 @@ def compare_mixing(path: Path, num_rows: int) -> None:
             assert [sample.id for sample in again.samples] == expected
         took_s = time.perf_counter() - begun
         print(
-            f"|   restored in the middle: the next {RESUMED_BATCHES} batches are the same | | {took_s:.2f} s for all | "
-            "| | |",
+            f"|   restored in the middle: the next {RESUMED_BATCHES} batches are the same | | | {took_s:.2f} s for all "
+            "| | | |",
             flush=True,
         )
         restored.close()

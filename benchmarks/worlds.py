@@ -9,7 +9,6 @@ own `Rank` object.
 from __future__ import annotations
 
 import json
-import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,9 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import CONF, Config, load
 from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.order import fragment_order
+from dhp_ray.data.order import Part, fragment_order
 from dhp_ray.data.processor import Processor
-from dhp_ray.data.reader import ReadFragments, read_payloads
+from dhp_ray.data.reader import ReadFragments, item_of, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan import RankPlan, Sample
 from dhp_ray.planner.rank_plan import encoded_images
@@ -136,8 +135,7 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
-        item = {"position": position, "epoch": 0, "number": number, "fragment": pickle.dumps(fragments[number]),
-                "places": [0, fragments[number].num_rows]}
+        item = item_of(0, [(Part(position, 0, fragments[number].num_rows), number, fragments[number])])
         block = pa.concat_tables(reader(pa.Table.from_pylist([item])))
         texts, visions = block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist()
         lengths = [text + vision for text, vision in zip(texts, visions)]

@@ -30,8 +30,10 @@ import numpy as np
 FIRST_FRAGMENTS = 16
 """So many fragments are open before the first row, or as many as the window holds."""
 
-FIRST_ROWS = 256
-"""So many rows are read first, from all fragments that are open at the start, before the others of these fragments."""
+FIRST_ROWS, ROWS_AT_ONCE = 128, 64
+"""So many rows are read first, from all fragments that are open at the start, before the others of these fragments; and
+at least so many at once, because to start a task takes as long as to read some rows.
+"""
 
 HALVINGS = 4
 """Fragments that follow one another are from different ones of 2**HALVINGS parts of the data set."""
@@ -45,15 +47,23 @@ class ShuffleWindow:
     num_bytes: float
 
 
-class Share(NamedTuple):
-    """Rows that are read at once: those of the fragment at this position of the order that are from `first` to `stop`
-    in it. `begin`: no row of a share, or of a later one, has a place on the line before it.
-    """
+class Part(NamedTuple):
+    """Rows of the fragment at this position of the order: those from `first` to `stop` in its own order."""
 
     position: int
     first: int
     stop: int
+
+
+class Share(NamedTuple):
+    """Rows that are read at once. No row of a share, or of a later one, has a place on the line before `begin`."""
+
+    parts: list[Part]
     begin: float
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.stop - part.first for part in self.parts)
 
 
 class EpochOrder:
@@ -98,25 +108,34 @@ class EpochOrder:
 
     def opening(self, num_rows: int) -> tuple[list[Share], int]:
         """What is read first to continue after `num_rows` rows, and the position of the next fragment, which is read
-        whole as all after it: FIRST_ROWS rows, since the whole fragments that have them would take long, and then the
-        others of these fragments.
+        whole as all after it. Whole fragments would take long before the first row, since many are open then: first
+        come FIRST_ROWS rows, then twice as many, and so on.
         """
         first, start, left_out = self.start_at(num_rows)
-        wanted = left_out + FIRST_ROWS
         stop = int(np.searchsorted(self.begins, start, side="right"))
         known = np.concatenate([self.places(position) for position in range(first, stop)])
         known = known[known >= start]
-        while stop < len(self) and (known < self.begins[stop]).sum() < wanted:
+        while stop < len(self) and (known < self.begins[stop]).sum() <= left_out + FIRST_ROWS:
             known, stop = np.concatenate([known, self.places(stop)]), stop + 1
-        last = self.begins[stop] if stop < len(self) else np.inf
-        last = min(last, np.sort(known)[wanted]) if wanted < len(known) else last
-        shares = []
-        for begin, end in ((start, last), (last, np.inf)):
+        known = np.sort(known[known < self.begins[stop]] if stop < len(self) else known)
+        shares: list[Share] = []
+        end, num_read = start, left_out + FIRST_ROWS
+        while end < np.inf:
+            begin, end = end, known[num_read] if num_read < len(known) else np.inf
+            num_read += num_read
+            parts: list[Part] = []
             for position in range(first, stop):
-                own = np.searchsorted(self.places(position), (begin, end)).tolist()
-                if own[1] > own[0]:
-                    shares.append(Share(position, own[0], own[1], max(begin, float(self.begins[position]))))
+                part = Part(position, *np.searchsorted(self.places(position), (begin, end)).tolist())
+                if part.stop > part.first:
+                    parts.append(part)
+                if parts and (Share(parts, 0).num_rows >= ROWS_AT_ONCE or position == stop - 1):
+                    shares.append(Share(parts, max(begin, float(self.begins[parts[0].position]))))
+                    parts = []
         return shares, stop
+
+    def whole(self, position: int) -> Share:
+        """All rows of the fragment at this position."""
+        return Share([Part(position, 0, int(self.sizes[position]))], float(self.begins[position]))
 
     def _first_open(self, position: int) -> int:
         """The position of the first fragment whose stretch reaches the begin of the one at `position`."""

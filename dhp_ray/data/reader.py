@@ -1,5 +1,5 @@
-"""The reading stage: turns rows of a fragment into blocks of payload, of at most about MOST_BYTES each. It runs in Ray
-Data's tasks, on one fragment each, and holds one block at a time.
+"""The reading stage: turns rows of fragments into blocks of payload, of at most about MOST_BYTES each. It runs in Ray
+Data's tasks, and holds one block at a time.
 
 A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
 """
@@ -26,7 +26,7 @@ from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.grids import SLICE_TOKENS, Size
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
-from dhp_ray.data.order import row_order
+from dhp_ray.data.order import Part, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.video_decoder import clip_of
 from dhp_ray.errors import first_line
@@ -51,11 +51,14 @@ UNREADABLE = -1
 """Value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file."""
 
 
+def item_of(epoch: int, parts: Sequence[tuple[Part, int, Fragment]]) -> dict[str, Any]:
+    """What ReadFragments reads at once: parts of fragments, each with the number by which the fragment is shuffled."""
+    return {"epoch": epoch, "parts": pickle.dumps(parts)}
+
+
 @dataclass(frozen=True)
 class ReadFragments:
-    """Maps items {position, number, epoch, fragment, places} to blocks of `PAYLOAD`: the rows that have these `places`
-    (first, stop) in the order of (seed, epoch, number), as they follow in the file.
-    """
+    """Maps items to blocks of `PAYLOAD`: for each part of an item its rows, as they follow in the file."""
 
     processor: ProcessorSpec
     image_root: str
@@ -97,22 +100,25 @@ class ReadFragments:
         """The rows of an item, or these of them, in the order of the file. A file that is gone, damaged or changed ends
         them with one that is UNREADABLE.
         """
-        fragment: Fragment = pickle.loads(item["fragment"])
-        processor = _loaded(self.processor)
-        order = row_order(self.seed, item["epoch"], item["number"], fragment.num_rows)
-        place_of = {order[place]: place for place in range(*item["places"])}
-        numbers = sorted(place_of)
-        if rows is not None:
-            numbers = [numbers[row] for row in sorted(rows)]
-        try:
-            for number, row in zip(numbers, read_rows(fragment, numbers, processor.limits.max_file_bytes)):
-                yield {"position": item["position"],
-                       "row": place_of[number]} | self._record(self._named(row, item["epoch"]), processor)
-        # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
-        except Exception as error:
-            # Reported as data: an error raised here would reach the driver as text, wrapped several times.
-            yield _unusable(fragment.path,
-                            description(error)) | {"position": item["position"], "row": UNREADABLE}
+        processor, begin = _loaded(self.processor), 0
+        parts: list[tuple[Part, int, Fragment]] = pickle.loads(item["parts"])
+        for part, number, fragment in parts:
+            order = row_order(self.seed, item["epoch"], number, fragment.num_rows)
+            place_of = {order[place]: place for place in range(part.first, part.stop)}
+            wanted = sorted(place_of)
+            if rows is not None:
+                wanted = [wanted[row - begin] for row in sorted(rows) if 0 <= row - begin < len(place_of)]
+            begin += len(place_of)
+            try:
+                for offset, row in zip(wanted, read_rows(fragment, wanted, processor.limits.max_file_bytes)):
+                    yield {"position": part.position,
+                           "row": place_of[offset]} | self._record(self._named(row, item["epoch"]), processor)
+            # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
+            except Exception as error:
+                # Reported as data: an error raised here would reach the driver as text, wrapped several times.
+                yield _unusable(fragment.path,
+                                description(error)) | {"position": part.position, "row": UNREADABLE}
+                return
 
     def _named(self, row: Row, epoch: int) -> Row:
         """For a mixture, the row with an id that is unique over its sources and its passes over them. It ends with the

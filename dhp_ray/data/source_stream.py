@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments
+from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, item_of
 from dhp_ray.data.sizes import mean_file_bytes
 from dhp_ray.errors import named_line
 from dhp_ray.planner.plan import Sample
@@ -133,8 +132,7 @@ class SourceStream:
         """What is read at once."""
         if number < len(self._opening):
             return self._opening[number]
-        position = number - len(self._opening) + self._next_whole
-        return Share(position, 0, int(self._order.sizes[position]), float(self._order.begins[position]))
+        return self._order.whole(number - len(self._opening) + self._next_whole)
 
     def peek(self) -> Entry | None:
         """The next row of the epoch, or None at its end."""
@@ -159,7 +157,8 @@ class SourceStream:
         """The number of shares of the next part."""
         stop = min(self._planned + max(PART_FRAGMENTS, tasks), self._num_shares)
         shares = [self._share(number) for number in range(self._planned, stop)]
-        held = np.cumsum([self._row_bytes[share.position] * (share.stop - share.first) for share in shares])
+        held = np.cumsum([sum(self._row_bytes[part.position] * (part.stop - part.first) for part in share.parts)
+                          for share in shares])
         of_window = int(np.searchsorted(held, self._window.num_bytes / 2, side="right"))
         of_store = int(np.searchsorted(held, most_bytes, side="right"))
         return max(1, min(PART_FRAGMENTS, of_window), min(tasks, of_store))
@@ -178,15 +177,16 @@ class SourceStream:
         if lengths[-1]["row"] == UNREADABLE:
             raise DataError(f"data.path: {lengths[-1]['id']} cannot be read: {lengths[-1]['error']}")
         share = self._share(self._fetched)
-        assert all(entry["position"] == share.position for entry in lengths), "Ray Data returned blocks out of order"
-        places = self._order.places(share.position).tolist()
+        assert {entry["position"] for entry in lengths} <= {
+            part.position for part in share.parts}, "Ray Data returned blocks out of order"
+        places = {part.position: self._order.places(part.position).tolist() for part in share.parts}
         for number, entry in enumerate(lengths):
             sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
                             tuple((t, h, w) for t, h, w in entry["grids"]))
-            heapq.heappush(self._open, (places[entry["row"]], share.position, entry["row"],
+            heapq.heappush(self._open, (places[entry["position"]][entry["row"]], entry["position"], entry["row"],
                                         Entry(reference, origin, number, sample, entry["error"])))
         self._rows_fetched += len(lengths)
-        if self._rows_fetched == share.stop - share.first:
+        if self._rows_fetched == share.num_rows:
             self._fetched, self._rows_fetched = self._fetched + 1, 0
         known = self._share(self._fetched).begin if self._fetched < self._num_shares else math.inf
         while self._open and self._open[0][0] < known:
@@ -217,9 +217,9 @@ class SourceStream:
 
     def _item(self, share: Share) -> dict[str, Any]:
         """A share as ReadFragments takes it."""
-        number = int(self._order.fragments[share.position])
-        return {"position": share.position, "epoch": self.epoch, "number": number,
-                "fragment": pickle.dumps(self.fragments[number]), "places": [share.first, share.stop]}
+        numbers = [int(self._order.fragments[part.position]) for part in share.parts]
+        return item_of(self.epoch, [(part, number, self.fragments[number])
+                                    for part, number in zip(share.parts, numbers)])
 
 
 def _with_origins(
@@ -228,8 +228,8 @@ def _with_origins(
     """The blocks of these shares, each with where it was made."""
     entries = iter(entries)
     for number, share in shares.items():
-        first, num_rows = 0, share.stop - share.first
-        while first < num_rows:
+        first = 0
+        while first < share.num_rows:
             entry = next(entries)
             stop = first + entry.metadata.num_rows
             node = entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ import pyarrow as pa
 from PIL import Image
 
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.order import Part
 from dhp_ray.data.processor import Processor, load_processor
-from dhp_ray.data.reader import ReadFragments
+from dhp_ray.data.reader import ReadFragments, item_of
 
 MIN_PIXELS, MAX_PIXELS = 3136, 1003520
 
@@ -106,15 +106,8 @@ def random_conversation(random: np.random.Generator) -> tuple[list[dict[str, str
     return conversation, media
 
 
-def item_of(
-    fragment: Fragment, number: int = 0, epoch: int = 0, places: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """A fragment, or the rows at these places of its order, as the reading stage takes it."""
-    return {"position": number, "number": number, "epoch": epoch, "fragment": pickle.dumps(fragment),
-            "places": list(places or (0, fragment.num_rows))}
-
-
 def read_all(read: ReadFragments, fragments: Iterable[Fragment], epoch: int = 0) -> pa.Table:
     """All blocks of fragments as one."""
-    items = [item_of(fragment, number, epoch) for number, fragment in enumerate(fragments)]
+    items = [item_of(epoch, [(Part(number, 0, fragment.num_rows), number, fragment)])
+             for number, fragment in enumerate(fragments)]
     return pa.concat_tables(read(pa.Table.from_pylist(items))).combine_chunks()

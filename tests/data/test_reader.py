@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.data import FORMS, task_of
+from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.order import row_order
+from dhp_ray.data.order import Part, row_order
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import PAYLOAD, UNREADABLE, ReadFragments, read_payloads
+from dhp_ray.data.reader import PAYLOAD, UNREADABLE, ReadFragments, item_of, read_payloads
 from dhp_ray.schema import Data
-from tests.data.samples import item_of, picture, processor, read_all, talk, write_rows
+from tests.data.samples import picture, processor, read_all, talk, write_rows
 
 PROCESSOR = processor()
 
@@ -30,6 +31,10 @@ def block_of(
     return read_all(read, index_fragments(Data(format="llava", path=str(path))), epoch)
 
 
+def whole_item(fragment: Fragment) -> dict[str, Any]:
+    return item_of(0, [(Part(0, 0, fragment.num_rows), 0, fragment)])
+
+
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in read_payloads(block, list(range(block.num_rows)))}
 
@@ -40,7 +45,7 @@ def test_a_file_that_has_changed_since_it_was_indexed_is_one_row_that_says_so(tm
     (fragment,) = index_fragments(Data(format="parquet", path=str(path)))
     pq.write_table(pa.table({"conversations": [talk("a", "b")] * 3}), path)
     read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0)
-    for block in (read_all(read, [fragment]), read.block(item_of(fragment), [4])):
+    for block in (read_all(read, [fragment]), read.block(whole_item(fragment), [4])):
         (row,) = block.to_pylist()
         assert row["row"] == UNREADABLE
         assert row["error"] == "it has changed since it was indexed: 3 rows are where there were 5"
@@ -162,13 +167,18 @@ def test_large_rows_are_several_blocks(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", rows)
     [fragment] = index_fragments(Data(format="llava", path=str(path)))
     read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 5, most_bytes=3000)
-    item = item_of(fragment, places=(1, 8))
+    item = item_of(0, [(Part(0, 1, 8), 0, fragment)])
     blocks = list(read(pa.Table.from_pylist([item])))
     assert [block.num_rows for block in blocks] == [3, 3, 1]
     order = row_order(5, 0, 0, 8)
     found = [row for block in blocks for row in block.select(["id", "row"]).to_pylist()]
     assert found == [{"id": str(row), "row": order.index(row)} for row in sorted(order[1:])]
     assert read.block(item, [5, 3]) == blocks[1].take([2, 0])
+    both = item_of(0, [(Part(0, 1, 3), 0, fragment), (Part(7, 4, 8), 0, fragment)])
+    found = pa.concat_tables(read(pa.Table.from_pylist([both])))
+    assert found["position"].to_pylist() == [0, 0, 7, 7, 7, 7]
+    assert found["id"].to_pylist() == [str(row) for row in sorted(order[1:3]) + sorted(order[4:])]
+    assert read.block(both, [4, 1]) == found.take([4, 1])
     path.unlink()
     [row] = next(read(pa.Table.from_pylist([item]))).to_pylist()
     assert (row["row"], row["id"], row["error"]) == (UNREADABLE, str(path), "No such file or directory")
