@@ -22,7 +22,7 @@ _REUSE = "REUSE = ((3e-3, 1.0), (9e-3, 0.1), (9e-3, 0.01))"
 _SIZES = "TINY, SMALL, LARGE = 2_000, 20_000, 1_000_000"
 _SEARCHED = "WORK, STEPS, SEEDS = 2_000_000, 2000, 9"
 _STARTS = "orders = np.stack([schedule.rows, largest_first, largest_first])"
-_HALF = "problem.machine.tokens_per_rank // 2"
+_HALF = "max(1, full // 2)"
 _PACKED = "if _packs_cost(problem.machine):"
 _HIGHEST = "return min(num_ranks, max((degree + node_size - 1) // node_size * node_size, more))"
 _UP_TO_A_NODE = "return min(num_ranks, (degree + node_size - 1) // node_size * node_size)"
@@ -30,11 +30,9 @@ _ONE_NODE = "if tiny and (machine.rates.inside_s == machine.rates.across_s).all(
 _WHOLE_NODES = "best = _whole_nodes(degree, time, extra, makespan, machine, ranks, gap_weight, best, chosen)"
 _MOPPED_QUICKLY = "leftover=max(64, len(work) // 16)"
 _BASELINES = "schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]"
-_FAR = "CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15"
 _NEAR = "NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000"
 _DEALT = "if len(left) > 0 and makespan >= dealt_s:"
 _EXCHANGED = "rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)\n"
-_TUNING = "((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}"
 _ESTIMATED = "    if rate.again == 0.0:\n        return encode_s, rest_s"
 _LEAST_WORK = "found, after_s, encode_s + rest_s, given"
 _EXCHANGING = "EXCHANGING, COMPARED_S = 0.2, 1e-8"
@@ -86,8 +84,8 @@ VARIANTS = (
     one("step: no packs made beforehand", _PACKED, "if False:"),
     one("step: of packs and sequences the better after the quick search", "elif not tiny:", "else:"),
     one("step: packs made beforehand with images as if dealt out evenly",
-        "yield packed(problem, packs)", "yield packed(problem, packs, deals_images=False)"),
-    one("step: packs made beforehand of whole memory", _HALF, "problem.machine.tokens_per_rank"),
+        "made = packed(problem, packs)", "made = packed(problem, packs, deals_images=False)"),
+    one("step: packs made beforehand of whole memory", _HALF, "full"),
     one("step: at most 2 ranks more than needed", _HIGHEST, "return min(num_ranks, more)"),
     one("step: no rank more than needed", _HIGHEST, "return degree"),
     one("step: at most a node's ranks, or as many as needed", _HIGHEST, _UP_TO_A_NODE),
@@ -139,10 +137,7 @@ VARIANTS = (
         (_ESTIMATED, _ESTIMATED.replace("rate.again == 0.0", "True")),
         ("rate) if rate.again > 0.0 else 0.0", "rate) * 0.0"))),
     one("micro_batch: any number of exchanges in a row that shorten nothing", "evened < num_packs)", "True)"),
-    one("micro_batch: pow2 is tuned first, as if that took 70 us a sequence", _TUNING,
-        "((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4))}"),
-    one("baselines tuned above 3 %, if one is within 1 %", _FAR, "CLOSE, FAR, HIDDEN = 1e-2, 3e-2, 0.15"),
-    one("baselines never tuned", _FAR, "CLOSE, FAR, HIDDEN = 2e-2, 1e9, 0.15"),
+    one("no least degrees", "LEAST_DEGREES = (2, 3, 4, 6, 8)", "LEAST_DEGREES = ()"),
     one("exchanges in the shortest schedule alone", "EXCHANGED = 3", "EXCHANGED = 1"),
     one("exchanges: ten times as many are compared", "EFFORT = 1e7", "EFFORT = 1e8"),
     one("exchanges of single sequences", "FEW = 6", "FEW = 1"),

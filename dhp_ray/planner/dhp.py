@@ -1,11 +1,10 @@
 """The planner of dhp_ray: the schedule of its mode, or a baseline's schedule if that is shorter, with packs that fill
 memory or a little less. If a rank holds few sequences, fuller packs leave ranks waiting.
 
-Near the lower bound no baseline can be much better, so baselines are tried only if the plan is farther from it, or the
-batch is small. (For a huge batch they would take seconds.) They are tried at two pack caps, above MANY at one. If one
-of a larger batch is then about as short as the result of the search, and that is far from the bound, baselines are
-tuned, each to its best cap: as many of them as take a small share of the step, since planning runs during the previous
-step. (With sync=micro_batch two caps do not show how short a baseline can be.)
+If the plan is far from the lower bound, plans are also made whose packs have at least two, three, ... ranks
+(LEAST_DEGREES). Near the bound no baseline can be much better, so baselines are tried only if the plan is farther from
+it, or the batch is small. (For a huge batch they would take seconds.) They are tried at two pack caps, above MANY at
+one.
 
 The shortest of all these schedules are then improved by exchanges between their packs; with sync=step only if they are
 far from the bound. With sync=micro_batch exchanges are compared for a small share of the step at most.
@@ -18,17 +17,16 @@ than without.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.baselines.megatron import megatron
 from dhp_ray.planner.baselines.pack_cap import cap_of_rounds
-from dhp_ray.planner.baselines.paper import dhp_paper, paper_at
-from dhp_ray.planner.baselines.pow2 import packed_to, pow2
-from dhp_ray.planner.baselines.static_best import static_best
+from dhp_ray.planner.baselines.paper import paper_at
+from dhp_ray.planner.baselines.pow2 import packed_to
 from dhp_ray.planner.micro_batch.exchanges import with_exchanges
-from dhp_ray.planner.micro_batch.search import dhp_micro_batch, node_after_node
+from dhp_ray.planner.micro_batch.search import dhp_micro_batch, micro_batch_of_least_degree, node_after_node
 from dhp_ray.planner.parts import EFFORT
 from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import Problem
@@ -42,22 +40,15 @@ NEAR, MANY, HUGE = 1e-2, 5_000_000, 20_000
 the bound, up to MANY also with less full packs, of one round more. A plan of more than HUGE sequences is not compared.
 """
 
-TUNING = {"step": ((pow2, 7e-5), (dhp_paper, 7e-5), (megatron, 5e-5), (static_best, 3e-4)),
-          "micro_batch": ((megatron, 5e-5), (dhp_paper, 7e-5), (static_best, 3e-4), (pow2, 1e-3))}
-"""By mode, the baselines in the order in which they are tuned, and approximately how many seconds each takes for each
-sequence. (With sync=micro_batch `pow2` tunes seven or eight plans. A short step has time for one baseline alone.)
+LEAST_DEGREES = (2, 3, 4, 6, 8)
+"""Plans that are more than NEAR above the bound are also made with packs of at least so many ranks: sequences of 4,505
+tokens leave almost half of a rank that holds 8,192 unused, but five ranks hold nine of them. (Up to MANY sequences x
+ranks.)
 """
-
-CLOSE, FAR, HIDDEN = 2e-2, 2e-2, 0.15
-"""A plan of more than SMALL sequences x ranks (up to MANY, on equal ranks) is compared with tuned baselines if it is
-more than FAR above the bound and, in step, a baseline at two caps is at most CLOSE longer: with as many of TUNING as
-take at most HIDDEN of a step. (With `encoder=auto` each of the two plans does that.)
-"""
-
 
 EXCHANGED = 3
 """Up to MANY sequences x ranks: the number of schedules that exchanges between packs improve, of each way to plan the
-batch and of tuned baselines. With sync=step only those that are more than NEAR above the bound.
+batch. With sync=step only those that are more than NEAR above the bound.
 """
 
 EXCHANGING, COMPARED_S = 0.2, 1e-8
@@ -68,25 +59,18 @@ does that.)
 
 
 class Timed(NamedTuple):
-    """A schedule, its seconds including the creation of its groups, and whether it is a baseline's."""
+    """A schedule, and its seconds including the creation of its groups."""
 
     seconds: float
     schedule: Schedule
-    is_baseline: bool = False
 
 
-def dhp(problem: Problem, tunes: bool = True) -> Schedule:
-    """The shortest schedule found. `tunes`: there is time to tune the baselines."""
+def dhp(problem: Problem) -> Schedule:
+    """The shortest schedule found."""
     size, by_way = len(problem.samples) * problem.cluster.num_ranks, list[tuple[Way, list[Timed]]]()
     for way in few_ways(problem) if size > MANY else ways_of(problem):
         if not by_way or way.searched.lower_bound_s < _shortest(_all(by_way)).seconds:
             by_way.append((way, _found(way, problem)))
-    if tunes and _worth_tuning(problem, _shortest(_all(by_way)), [each for each in _all(by_way) if each.is_baseline]):
-        tuning = TUNING[problem.sync]
-        end_s = np.cumsum([len(problem.samples) * seconds for _, seconds in tuning])
-        limit_s = HIDDEN * _shortest(_all(by_way)).seconds
-        by_way.append((Way(problem, problem), [_with_time(problem, baseline(problem))
-                                               for (baseline, _), each_s in zip(tuning, end_s) if each_s <= limit_s]))
     found = _all(by_way)
     if size <= MANY:
         found += list(_with_exchanges(problem, by_way))
@@ -99,7 +83,7 @@ def _found(way: Way, problem: Problem) -> list[Timed]:
     if way.searched is way.exchanged:
         return found
     shortest = sorted(found, key=_seconds)[:EXCHANGED]
-    return [_with_time(problem, timed.schedule)._replace(is_baseline=timed.is_baseline) for timed in shortest]
+    return [_with_time(problem, timed.schedule) for timed in shortest]
 
 
 def _all(by_way: Sequence[tuple[Way, list[Timed]]]) -> list[Timed]:
@@ -122,6 +106,22 @@ def _with_exchanges(problem: Problem, by_way: Sequence[tuple[Way, list[Timed]]])
             yield _with_time(problem, schedule)
 
 
+def with_least_degrees(problem: Problem) -> list[Schedule]:
+    """Plans whose packs have at least so many ranks, for each of LEAST_DEGREES, and for all ranks of a small batch."""
+    num_ranks, schedules = problem.cluster.num_ranks, list[Schedule]()
+    small = len(problem.items) * num_ranks <= SMALL
+    if len(problem.items) * num_ranks > MANY:
+        return []
+    for least in sorted({min(least, num_ranks) for least in (*LEAST_DEGREES, *([num_ranks] if small else []))} - {1}):
+        if problem.sync == "micro_batch":
+            schedules += micro_batch_of_least_degree(problem, least)
+        else:
+            items = problem.items.copy()  # type: ignore[attr-defined]
+            items.minimum_degree = np.maximum(items.minimum_degree, least)
+            schedules += dhp_step(replace(problem, items=items))
+    return schedules
+
+
 def _is_near(problem: Problem, seconds: float) -> bool:
     fixed_s = problem.cost.fixed_s
     return seconds - fixed_s <= (problem.lower_bound_s - fixed_s) * (1 + NEAR)
@@ -139,30 +139,19 @@ def _shortest(found: Sequence[Timed]) -> Timed:
     return min(found, key=_seconds)
 
 
-def _worth_tuning(problem: Problem, best: Timed, baselines: Sequence[Timed]) -> bool:
-    fixed_s, count = problem.cost.fixed_s, len(problem.samples)
-    if not (baselines and problem.machine.uniform and SMALL < count * problem.cluster.num_ranks <= MANY):
-        return False
-    far = best.seconds - fixed_s > (problem.lower_bound_s - fixed_s) * (1 + FAR)
-    close = problem.sync == "micro_batch" or _shortest(baselines).seconds <= best.seconds * (1 + CLOSE)
-    return far and close
-
-
 def _timed(problem: Problem) -> list[Timed]:
     """Schedules of a batch."""
     schedules = dhp_micro_batch(problem) if problem.sync == "micro_batch" else dhp_step(problem)
     times = [time_of(problem, schedule) for schedule in schedules]
-    near, count, num_found = _is_near(problem, min(times)), len(problem.samples), len(schedules)
+    near, count = _is_near(problem, min(times)), len(problem.samples)
     if count <= HUGE and (not near or count * problem.cluster.num_ranks <= SMALL):
-        if problem.sync == "micro_batch" and not near:
-            schedules += node_after_node(problem, schedules[0])
-            num_found = len(schedules)
+        if not near:
+            if problem.sync == "micro_batch":
+                schedules += node_after_node(problem, schedules[0])
+            schedules += with_least_degrees(problem)
         memory = problem.cluster.tokens_per_rank
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
             schedules += [*packed_to(problem, cap), paper_at(problem, cap, memory)]
-        if not near and count * problem.cluster.num_ranks <= SMALL:
-            schedules.append(static_best(problem))  # on few ranks, one more each may be one round of packs less
         times += [time_of(problem, schedule) for schedule in schedules[len(times) :]]
-    return [Timed(time + making_s(problem, schedule), schedule, place >= num_found)
-            for place, (time, schedule) in enumerate(zip(times, schedules))]
+    return [Timed(time + making_s(problem, schedule), schedule) for time, schedule in zip(times, schedules)]

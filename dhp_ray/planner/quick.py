@@ -1,8 +1,8 @@
 """The last resort if a plan is not ready when the ranks are: close to `dhp`'s plans, in less time.
 
 With `sync=step` it is the same search on the makespan with its cheapest settings: one trial for each makespan, no local
-search, no preference for the pool, no baselines. It is `dhp` itself, without tuned baselines, if the quick search would
-be far from that (small batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
+search, no preference for the pool, no baselines. It is `dhp` itself if the quick search would be far from that (small
+batches, up to 1.27 times as long) or no faster (`sync=micro_batch`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEAR = 0.02
 def dhp_quick(problem: Problem) -> Schedule:
     """A balanced schedule in either mode. O(sequences x ranks) for a few makespans."""
     if problem.sync == "micro_batch" or len(problem.items) * problem.cluster.num_ranks <= TINY:
-        return dhp(problem, tunes=False)
+        return dhp(problem)
     shortest, shortest_s = None, np.inf
     for way in few_ways(problem, as_it_is=True):
         if way.searched.lower_bound_s < shortest_s:

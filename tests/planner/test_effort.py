@@ -1,4 +1,4 @@
-"""How much of a step planning takes of a batch that is not small: baselines that are tuned, exchanges between packs."""
+"""How much of a step planning takes of a batch that is not small, for exchanges between packs; and what that brings."""
 
 import sys
 from dataclasses import replace
@@ -24,33 +24,17 @@ def captions_at(speed, sync, planner="dhp", count=256):
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_a_larger_batch_far_from_the_bound_is_never_behind_a_tuned_baseline(sync):
-    """By the search alone it was 6 % behind `static_best` in step, 8 % in micro_batch."""
+    """With packs of one rank and more it was 6 % behind `static_best` in step, 8 % in micro_batch."""
     names = ("static_best", "pow2", "dhp_paper", "megatron")
     best_s = min(captions_at(1.0, sync, name).predicted_time_s for name in names)
     assert captions_at(1.0, sync).predicted_time_s <= best_s * (1 + 1e-9)
-    assert captions_at(10.0, sync).predicted_time_s > best_s / 10 * 1.04
-
-
-@pytest.mark.parametrize(("speed", "planner", "tuned"), [
-    (0.25, "dhp", ["megatron", "dhp_paper", "static_best", "pow2"]),
-    (1.0, "dhp", ["megatron", "dhp_paper", "static_best"]), (3.0, "dhp", ["megatron", "dhp_paper"]),
-    (8.0, "dhp", ["megatron"]), (100.0, "dhp", []), (1.0, "dhp_quick", [])])
-def test_baselines_are_tuned_as_far_as_the_step_is_long_enough_and_never_by_the_last_resort(
-    monkeypatch, speed, planner, tuned
-):
-    module, asked = sys.modules["dhp_ray.planner.dhp"], []
-    monkeypatch.setattr(module, "TUNING", {"micro_batch": [
-        (lambda problem, baseline=baseline: asked.append(baseline.__name__) or baseline(problem), seconds)
-        for baseline, seconds in module.TUNING["micro_batch"]]})
-    captions_at(speed, "micro_batch", planner)
-    assert asked == tuned
 
 
 @pytest.mark.parametrize(("speed", "count", "efforts"), [
-    (1e-6, 256, [EFFORT] * 6), (1e-6, 128, [EFFORT] * 3), (100.0, 128, [EFFORT] * 3), (1.0, 256, None),
+    (1e-6, 256, [EFFORT] * 3), (1e-6, 128, [EFFORT] * 3), (100.0, 128, [EFFORT] * 3), (1.0, 256, None),
     (1000.0, 256, None)])
 def test_exchanges_are_compared_for_a_share_of_the_step_if_the_batch_is_not_small(monkeypatch, speed, count, efforts):
-    """In the three shortest schedules of the search, and in three tuned baselines, the shortest first."""
+    """In the three shortest schedules, the shortest first."""
     module, seen = sys.modules["dhp_ray.planner.dhp"], []
     exchanges = module.with_exchanges
 
@@ -69,5 +53,5 @@ def test_exchanges_are_compared_for_a_share_of_the_step_if_the_batch_is_not_smal
     for _, effort, compared in seen:
         assert 0.0 < effort == pytest.approx(min(left, EFFORT))
         left -= compared
-    assert len(seen) == 6 or left <= 0.0
-    assert len(seen) == 6 or speed == 1000.0
+    assert len(seen) == 3 or left <= 0.0
+    assert len(seen) == 3 or speed == 1000.0

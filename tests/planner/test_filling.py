@@ -83,6 +83,20 @@ def test_images_and_text_of_equal_seconds_are_spread_over_the_packs():
     assert sum(part.time_s + cost.fixed_s for part in search.run()) == pytest.approx(220.0)
 
 
+@pytest.mark.parametrize("least", [1, 3, 5, 8])
+def test_packs_have_the_least_degree_or_all_ranks_that_are_left(least):
+    """Eight sequences of 4,505 tokens fit five ranks of 8,192 at once in packs of three and two, or one of five."""
+    cost = CostModel(1e-9, 1e-4, 1e5, 0.1, {2: 1e10})
+    samples = [Sample(str(row), 4505) for row in range(8)]
+    problem = bounded(checked_problem(samples, ClusterSpec(5, 8, 8192), cost, sync="micro_batch"))
+    parts = MicroBatchSearch(problem, problem.machine, least_degrees(range(1, 6), 5), min(least, 5)).run()
+    assert (len(parts) == 1) == (least > 1)
+    for part in parts:
+        *given, last = part.packed.degree.tolist()
+        assert all(degree >= min(least, 5) for degree in given)
+        assert last >= min(least, 5 - sum(given))
+
+
 def test_shares_of_encoding_follow_the_work():
     """Without images nothing is limited; a share of 1 or more would leave no time for the rest."""
     cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e5}, vision_linear_s=1.0)

@@ -1,18 +1,31 @@
 """Which makespans are tried, where a trial tells what it left over."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_dhp import ALL_TO_ALL
 
-from dhp_ray.planner import ClusterSpec, Sample
+from dhp_ray.planner import ClusterSpec, Sample, bounded
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step import search as search_module
 from dhp_ray.planner.step.cached_groups import cached_groups_of
 from dhp_ray.planner.step.rank_lists import rank_lists
-from dhp_ray.planner.step.search import Search, item_sets
+from dhp_ray.planner.step.search import Search, dhp_step, item_sets
 from dhp_ray.planner.step.trial import Found
 
 TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize("pack_s", [0.0, 0.05])
+def test_packs_have_as_many_ranks_as_their_items_must(pack_s):
+    """Also short sequences that would fill gaps, and packs made beforehand."""
+    samples = [Sample(str(row), 100 + 40 * row) for row in range(20)]
+    problem = problem_of(samples, ClusterSpec(8, 8, 1000), replace(ALL_TO_ALL, pack_s=pack_s), "step")
+    problem.items.minimum_degree = np.full(20, 3)
+    for schedule in dhp_step(bounded(problem)):
+        assert np.diff(schedule.first_rank).min() >= 3
+        assert sorted(schedule.rows) == list(range(20))
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ class Fastest(NamedTuple):
 
     linear_s, quadratic_s: seconds of language for a token and a token squared. gather_s: the least seconds of a
     micro-batch; the machine's rates do not include it, so that packs may fill it. `degrees[d]`: the least allowed
-    degree from d on; beyond the last, more than there are ranks.
+    degree from d on; beyond the last, more than there are ranks. least: the fewest ranks of a pack; the last pack of a
+    micro-batch may have fewer, if no more are left.
     """
 
     machine: Machine
@@ -69,6 +70,7 @@ class Fastest(NamedTuple):
     quadratic_s: float
     gather_s: float
     degrees: np.ndarray
+    least: int
 
 
 @inner
@@ -182,6 +184,7 @@ def fill_micro_batch(
             need = num_ranks + 1
             if fits and used < num_ranks:
                 need = max(item.minimum_degree, int(item.language_s / (most_rest_s * speed[used])))
+                need = max(need, min(ranks.least, num_ranks - used))
             need = ranks.degrees[min(need, num_ranks + 1)]
             while used + need <= num_ranks:
                 encoding_s, rest_s = _alone(

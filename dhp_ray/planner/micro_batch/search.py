@@ -98,9 +98,9 @@ class Step(NamedTuple):
 
 
 class MicroBatchSearch:
-    """The search for one batch. `degrees`: see `Fastest`."""
+    """The search for one batch. `degrees`, `least`: see `Fastest`."""
 
-    def __init__(self, problem: Problem, machine: Machine, degrees: np.ndarray) -> None:
+    def __init__(self, problem: Problem, machine: Machine, degrees: np.ndarray, least: int = 1) -> None:
         self.items, self.images = problem.items, longest_first(problem.first_image, problem.all_image_s)
         fastest_first = np.argsort(-machine.speeds, kind="stable")
         rates = replace(problem.cost, gather_s=0.0).rates(len(machine.speeds), problem.cluster.layer_share)
@@ -112,6 +112,7 @@ class MicroBatchSearch:
             problem.cost.quadratic_s,
             problem.cost.gather_s,
             degrees,
+            least,
         )
         self.fixed_s, self.max_tokens, self.total_speed = (
             problem.cost.fixed_s,
@@ -135,7 +136,7 @@ class MicroBatchSearch:
             following = [self.after(step) for step in sorted(steps, key=lambda step: step.rank_s)[: 3 * self.width]]
             ends += [state for state in following if not len(state.rest)]
             beam = [state for state in following if len(state.rest)]
-        return [self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts]
+        return [self.shortened(part) for part in min(ends, key=lambda state: state.time_s).parts] if ends else []
 
     def least_s(self, value: float, tokens: float) -> float:
         """A lower bound on the time of the rest of a plan."""
@@ -238,6 +239,13 @@ def dhp_micro_batch(problem: Problem) -> list[Schedule]:
     return schedules
 
 
+def micro_batch_of_least_degree(problem: Problem, least: int) -> list[Schedule]:
+    """A plan whose packs have at least so many ranks; none if no such packs fit."""
+    num_ranks = problem.cluster.num_ranks
+    schedule = micro_batch_schedule(problem, problem.machine, least_degrees(range(1, num_ranks + 1), num_ranks), least)
+    return [schedule] if len(schedule.micro_batch) else []
+
+
 def _nodes_may_matter(problem: Problem, schedule: Schedule) -> bool:
     """Return whether a plan whose packs stay inside nodes may be shorter than this one, whose packs follow speeds. That
     plan saves at most what crossing nodes costs this one, but slow ranks make it longer (HELD_UP).
@@ -272,9 +280,14 @@ def node_after_node(problem: Problem, schedule: Schedule) -> list[Schedule]:
     return []
 
 
-def micro_batch_schedule(problem: Problem, machine: Machine, degrees: np.ndarray) -> Schedule:
-    """The result of the search for the ranks of this machine, with packs of these degrees."""
-    parts, pool = MicroBatchSearch(problem, machine, degrees).run(), cached_groups_of(problem)
+def micro_batch_schedule(problem: Problem, machine: Machine, degrees: np.ndarray, least: int = 1) -> Schedule:
+    """The result of the search for the ranks of this machine, with packs of these degrees; without groups if there is
+    none.
+    """
+    search = MicroBatchSearch(problem, machine, degrees, least)
+    parts, pool = search.run(), cached_groups_of(problem)
+    if not parts:
+        return Schedule(*(np.zeros(0, dtype=np.int64) for _ in range(5)))
     packs = [by_owner(part.packed.pack, len(part.packed.degree)) for part in parts]
     of_packs = [part.packed.degree for part in parts]
     return Schedule(

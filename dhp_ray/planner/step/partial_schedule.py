@@ -150,7 +150,8 @@ def _lowest_degrees(
     num_ranks, node_size, rates = len(machine.speeds), machine.ranks_per_node, machine.rates
     for place in range(len(order)):
         item = items[order[place]]
-        if item.tokens > machine.tokens_per_rank or time_s(item, 1, False, 1.0, rates[1]) > smallest_s:
+        several = item.minimum_degree > 1 or item.tokens > machine.tokens_per_rank
+        if several or time_s(item, 1, False, 1.0, rates[1]) > smallest_s:
             lowest[place] = least_degree(item, makespan, machine.fastest, node_size, rates, num_ranks)
             if lowest[place] == 0:
                 return lowest[:place]

@@ -70,7 +70,8 @@ class Search:
     ) -> None:
         self.items, self.packs, self.machine, self.lists, self.pool = items, packs, machine, lists, pool
         work = items.language_s + items.vision_s
-        self.single_s = np.where(items.tokens <= machine.tokens_per_rank, times_at(items, 1, machine), np.inf)
+        alone = (items.tokens <= machine.tokens_per_rank) & (items.minimum_degree <= 1)
+        self.single_s = np.where(alone, times_at(items, 1, machine), np.inf)
         self.size = len(work) * len(machine.speeds)
         orders = [np.argsort(-work, kind="stable")]
         rows = [(*variant, 0) for variant in VARIANTS[: 4 if self.size <= SMALL else 2]]
@@ -237,12 +238,17 @@ def _as_one_node(machine: Machine) -> Machine:
 
 
 def item_sets(problem: Problem) -> Iterator[tuple[Items, Packs]]:
-    """Single sequences and, if a pack has a fixed cost, packs made beforehand."""
+    """Single sequences and, if a pack has a fixed cost, packs made beforehand: half full, as packs of one rank leave
+    gaps otherwise; if all have several ranks, as full as memory allows.
+    """
     items, each = problem.items, np.arange(len(problem.items) + 1)
     yield items, Packs(each[:-1], each)
     if _packs_cost(problem.machine):
-        packs = best_fit_decreasing(items.tokens, items.minimum_degree * max(1, problem.machine.tokens_per_rank // 2))
-        yield packed(problem, packs), packs
+        least, full = int(items.minimum_degree.min()), problem.machine.tokens_per_rank
+        packs = best_fit_decreasing(items.tokens, items.minimum_degree * (full if least > 1 else max(1, full // 2)))
+        made = packed(problem, packs)
+        made.minimum_degree = np.maximum(made.minimum_degree, least)
+        yield made, packs
 
 
 def schedule_of(found: Found, items: Items, machine: Machine) -> Schedule:
