@@ -11,14 +11,10 @@ import numpy as np
 from benchmarks.worlds import Corpus, Outcome, plans_of, train_world
 from dhp_ray.config import load
 from dhp_ray.planner import ClusterSpec, Plan, Sample
-from dhp_ray.planner.image_parts import most_parts
-from tests.packs import with_splits
 
 SYNCS = ("step", "micro_batch")
 TRANSPORTS = ("pool", "parent")
 BASE = ("train.learning_rate=1e-3", "train.adam_eps=1e-6", "train.clip_norm=0", "comm.timeout_s=60", "run.dir=unused")
-PIECE_PATCHES = 64
-"""Of a window of the tiny model's encoder."""
 LOSS_TOLERANCE, PARAMETER_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-4, 2e-2
 CLIP_NORM = 0.1
 
@@ -28,12 +24,12 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
     "language frozen": ("train.freeze=[language]",), "clipping": (f"train.clip_norm={CLIP_NORM}",), "text only": (),
     "with and without images": (),
     "a rank without a pack": (), "a rank all masked": (), "bf16": ("train.precision=bf16",),
-    "images apart": ("planner.encoder=world",), "images in parts": ("planner.encoder=world",),
+    "images apart": ("planner.encoder=world",),
 }
 """Name of a situation and the settings that it takes. The rest of it is made of the batches and plans
 (`Matrix._prepare`).
 """
-OF_THE_RANKS_ALONE = ("recomputation", "bf16", "images apart", "images in parts")
+OF_THE_RANKS_ALONE = ("recomputation", "bf16", "images apart")
 """Situations that the reference run is not in: recomputation and who encodes images change nothing, and bf16 is held
 against fp32.
 """
@@ -73,7 +69,7 @@ def full_matrix() -> list[Case]:
     special = [Case(3, "dhp", sync, transport, situation) for situation in list(SITUATIONS)[1:] for sync in SYNCS
                for transport in TRANSPORTS]
     apart = [Case(num_ranks, "dhp", sync, "pool", situation) for sync in SYNCS for num_ranks, situation in (
-        (1, "images apart"), (2, "images apart"), (5, "images apart"), (2, "images in parts"), (5, "images in parts"))]
+        (1, "images apart"), (2, "images apart"), (5, "images apart"))]
     return plain + special + apart
 
 
@@ -118,10 +114,8 @@ class Matrix:
         # Room enough for packs of one rank, where ranks are to differ in what they hold.
         apart = case.situation in ("a rank all masked", "with and without images")
         tokens = max(sample.num_tokens for batch in batches for sample in batch) if apart else 0
-        encoder = "world" if case.situation.startswith("images") else "group"
+        encoder = "world" if case.situation == "images apart" else "group"
         plans = plans_of(batches, num_ranks, case.planner, case.sync, tokens, encoder)
-        if case.situation == "images in parts":
-            plans = [_in_parts(plan) for plan in plans]
         if case.situation == "a rank all masked":
             corpus = corpus.masked({sample.id for plan in plans for sample in _samples_of_a_rank(plan)})
         return corpus, plans
@@ -142,18 +136,6 @@ class Matrix:
             plans = plans_of(corpus.batches(self.num_steps, self.batch_size), 1, "static", "step")
             self._references[key] = train_world(load([*self.overrides, *BASE, *settings]), plans, corpus, 1)
         return self._references[key]
-
-
-def _in_parts(plan: Plan) -> Plan:
-    """A plan with images apart, every second of which several ranks encode where it can be cut: two, or three."""
-    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
-    most = [min(most_parts(grid, PIECE_PATCHES), 2 + image % 4 // 2, plan.cluster.num_ranks)
-            for image, grid in enumerate(grids)]
-    splits = {image: [(image + part) % plan.cluster.num_ranks for part in range(count)]
-              for image, count in enumerate(most) if image % 2 == 0 and count > 1}
-    split = with_splits(plan, splits) if plan.vision.apart else plan
-    split.validate()
-    return split
 
 
 def _on_other_ranks(plan: Plan) -> Plan:
@@ -182,11 +164,8 @@ def _faults(case: Case, plans: Sequence[Plan], corpus: Corpus, outcome: Outcome,
         faults.append("other tokens were counted")
     if not all(step.applied for step in outcome.steps):
         faults.append("an update was left out")
-    if case.situation.startswith("images") and not any(plan.vision.apart for plan in plans):
+    if case.situation == "images apart" and not any(plan.vision.apart for plan in plans):
         faults.append("no plan with images apart")
-    counts = {len(split.ranks) for plan in plans for split in plan.rings()}
-    if case.situation == "images in parts" and counts != {2, min(3, case.num_ranks)}:
-        faults.append(f"images in {counts} parts that exchange, and not in two and in three")
     if any(pool != outcome.pools[0] for pool in outcome.pools):
         faults.append("the ranks' pools differ")
     if case.situation == "as they come" and not any(case.num_ranks in plan.degrees() for plan in plans):

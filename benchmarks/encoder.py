@@ -31,9 +31,9 @@ from dhp_ray.config import CONF
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
-from dhp_ray.planner.image_parts import shares
+from dhp_ray.planner.image_parts import cut_in_time, shares
 from dhp_ray.planner.plan import VisionPlan
-from dhp_ray.planner.split_images import exchange_s
+from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.vision_inputs import vision_inputs
 from tests.packs import Film, make_sample, rough_model
@@ -55,7 +55,7 @@ class Balance(NamedTuple):
 
 
 def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
-    """That of a plan for equal ranks. What parts of an image exchange is part of their seconds."""
+    """That of a plan for equal ranks."""
     loads = np.zeros(plan.cluster.num_ranks)
     for group in plan.groups:
         seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
@@ -63,8 +63,7 @@ def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
         parts = {split.image: split.ranks for split in group.splits}
         for image, (encoder, grid, image_s) in enumerate(zip(group.encoders, grids, seconds)):
             ranks = parts.get(image, (encoder,))
-            loads[list(ranks)] += [share * image_s + exchange_s(grid, len(ranks), cost)
-                                   for share in shares(grid, len(ranks))]
+            loads[list(ranks)] += [share * image_s for share in shares(grid, len(ranks))]
     images = np.array([image_s for sample in plan.samples for image_s in cost.image_s(sample)])
     if not len(images):
         return Balance(1.0, 1.0)
@@ -106,12 +105,15 @@ def rows_elsewhere(plan: Plan, marks: int = 0) -> int:
     for group in plan.groups:
         samples = [plan.samples[row] for row in group.pack.sequences]
         layout = PackLayout(tuple(sample.num_tokens for sample in samples), group.degree)
-        encoder_of, start, encoders = np.full(sum(layout.lengths), -1), 0, iter(group.encoders)
+        encoder_of, start = np.full(sum(layout.lengths), -1), 0
+        encoders = iter(encoding_ranks(group.encoders, group.splits))
         for sample in samples:
             place = start
             for grid in sample.vision_grids:
                 stop = place + marks + prod(grid) // MERGE_AREA
-                encoder_of[place + marks : stop] = next(encoders)
+                ranks = next(encoders)
+                encoder_of[place + marks : stop] = np.repeat(
+                    ranks, [prod(part) // MERGE_AREA for part in cut_in_time(grid, len(ranks))])
                 place = stop + marks
             start += sample.num_tokens
         for member, rank in enumerate(group.ranks):
@@ -138,8 +140,7 @@ def tiny_batch(seed: int, num_samples: int = 12) -> tuple[list[Sample], dict[str
 
 
 def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 3, 5)) -> Iterator[list[str]]:
-    """Sums over three batches, of images that one rank each encodes; of the tiny model also what its inputs send.
-    """
+    """Sums over three batches; of the tiny model also what its inputs send."""
     yield ["batch", "ranks", "rows", "elsewhere: group", "world", "sent in world"]
     adapter, cost = rough_model(), CostModel.load(CONF / "cost" / "cpu.yaml")
     for num_ranks in tiny_counts:
@@ -151,7 +152,6 @@ def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 
     for kind in KINDS:
         for num_ranks in rank_counts:
             cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-            cost = replace(cost, image_piece_patches=0.0)
             plans = {layout: [plan_batch(batch(kind, 8 * num_ranks, seed), cluster, cost, encoder=layout)
                               for seed in range(3)] for layout in LAYOUTS}
             yield [kind, str(num_ranks), *elsewhere(plans), "-"]

@@ -18,7 +18,6 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.weights import Interval
-from dhp_ray.planner.image_parts import exchanges
 from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan
 from dhp_ray.planner.rank_plan import encoded_images
 from dhp_ray.train.payload import Payload
@@ -106,27 +105,17 @@ def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0, num
 
 
 def with_splits(plan: Plan, splits: Mapping[int, Sequence[int]]) -> Plan:
-    """A plan with images apart of which several ranks encode some, by the images' numbers in plan order. With
-    sync=micro_batch parts that exchange have passes of their own, before all others."""
-    lockstep, first, number = plan.vision.num_passes > 0, 0, 0
-    num_rings = sum(exchanges(_grids(plan)[image], len(ranks)) for image, ranks in splits.items()) if lockstep else 0
-    groups = []
+    """A plan with images apart of which several ranks encode some, by the images' numbers in plan order."""
+    first, groups = 0, []
     for group in plan.groups:
-        found, passes = [], [place + num_rings for place in group.passes]
-        encoders = list(group.encoders)
+        found, encoders = [], list(group.encoders)
         for image in range(len(encoders)):
             if ranks := splits.get(first + image):
-                ring = exchanges(_grids(plan)[first + image], len(ranks))
-                place = number if ring and lockstep else passes[image] if lockstep else 0
-                number += ring
-                found.append(SplitImage(image, tuple(ranks), (place,) * len(ranks) if lockstep else ()))
+                found.append(SplitImage(image, tuple(ranks), group.passes[image:image + 1] * len(ranks)))
                 encoders[image] = ranks[0]
-                if lockstep:
-                    passes[image] = place
         first += len(encoders)
-        groups.append(replace(group, encoders=tuple(encoders), passes=tuple(passes), splits=tuple(found)))
-    vision = replace(plan.vision, num_passes=plan.vision.num_passes + num_rings)
-    return replace(plan, groups=tuple(groups), vision=vision)
+        groups.append(replace(group, encoders=tuple(encoders), splits=tuple(found)))
+    return replace(plan, groups=tuple(groups))
 
 
 def _grids(plan: Plan) -> list[Grid]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample, SplitImage, VisionPlan
+from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample, VisionPlan
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES
@@ -36,8 +36,7 @@ class TracedPhases(EncoderPhases):
     compute_type: torch.dtype
 
     def _encode(self, images: EncoderPass) -> Tensor:
-        return self._adapter.encode(torch.empty(images.pixels.shape, dtype=self.compute_type), images.encoder,
-                                    self._context(images))
+        return self._adapter.encode(torch.empty(images.pixels.shape, dtype=self.compute_type), images.encoder)
 
 
 def traced_step(
@@ -86,47 +85,12 @@ def engine_of(adapter: ModelAdapter, settings: MemorySettings) -> Any:
     return ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
 
 
-def traced_encoding(config: PreTrainedConfig, grid: Grid, num_parts: int, settings: MemorySettings) -> int:
-    """The most bytes that one of `num_parts` parts of an image adds, from its forward to the end of its backward pass,
-    with the features and their gradients; nothing else is there."""
-    adapter = model_without_memory(config)
-    adapter.freeze(settings.frozen)
-    if settings.recomputes:
-        adapter.set_activation_checkpointing()
-    sample, payload = sample_of("image", 5, [grid], adapter)
-    pack = RankPack(0, (0,), (sample,), (0,), 1.0, 0, (), (SplitImage(0, tuple(range(num_parts))),))
-    plan = RankPlan(1, 0, (), (pack,), (), "", VisionPlan("world"), (pack,))
-    images = vision_inputs(plan, {sample.id: payload}.__getitem__, adapter)
-    num_rows = images.passes[0].num_rows
-    with memory_trace() as trace:
-        engine = engine_of(adapter, settings)
-        engine.zero_gradients()
-        for _ in range(1 if settings.sync == "step" else 2):
-            gc.collect()
-            before_bytes = trace.live_bytes
-            trace.begin()
-            phases = TracedPhases(adapter, engine, images, True, [{0: num_rows}], torch.device("cpu"),
-                                  lambda ranks, index: SilentLink(len(ranks)))
-            phases.compute_type = COMPUTE_TYPES[settings.precision]
-            if isinstance(engine, ShardedEngine):
-                engine.before_encoding()
-            (features,) = phases.encode(SilentLink(1))
-            if adapter.trains("vision"):
-                features.requires_grad_().sum().backward()
-            phases.backward(SilentLink(1))
-            del features, phases
-        most_bytes = trace.peak_bytes - before_bytes
-        engine.release()
-    return most_bytes
-
-
 def run_step(
     adapter: ModelAdapter, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs], settings: MemorySettings,
     vision: VisionPlan,
 ) -> None:
     compute_type = COMPUTE_TYPES[settings.precision]
-    phases = TracedPhases(adapter, engine, images, vision.keeps, [own.received_from for own in inputs],
-                          torch.device("cpu"), lambda ranks, index: SilentLink(len(ranks)))
+    phases = TracedPhases(adapter, images, vision.keeps, [own.received_from for own in inputs], torch.device("cpu"))
     phases.compute_type = compute_type
     if isinstance(engine, ShardedEngine):
         engine.before_encoding()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dhp_ray.model.attention import PackContext
     from dhp_ray.model.fused import Operators
     from dhp_ray.model.kernels import Segments
-    from dhp_ray.model.layout import PackLayout
     from dhp_ray.model.lora import LoraSettings
     from dhp_ray.model.weights import StoredWeights
     from dhp_ray.planner.model_shape import ModelShape
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]
 """Arguments of a family's encoder, by name."""
-
-
-class ImagePart(NamedTuple):
-    """One part of an image whose parts attend to one another.
-
-    tokens: (V,), the image's tokens that this part encodes, in the order of its features and patches.
-    arguments: the encoder's arguments for this part. layout: how the patches of each time step are spread over parts.
-    """
-
-    tokens: Tensor
-    arguments: EncoderArguments
-    layout: PackLayout
 
 
 class LayerStack(NamedTuple):
@@ -113,21 +100,9 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
-        """Cut an image into `num_parts` parts, more than it has time steps, with nearly the same number of patches.
-        They are made on the CPU before a step.
-
-        Raises:
-            ValueError: the image cannot be cut into that many parts.
-        """
-        ...
-
-    def encode(self, pixels: Tensor, arguments: EncoderArguments, context: PackContext | None = None) -> Tensor:
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
         """Features (V, F) of the images with the patches `pixels` (P, patch_dim). `arguments`: `encoder_arguments` of
         their grids in the same order, on the device of `pixels`.
-
-        With a `context`, `pixels` are one part of an image. Layers that attend over the whole image then exchange with
-        the ranks of the other parts, which must call this too.
         """
         ...
 

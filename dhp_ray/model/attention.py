@@ -1,5 +1,4 @@
-"""Context-parallel attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889). It is causal in a
-language model, and has no mask over the parts of an image that several ranks encode.
+"""Context-parallel causal attention: a ring over the members of a pack (Ring Attention, arXiv 2310.01889).
 
 Each member keeps its queries and passes keys and values on. At step s a member computes with the shard of member - s
 and, at the same time, sends that shard to its right neighbour. Degree 4, member 1, forward:
@@ -71,7 +70,7 @@ def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
-    """Attention within each sequence of the pack, over all of its members; causal if the layout is.
+    """Causal attention within each sequence of the pack, over all of its members.
 
     q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the order of `layout.index(member)`; L may
     be 0. H is a multiple of Hk. scale: factor of the products of queries and keys, commonly D ** -0.5. Returns

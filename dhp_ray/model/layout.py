@@ -46,14 +46,13 @@ class PackLayout:
     """How the tokens of a pack's sequences (`lengths`, packed one after the other) are spread over `degree` members.
 
     A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order,
-    default to zigzag. There is no padding, no interval crosses a sequence, and a member may have no tokens.
-    `causal`: a token attends to its sequence up to itself, otherwise to its whole sequence.
+    default to zigzag. There is no padding, no interval crosses a sequence, and a member may have no tokens. A token
+    attends to its sequence up to itself.
     """
 
     lengths: tuple[int, ...]
     degree: int
     shards: tuple[tuple[TokenInterval, ...], ...] = ()
-    causal: bool = True
     _num_tokens: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,19 +82,13 @@ class PackLayout:
         """The attention of `query_member`'s tokens to `key_member`'s, in as few blocks as the intervals allow.
 
         A member's own tokens of a sequence are one causal block, since they are sorted by position. Another member's
-        tokens lie completely before or after each interval of queries, so the visible keys are a prefix. Without a
-        mask, the tokens of both members in a sequence form one block.
+        tokens lie completely before or after each interval of queries, so the visible keys are a prefix.
         """
         keys_of = _spans(self.shards[key_member])
-        if not self.causal:
-            both = {sequence: (pieces, keys_of[sequence])
-                    for sequence, pieces in _spans(self.shards[query_member]).items() if sequence in keys_of}
-            return Blocks(tuple(_whole(pieces) for pieces, _ in both.values()),
-                          tuple(_whole(pieces) for _, pieces in both.values()), causal=False)
         queries: list[slice] = []
         keys: list[slice] = []
         if query_member == key_member:
-            queries += [_whole(pieces) for pieces in keys_of.values()]
+            queries += [slice(pieces[0][1].start, pieces[-1][1].stop) for pieces in keys_of.values()]
             return Blocks(tuple(queries), tuple(queries), causal=True)
         for sequence, pieces in _spans(self.shards[query_member]).items():
             for interval, local in pieces:
@@ -144,11 +137,6 @@ def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval
         spans.setdefault(interval.sequence, []).append((interval, slice(first, last)))
         first = last
     return spans
-
-
-def _whole(pieces: Sequence[tuple[TokenInterval, slice]]) -> slice:
-    """The place in local order of all of a member's intervals in a sequence."""
-    return slice(pieces[0][1].start, pieces[-1][1].stop)
 
 
 def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[TokenInterval]]) -> None:

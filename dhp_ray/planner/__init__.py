@@ -197,7 +197,7 @@ def _apart(problem: Problem, without: Problem, planner: Callable[[Problem], Sche
     world = world_of(problem, packs.schedule, packs.times.pack_s)
     if world is None:
         return []
-    return [packs._replace(makespan_s=world.makespan_s, making_s=packs.making_s + world.making_s, world=world)]
+    return [packs._replace(makespan_s=world.makespan_s, world=world)]
 
 
 def _in_node_order(problem: Problem) -> tuple[Problem, np.ndarray | None]:

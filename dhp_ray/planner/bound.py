@@ -77,7 +77,7 @@ def lower_bound_s(problem: Problem) -> float:
     if apart:
         items = items.copy()  # type: ignore[attr-defined]
         items.host_s = problem.cost.host_s(items.tokens.astype(np.float64))  # packs then move no patches
-        if problem.cost.image_piece_patches:  # several ranks may encode one image
+        if problem.cost.cuts_images:  # several ranks may encode one image
             items.image_s = 0.0
     once_s = float(problem.machine.rates.overhead_s[1:].min())
     room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)

@@ -48,10 +48,6 @@ holds with activations in host memory takes `most_pack_bytes`. A patch takes `en
 to its backward pass, in addition to `encoder_bytes` of a pass. With `sync=micro_batch` a pass takes at least
 `encoder_gather_s`, because the encoder's parameters are gathered and its gradients reduced.
 
-Such an image may be encoded in parts by several ranks (`image_parts`), cut between pieces of at most
-`image_piece_patches` (0: not cut). If its parts exchange, each part pays `image_comm_bytes_per_patch` for the patches
-of the other parts and `image_latency_s` for each of these parts, and takes `image_part_bytes_per_patch` in memory.
-
 Both kinds of communication are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
@@ -72,6 +68,8 @@ from dhp_ray.planner.rates import RATE, Rates, pairs_of, predicted_s
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")
+GONE = ("image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s", "image_part_bytes_per_patch")
+"""Constants that older files have, of images that were cut within a step in time."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,6 @@ class CostModel:
     memory_bytes_per_token: float = 0.0
     encoder_bytes_per_patch: float = 0.0
     encoder_bytes: float = 0.0
-    image_piece_patches: float = 0.0
-    image_comm_bytes_per_patch: float = 0.0
-    image_latency_s: float = 0.0
-    image_part_bytes_per_patch: float = 0.0
     language_bytes_per_token: float = 0.0
     pack_bytes: float = 0.0
     most_pack_bytes: float = 0.0
@@ -125,9 +119,8 @@ class CostModel:
                      "group_s", "gather_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s",
                      "attention_block", "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
                      "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
-                     "image_piece_patches", "image_comm_bytes_per_patch", "image_latency_s",
-                     "image_part_bytes_per_patch", "language_bytes_per_token", "pack_bytes",
-                     "most_pack_bytes", "offload_bytes_per_token", "offload_bytes_per_patch", "host_bytes_per_s",
+                     "language_bytes_per_token", "pack_bytes", "most_pack_bytes", "offload_bytes_per_token",
+                     "offload_bytes_per_patch", "host_bytes_per_s",
                      "forward"):
             object.__setattr__(self, name, constant(name, getattr(self, name)))
         if self.quadratic_s + self.linear_s == 0:
@@ -166,6 +159,7 @@ class CostModel:
     def from_json(cls, tree: Any) -> CostModel:
         if not isinstance(tree, dict):
             raise PlanError("no constants; a cost file is a mapping from names to numbers")
+        tree = {name: value for name, value in tree.items() if name not in GONE}
         known = [item.name for item in fields(cls) if not item.name.startswith("_")]
         for name in REQUIRED:
             if name not in tree:
@@ -209,6 +203,11 @@ class CostModel:
         if self.memory_bytes_per_token == 0.0:
             return tokens_per_rank
         return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
+
+    @property
+    def cuts_images(self) -> bool:
+        """Whether several ranks may encode an image apart from the packs: where the memory of its parts is known."""
+        return self.encoder_bytes_per_patch > 0.0
 
     @property
     def slowest_bytes_per_s(self) -> float:

@@ -118,10 +118,10 @@ def shape_numbers(shape: ModelShape) -> dict[str, Any]:
 
 
 def _same_shape(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two shapes have equal numbers. `vision_projector`, which older files lack, and `vision_one_row`, which
-    they have instead, follow from the other numbers and are not compared.
+    """Whether two shapes have equal numbers. `vision_projector`, which older files lack, and what they have instead or
+    besides, follow from the other numbers and are not compared.
     """
-    compared = (first.keys() | second.keys()) - {"vision_projector", "vision_one_row"}
+    compared = (first.keys() | second.keys()) - {"vision_projector", "vision_one_row", "piece_patches"}
     return all(first.get(name) == second.get(name) for name in compared)
 
 

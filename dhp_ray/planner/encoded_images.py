@@ -1,7 +1,6 @@
 """Images of a batch that are encoded apart from its packs, as arrays: whole images, and each part of a split image.
 
-    image    0    1    1    2        image 1 is in two parts, which exchange
-    ring    -1    0    0   -1
+    image    0    1    1    2        image 1 is in two parts
     rank     2    0    1    2
 """
 
@@ -12,12 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.image_parts import exchanges, shares
+from dhp_ray.planner.image_parts import shares
 from dhp_ray.planner.plan import Grid
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import firsts_of, gathered
-from dhp_ray.planner.split_images import exchange_s, part_bytes
+from dhp_ray.planner.schedule import firsts_of
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,8 @@ class EncodedImages:
     """Arrays by image or part.
 
     image: its number in the batch. first: where each image's parts begin. seconds: of one nominal rank, forward and
-    backward, with a part's exchange. activation_bytes: from the forward to the backward pass. rows: of features. group:
-    the group that runs its sequence. ring: for a part that exchanges, the number of its image among the images with
-    such parts, in plan order, otherwise -1. encoder: the rank that encodes it.
+    backward. activation_bytes: from the forward to the backward pass. rows: of features. group: the group that runs its
+    sequence. encoder: the rank that encodes it.
     """
 
     image: np.ndarray
@@ -37,7 +33,6 @@ class EncodedImages:
     activation_bytes: np.ndarray
     rows: np.ndarray
     group: np.ndarray
-    ring: np.ndarray
     encoder: np.ndarray
 
     def on_ranks(self, encoder: np.ndarray) -> EncodedImages:
@@ -52,12 +47,12 @@ class EncodedImages:
 
 
 def encoded_images(
-    problem: Problem, rows: np.ndarray, group_of_row: np.ndarray, num_parts: np.ndarray | Mapping[int, int]
+    problem: Problem, group_of_row: np.ndarray, num_parts: np.ndarray | Mapping[int, int]
 ) -> EncodedImages:
-    """The images of a batch whose sequences run in the order `rows`, in these groups. `num_parts`: of each image, or of
-    those that are split. No encoders are assigned yet.
+    """The images of a batch whose sequences run in these groups. `num_parts`: of each image, or of those that are
+    split. No encoders are assigned yet.
     """
-    count, cost = len(problem.all_image_s), problem.cost
+    count = len(problem.all_image_s)
     counts = np.ones(count, dtype=np.int64)
     if isinstance(num_parts, Mapping):
         counts[list(num_parts)] = list(num_parts.values())
@@ -66,34 +61,15 @@ def encoded_images(
     row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
     first, image = firsts_of(counts), np.repeat(np.arange(count), counts)
     patches = problem.all_image_patches[image]
-    found = EncodedImages(image, first, problem.all_image_s[image], patches, cost.encoder_bytes_per_patch * patches,
-                          problem.all_image_rows[image], group_of_row[row][image], np.full(len(image), -1),
-                          np.zeros(len(image), dtype=np.int64))
-    split = found.split()
-    if not len(split):
-        return found
-    for number in split.tolist():
-        _cut(found, number, grid_of(problem, number), cost)
-    place = np.empty(count, dtype=np.int64)
-    place[gathered(np.arange(count), problem.first_image, rows)[0]] = np.arange(count)
-    rings = [number for number in split.tolist() if found.ring[found.first[number]] >= 0]
-    for ring, number in enumerate(sorted(rings, key=lambda number: int(place[number]))):
-        found.ring[found.parts(number)] = ring
+    found = EncodedImages(image, first, problem.all_image_s[image], patches,
+                          problem.cost.encoder_bytes_per_patch * patches, problem.all_image_rows[image],
+                          group_of_row[row][image], np.zeros(len(image), dtype=np.int64))
+    for number in found.split().tolist():
+        parts = found.parts(number)
+        share = np.array(shares(grid_of(problem, number), parts.stop - parts.start))
+        for of_part in (found.seconds, found.patches, found.rows, found.activation_bytes):
+            of_part[parts] *= share
     return found
-
-
-def _cut(images: EncodedImages, number: int, grid: Grid, cost: CostModel) -> None:
-    """Write the parts of an image over its copies."""
-    parts = images.parts(number)
-    count = parts.stop - parts.start
-    share = np.array(shares(grid, count))
-    images.seconds[parts] = share * images.seconds[parts] + exchange_s(grid, count, cost)
-    images.patches[parts] *= share
-    images.rows[parts] *= share
-    images.activation_bytes[parts] *= share
-    if exchanges(grid, count):
-        images.activation_bytes[parts] = part_bytes(grid, count, cost)
-        images.ring[parts] = 0
 
 
 def grid_of(problem: Problem, image: int) -> Grid:

@@ -8,8 +8,7 @@ row of features F bytes, and a pack takes `pack_bytes + language_bytes_per_token
     kept    packs + E patches of its images                  if this fits on every rank, activations are kept
     pass    held + B + E patches of the pass                 otherwise images are encoded again, in passes that fit
 
-B are the bytes of a pass that do not grow with it: with sync=micro_batch, parameters gathered from other ranks. A patch
-of an image in parts that exchange takes more than E, since keys and values of other parts are there too.
+B are the bytes of a pass that do not grow with it: with sync=micro_batch, parameters gathered from other ranks.
 
 The limit is what a rank may hold of a pack that encodes its own images: `memory_bytes_per_token * tokens_per_rank`.
 """
@@ -56,30 +55,13 @@ def with_encoder_apart(
     of_patch = (encoder_bytes(memory, 2 * many) - encoder_bytes(memory, many)) / many
     of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))
     return replace(
-        with_offload_bytes(with_image_parts(cost, memory), memory),
+        with_offload_bytes(cost, memory),
         vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
         feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
         encoder_gather_s=encoder_gather_s(cost, memory),
         encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
         language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
         most_pack_bytes=language_bytes(memory, most, beyond))
-
-
-def with_image_parts(cost: CostModel, memory: MemoryModel) -> CostModel:
-    """The cost with the constants for images that several ranks encode."""
-    shape, c = memory.shape, COMPUTE_BYTES[memory.settings.precision]
-    again, trained = memory.settings.recomputes, memory.settings.trains("vision")
-    full = [layer for layer in shape.vision if not layer.window]
-    # keys and values each time that attention runs, their gradients in fp32
-    exchanged = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in full) * (
-        c * (2 + again) + 4 if trained else c)
-    many = SMALLEST_IMAGE << 20
-    return replace(
-        cost, image_piece_patches=float(shape.piece_patches), image_comm_bytes_per_patch=float(exchanged),
-        # of a ring's step in the language model, by layers
-        image_latency_s=cost.latency_s * sum(layer.count for layer in full) / sum(
-            layer.count for layer in shape.language),
-        image_part_bytes_per_patch=(encoder_bytes(memory, 2 * many, 2) - encoder_bytes(memory, many, 2)) / many)
 
 
 def encoder_gather_s(cost: CostModel, memory: MemoryModel) -> float:
@@ -91,13 +73,11 @@ def encoder_gather_s(cost: CostModel, memory: MemoryModel) -> float:
     return cost.in_mode("micro_batch").gather_s * gathered_bytes(memory, ["vision"]) / gathered_bytes(memory)
 
 
-def encoder_bytes(memory: MemoryModel, patches: int, image_degree: int = 1) -> float:
+def encoder_bytes(memory: MemoryModel, patches: int) -> float:
     """Bytes that a rank needs to encode images of `patches` patches apart from packs, forward and backward, with their
-    features and the gradients of these; or the part of an image that `image_degree` ranks share. Nothing of the
-    language model is on the device then.
+    features and the gradients of these. Nothing of the language model is on the device then.
     """
-    shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1,
-                                         image_degree=image_degree)
+    shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
     gone = ("gathered: embedding, head", "gradient of the head")
     found = [sum(value for term, value in terms.items() if term not in gone)
              for name, terms in memory.moments(load).items() if name.startswith("vision")]

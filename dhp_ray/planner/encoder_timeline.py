@@ -5,8 +5,7 @@
 
 A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have arrived. It
 begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange if one
-encodes an image of a pack that the other runs. There is no barrier of all ranks. Images in parts that exchange come
-first, in the same order on all ranks, each once all of its ranks are free.
+encodes an image of a pack that the other runs. There is no barrier of all ranks.
 
 With sync=micro_batch every phase is such a barrier: all ranks run the same number of encoder passes, in lockstep, and
 each pass, exchange and micro-batch ends with the rank that takes longest.
@@ -25,7 +24,6 @@ from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.encoded_images import EncodedImages
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import list_schedule_from
-from dhp_ray.planner.schedule import firsts_of
 
 
 class EncoderTimeline(NamedTuple):
@@ -76,37 +74,17 @@ def encoder_timeline(
 ) -> EncoderTimeline:
     """The timeline with sync=step."""
     forward, backward = _shares(cost, keeps)
-    busy_s, encoded_s = _encoding(images, speeds, cost, forward, np.zeros(len(speeds)))
+    busy_s = np.bincount(images.encoder, images.seconds / speeds[images.encoder], len(speeds))
+    busy_s = busy_s + cost.encoder_pass_s * (busy_s > 0) / speeds
+    encoded_s = forward * busy_s
     exchange_s = _exchange_s(images, packs, len(speeds), cost)
     ready_s = _meeting(images, packs, encoded_s) + exchange_s
     starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
     begin_s = end_s = ended_s
     if backward:
         begin_s = _meeting(images, packs, ended_s) + exchange_s
-        end_s = _encoding(images, speeds, cost, backward, begin_s)[1]
+        end_s = begin_s + backward * busy_s
     return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
-
-
-def _encoding(
-    images: EncodedImages, speeds: np.ndarray, cost: CostModel, share: float, begin_s: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of all images of each rank and of a pass, when the rank has done the share `share` of them if it begins
-    at `begin_s`)
-    """
-    seconds = images.seconds / speeds[images.encoder]
-    busy_s = np.bincount(images.encoder, seconds, len(speeds))
-    pass_s = cost.encoder_pass_s * (busy_s > 0) / speeds
-    busy_s = busy_s + pass_s
-    of_rings = images.ring >= 0
-    if not of_rings.any():
-        return busy_s, begin_s + share * busy_s
-    order = np.argsort(images.ring[of_rings], kind="stable")
-    ring, ranks, times_s = (array[of_rings][order] for array in (images.ring, images.encoder, seconds))
-    slowest_s = np.zeros(int(ring.max()) + 1)
-    np.maximum.at(slowest_s, ring, share * times_s)
-    free_s = list_schedule_from(begin_s, ranks, firsts_of(np.bincount(ring)), slowest_s)[1]
-    alone_s = np.bincount(images.encoder[~of_rings], seconds[~of_rings], len(speeds))
-    return busy_s, free_s + share * (alone_s + pass_s)
 
 
 def lockstep_timeline(

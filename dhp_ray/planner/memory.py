@@ -154,8 +154,7 @@ class MemoryModel(ActivationMemory):
                 shape.vision_projector or shape.vision_rest) * trains_vision * self._sharded}
         for block in shape.vision if trains_vision else ():
             pieces = load.patches // block.window if block.window else load.sequences
-            degree = 1 if block.window else load.image_degree
-            for name, terms in self._layer("vision", block, load.patches, pieces, load._replace(degree=degree)):
+            for name, terms in self._layer("vision", block, load.patches, pieces, load._replace(degree=1)):
                 found[f"vision, {name}"] = root | terms | {
                     "inputs": inputs, "activations, vision": (self._kept("vision", load, LEAST_LAYERS)
                                                               - self._merger_bytes() * load.patches),
@@ -164,10 +163,10 @@ class MemoryModel(ActivationMemory):
         if trains_vision:
             found["vision, end of forward"] = {"inputs": inputs, "activations, vision": vision}
         if shape.vision and not trains_vision:
-            # without gradients: the rotation in fp32, the ring over an image's parts, or the MLP
+            # without gradients: the rotation in fp32, or the MLP
             block = shape.vision[0]
             wide = 8 if c < 4 else 0
-            rotation = (5 * c + 16 + wide if load.image_degree == 1 else 14 * c + 16) * block.width
+            rotation = (5 * c + 16 + wide) * block.width
             found["vision, forward"] = root | {
                 "inputs": inputs + 8 * block.head_width * load.patches,
                 "gathered: a layer": self._gathered("vision", 3, 0),

@@ -54,8 +54,8 @@ class MemorySettings:
 
 class PackLoad(NamedTuple):
     """One rank's part of a pack: its tokens, how many are vision tokens and how many have a label; the patches that it
-    encodes; how many sequences attention separates; how many ranks share the pack, and an image; and the shares of its
-    layers whose activations go to host memory, and that are recomputed (all of them with `MemorySettings.recomputes`).
+    encodes; how many sequences attention separates; how many ranks share the pack; and the shares of its layers whose
+    activations go to host memory, and that are recomputed (all of them with `MemorySettings.recomputes`).
     """
 
     tokens: int
@@ -64,7 +64,6 @@ class PackLoad(NamedTuple):
     patches: int = 0
     sequences: int = 1
     degree: int = 1
-    image_degree: int = 1
     offload: float = 0.0
     recomputed: float = 0.0
 

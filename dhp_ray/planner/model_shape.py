@@ -55,8 +55,7 @@ class ModelShape:
     `merger_width`: the width that the merger makes of them. A vision feature has `feature_levels` rows of the language
     model's width, each from a merger of its own. If the encoder has learned positions (`position_rows`), it adds the
     mean of four of them to each patch. `vision_projector`: the part of `vision_rest` in a separate module after the
-    encoder, which is gathered separately. An image is cut among ranks between pieces of at most `piece_patches`
-    patches.
+    encoder, which is gathered separately.
     """
 
     family: str
@@ -73,7 +72,6 @@ class ModelShape:
     feature_levels: int = 1
     position_rows: int = 0
     vision_projector: int = 0
-    piece_patches: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> ModelShape:

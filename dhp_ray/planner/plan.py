@@ -9,7 +9,6 @@ Plan -> RankPlan ... the slice of a plan that one rank runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +17,6 @@ from dhp_ray.planner.checks import check
 from dhp_ray.planner.cluster import ClusterSpec as ClusterSpec
 from dhp_ray.planner.encoder_checks import check_passes, check_splits
 from dhp_ray.planner.image_parts import Grid as Grid
-from dhp_ray.planner.image_parts import exchanges
 from dhp_ray.planner.rank_plan import PlanSlices
 from dhp_ray.planner.rank_plan import RankPack as RankPack
 from dhp_ray.planner.rank_plan import RankPlan as RankPlan
@@ -100,17 +98,8 @@ class Plan:
         return self.predicted_time_s - self.fixed_s - self.update_s
 
     def process_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct groups of two or more ranks, in plan order: first those of images in parts that exchange, then those
-        of packs.
-        """
-        packs = (group.ranks for group in self.groups if group.degree > 1)
-        return tuple(dict.fromkeys((*(split.ranks for split in self.rings()), *packs)))
-
-    def rings(self) -> Iterator[SplitImage]:
-        """Images in parts that exchange, in plan order."""
-        for group in self.groups:
-            grids = [grid for row in group.pack.sequences if group.splits for grid in self.samples[row].vision_grids]
-            yield from (split for split in group.splits if exchanges(grids[split.image], len(split.ranks)))
+        """Distinct groups of two or more ranks, in plan order."""
+        return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))
 
     def degrees(self) -> dict[int, int]:
         """Number of packs of each degree."""

@@ -88,7 +88,7 @@ def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> Encoder
         if group.passes:
             in_passes += encoding_ranks(group.passes, [replace(split, ranks=split.passes) for split in group.splits])
     in_order = np.argsort(numbers)
-    images = encoded_images(problem, rows, group_of_row, splits)
+    images = encoded_images(problem, group_of_row, splits)
     images = images.on_ranks(flat([on_ranks[place] for place in in_order])[0])
     passes = flat([in_passes[place] for place in in_order])[0] if plan.vision.num_passes else None
     ranks, degrees = flat([group.ranks for group in plan.groups])

@@ -16,7 +16,7 @@ class VisionPlan:
     of one larger image (0: all images of a rank in one pass).
 
     With sync=micro_batch every rank runs `num_passes` passes, and `GroupPlan.passes` tells which image is in which.
-    With sync=step each rank runs as many as its images fill, after those of image parts that exchange (`SplitImage`).
+    With sync=step each rank runs as many as its images fill.
     """
 
     layout: str = "group"
@@ -37,9 +37,6 @@ IN_PACKS = VisionPlan()
 class SplitImage:
     """An image whose parts several ranks encode, apart from the packs (`image_parts`). `image`: its number within its
     pack. `ranks`: the rank of each part, in order. `passes`: the pass of each part, with sync=micro_batch.
-
-    Parts that attend to one another have a pass of their own. Every rank runs such passes in plan order, so that no two
-    ranks wait for each other.
     """
 
     image: int

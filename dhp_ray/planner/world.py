@@ -15,14 +15,7 @@ import numpy as np
 from dhp_ray.planner.encoded_images import EncodedImages, encoded_images, grid_of
 from dhp_ray.planner.encoder_memory import Room, room_for_images, within_room
 from dhp_ray.planner.encoder_timeline import Packs, timeline_of
-from dhp_ray.planner.image_ranks import (
-    Groups,
-    groups_by_size,
-    one_part_more,
-    parts_on_groups,
-    ranks_of_images,
-    with_one_more,
-)
+from dhp_ray.planner.image_ranks import one_part_more, ranks_of_images, with_one_more
 from dhp_ray.planner.lockstep_passes import lockstep_passes
 from dhp_ray.planner.plan import VisionPlan
 from dhp_ray.planner.problem import Problem
@@ -39,7 +32,7 @@ others leave.
 
 class World(NamedTuple):
     """`images` with the ranks that encode them. `passes`: the pass of each on its rank, with sync=micro_batch.
-    `busy_s`: how long each rank encodes. `making_s`: seconds to make the missing process groups for split images.
+    `busy_s`: how long each rank encodes.
     """
 
     vision: VisionPlan
@@ -47,7 +40,6 @@ class World(NamedTuple):
     passes: np.ndarray | None
     busy_s: np.ndarray
     makespan_s: float
-    making_s: float = 0.0
 
 
 def without_images(problem: Problem) -> Problem:
@@ -62,9 +54,9 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     """The encoders of a batch's images if its packs run by this schedule, each for `times` seconds; None if the ranks
     have no memory for that. Without vision costs images are dealt out by their patches.
 
-    Images are in parts if memory requires it, and in more parts if that makes the step shorter: images that alone take
-    longer than the mean of all ranks; any one if they are few; and then, one part after another, those that hold up the
-    fullest rank.
+    Images are in parts (`split_images`) if memory requires it, and in more parts if that makes the step shorter: images
+    that alone take longer than the mean of all ranks; any one if they are few; and then, one part after another, those
+    that hold up the fullest rank.
     """
     group_of_row = np.empty(len(problem.samples), dtype=np.int64)
     group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
@@ -77,39 +69,35 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     if least is None:
         return None
 
-    def shortest(num_parts: np.ndarray) -> World | None:
-        """The shorter of two plans: parts that exchange are on existing process groups, or on neighbours."""
-        groups = groups_by_size(problem, schedule) if (num_parts > 1).any() else {}
-        on_groups = parts_on_groups(problem, num_parts, groups)
-        found = [] if on_groups is None else at(on_groups, groups)
-        return _shortest([*found, *at(num_parts, {})])
+    def at(num_parts: np.ndarray) -> World | None:
+        images = encoded_images(problem, group_of_row, num_parts)
+        return _world(problem, schedule, times, images.on_ranks(ranks_of_images(problem, schedule, images)), room)
 
-    def at(num_parts: np.ndarray, groups: Groups) -> list[World]:
-        images = encoded_images(problem, schedule.rows, group_of_row, num_parts)
-        images = images.on_ranks(ranks_of_images(problem, schedule, images, groups))
-        return _world(problem, schedule, times, images, room)
-
-    more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds, cost)
-    best = _shortest([shortest(num_parts) for num_parts in [least] + [more] * bool((more > least).any())])
+    best = at(least)
+    if not cost.cuts_images:
+        return best
+    more = parts_for_time(lambda image: grid_of(problem, image), problem.all_image_s, least, problem.speeds)
+    if (more > least).any():
+        best = _shortest([best, at(more)])
     if best and len(least) <= FEW and _is_uneven(problem, best):
         num_parts = np.diff(best.images.first)
         for image in range(len(least)):
             further = with_one_more(problem, num_parts, image)
             if further is not None and best and _is_uneven(problem, best):
-                best = _shortest([best, shortest(further)])
+                best = _shortest([best, at(further)])
     newest = best
     for _ in range(CUTS):  # also after a cut without gain: if two images hold up two ranks, both must be cut
         further = one_part_more(problem, newest.images) if newest and _is_uneven(problem, newest) else None
         if further is None:
             break
-        newest = shortest(further)
+        newest = at(further)
         best = _shortest([best, newest])
     return best
 
 
 def _shortest(worlds: Sequence[World | None]) -> World | None:
-    """The shortest, including the creation of its process groups; the first if several are equal."""
-    return min(filter(None, worlds), key=lambda world: world.makespan_s + world.making_s, default=None)
+    """The shortest; the first if several are equal."""
+    return min(filter(None, worlds), key=lambda world: world.makespan_s, default=None)
 
 
 def _is_uneven(problem: Problem, world: World) -> bool:
@@ -120,31 +108,17 @@ def _is_uneven(problem: Problem, world: World) -> bool:
 
 def _world(
     problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages, room: Room
-) -> list[World]:
+) -> World | None:
     """The images on these ranks, if memory allows."""
     vision, passes, num_ranks = within_room(images, room, problem.cost), None, problem.cluster.num_ranks
     if vision is None:
-        return []
+        return None
     if problem.sync == "micro_batch":
         kept = vision.keeps and problem.cost.vision_forward < 1.0  # then memory holds all of them in one pass
         seconds = images.seconds / problem.speeds[images.encoder] if images.seconds.any() else images.patches
-        passes = lockstep_passes(seconds, images.patches, images.encoder, images.ring, num_ranks,
-                                 0 if kept else vision.pass_patches)
+        passes = lockstep_passes(seconds, images.patches, images.encoder, num_ranks, 0 if kept else vision.pass_patches)
         vision = replace(vision, num_passes=int(passes.max()) + 1)
     packs = Packs(schedule.ranks, schedule.first_rank, times, schedule.micro_batch)
     timeline = timeline_of(images, passes, packs, problem.speeds, problem.cost, vision.keeps)
-    return [World(vision, images, passes, timeline.forward_busy_s + timeline.backward_busy_s,
-                  problem.cost.fixed_s + timeline.makespan_s, _making_s(problem, schedule, images))]
-
-
-def _making_s(problem: Problem, schedule: Schedule, images: EncodedImages) -> float:
-    """Seconds of the rank that makes most of the groups for images in parts that exchange, in addition to those of the
-    pool and of the packs.
-    """
-    if problem.cost.group_s == 0.0 or not (images.ring >= 0).any():
-        return 0.0
-    packs = np.split(schedule.ranks, schedule.first_rank[1:-1])
-    known = {tuple(sorted(ranks)) for ranks in (*problem.pool, *(of_pack.tolist() for of_pack in packs))}
-    rings = {tuple(images.encoder[images.ring == ring].tolist()) for ring in range(int(images.ring.max()) + 1)}
-    made = [rank for ranks in rings - known for rank in ranks]
-    return problem.cost.group_s * float(np.bincount(made).max()) if made else 0.0
+    return World(vision, images, passes, timeline.forward_busy_s + timeline.backward_busy_s,
+                 problem.cost.fixed_s + timeline.makespan_s)

@@ -48,28 +48,25 @@ AT_HOME, ANYWHERE, BEST_FIT = 0, 1, 2
 
 @compiled
 def balanced_encoders(
-    image_s: np.ndarray, group_of_image: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, speeds: np.ndarray,
-    busy_s: np.ndarray,
+    image_s: np.ndarray, group_of_image: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, speeds: np.ndarray
 ) -> np.ndarray:
     """The rank that encodes each image.
 
     `image_s`: seconds of each on a nominal rank. Group g has the ranks `ranks[first_rank[g]:first_rank[g + 1]]`.
-    `busy_s`: how long each rank encodes other parts; it counts in T, which is at least the largest of them.
     """
     encoder, num_ranks = np.zeros(len(image_s), dtype=np.int64), len(speeds)
     if len(image_s) == 0:
         return encoder
-    order, busy = ascending(-image_s), (busy_s * speeds).sum()
-    least_s = max((image_s.sum() + busy) / speeds.sum(), image_s.max() / speeds.max(), busy_s.max())
+    order, least_s = ascending(-image_s), max(image_s.sum() / speeds.sum(), image_s.max() / speeds.max())
     loads = Loads(image_s, np.zeros(len(image_s), dtype=np.int64), speeds, 1, 0.0)
     no_tokens, nobody = np.zeros(num_ranks, dtype=np.int64), np.zeros(len(first_rank), dtype=np.int64)
     best, best_s = encoder, np.inf
     for start in (AT_HOME, ANYWHERE, BEST_FIT):
         if start == BEST_FIT:
-            end_s = _fullest_first(image_s, order, speeds, busy_s, least_s, best_s, encoder)
+            end_s = _fullest_first(image_s, order, speeds, least_s, best_s, encoder)
         else:
             homes = first_rank if start == AT_HOME else nobody
-            end_s = _longest_first(image_s, order, group_of_image, ranks, homes, speeds, busy_s, least_s, encoder)
+            end_s = _longest_first(image_s, order, group_of_image, ranks, homes, speeds, least_s, encoder)
         rebalance(loads, encoder, end_s, no_tokens, least_s * (1 + EVEN), PARTNERS)
         if end_s.max() < best_s:
             best, best_s = encoder.copy(), end_s.max()
@@ -81,12 +78,11 @@ def balanced_encoders(
 @inner
 def _longest_first(
     image_s: np.ndarray, order: np.ndarray, group_of_image: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray,
-    speeds: np.ndarray, busy_s: np.ndarray, least_s: float, encoder: np.ndarray,
+    speeds: np.ndarray, least_s: float, encoder: np.ndarray,
 ) -> np.ndarray:
     """When each rank ends; sets `encoder`."""
     num_ranks = len(speeds)
-    by_load = ascending(busy_s)
-    heap = by_load[ascending(-speeds[by_load])]  # ranks of one speed are neighbours, sorted, and so a heap
+    heap = ascending(-speeds)  # ranks of one speed are neighbours, and a heap as long as all are free
     place, begin = np.empty(num_ranks, dtype=np.int64), np.empty(num_ranks, dtype=np.int64)
     ends = np.empty(num_ranks, dtype=np.int64)
     for position in range(num_ranks):
@@ -98,7 +94,7 @@ def _longest_first(
         ends[position] = position + 1
         if position < num_ranks - 1 and begin[position + 1] == begin[position]:
             ends[position] = ends[position + 1]
-    load = busy_s.copy()
+    load = np.zeros(num_ranks)
     for image in order:
         group = group_of_image[image]
         best, best_s = -1, np.inf
@@ -119,17 +115,16 @@ def _longest_first(
 
 @inner
 def _fullest_first(
-    image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray, busy_s: np.ndarray, least_s: float, most_s: float,
-    encoder: np.ndarray,
+    image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray, least_s: float, most_s: float, encoder: np.ndarray
 ) -> np.ndarray:
     """The same for the least limit under which best fit finds room for all images; infinite if that is not below
     `most_s`.
     """
     end_s, span = np.full(len(speeds), np.inf), np.array([least_s, most_s, 0.0])
     while compiled_halve(span, EVEN):
-        span[int(_best_fit(image_s, order, speeds, busy_s, span[2], encoder))] = span[2]
-    if span[1] < most_s and _best_fit(image_s, order, speeds, busy_s, span[1], encoder):
-        end_s = busy_s.copy()
+        span[int(_best_fit(image_s, order, speeds, span[2], encoder))] = span[2]
+    if span[1] < most_s and _best_fit(image_s, order, speeds, span[1], encoder):
+        end_s = np.zeros(len(speeds))
         for image in order:
             end_s[encoder[image]] += image_s[image] / speeds[encoder[image]]
     return end_s
@@ -137,12 +132,12 @@ def _fullest_first(
 
 @inner
 def _best_fit(
-    image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray, busy_s: np.ndarray, limit_s: float, encoder: np.ndarray
+    image_s: np.ndarray, order: np.ndarray, speeds: np.ndarray, limit_s: float, encoder: np.ndarray
 ) -> bool:
     """Whether best fit finds room for all images within a limit; sets `encoder`."""
     rooms, state = rooms_for(len(speeds))
     for rank in range(len(speeds)):
-        add(rooms, state, (limit_s - busy_s[rank]) * speeds[rank], rank)
+        add(rooms, state, limit_s * speeds[rank], rank)
     for image in order:
         place = first_with(rooms, state, image_s[image])
         if place < 0:

@@ -12,17 +12,15 @@ parameters from all ranks, and reduce their gradients over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dhp_ray.comm.link import Link
-from dhp_ray.comm.progress import Wait
 from dhp_ray.comm.rows import return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
-from dhp_ray.model.attention import PackContext
 from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
 
@@ -30,16 +28,14 @@ class EncoderPhases:
     """The phases of one rank and step: `encode` before the packs, `backward` after them. Every rank that encodes for
     another, or that another encodes for, calls both.
 
-    `received_from`: for each pack of this rank, in order, the rows that come from each rank. `link_of` returns the link
-    to the ranks of an image whose parts exchange, given these ranks and the place of its pack in the plan.
+    `received_from`: for each pack of this rank, in order, the rows that come from each rank.
     """
 
     def __init__(
         self, adapter: ModelAdapter, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
-        link_of: Callable[[tuple[int, ...], int], Link],
     ) -> None:
-        self._adapter, self._device, self._link_of = adapter, device, link_of
+        self._adapter, self._device = adapter, device
         self._passes, self._keeps = inputs.passes, keeps
         self._trains = torch.is_grad_enabled() and adapter.trains("vision")
         self._send_index = {rank: rows.to(device, non_blocking=True) for rank, rows in inputs.send_index.items()}
@@ -47,7 +43,6 @@ class EncoderPhases:
         self._encoded: list[Tensor] = []
         self._features: list[Tensor] = []
         self._like = torch.empty(0)  # has the type and the device of features
-        self._links: list[Link] = []
 
     def encode(self, link: Link) -> list[Tensor]:
         """Return the features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs
@@ -78,10 +73,6 @@ class EncoderPhases:
             features.backward(of_mine[stop - images.num_rows:stop])  # type: ignore[no-untyped-call]
         self._encoded = []
 
-    def taken_waits(self) -> list[Wait]:
-        """Return every wait for the ranks of images in parts since the last call."""
-        return [wait for link in self._links for wait in link.taken_waits()]
-
     def _received_gradient(self) -> Tensor:
         """Return the gradient of all received rows, in the order of receipt; frees the packs' features."""
         gradient = self._like.new_zeros(sum(self._receive_counts.values()), self._adapter.feature_width)
@@ -93,17 +84,7 @@ class EncoderPhases:
 
     def _encode(self, images: EncoderPass) -> Tensor:
         there = images if self._device.type == "cpu" else images.to(self._device)
-        return self._adapter.encode(there.pixels, there.encoder, self._context(there))
-
-    def _context(self, images: EncoderPass) -> PackContext | None:
-        """Return the context of a part of an image that exchanges; None for other passes. All parts of an image run the
-        same layers, so an exchange has a backward pass on all of its ranks or on none, depending on what is trained
-        before it.
-        """
-        if (ring := images.ring) is None:
-            return None
-        self._links.append(self._link_of(ring.ranks, ring.pack_index))
-        return PackContext(ring.layout, self._links[-1], False, ring.segments)
+        return self._adapter.encode(there.pixels, there.encoder)
 
 
 def received_rows(

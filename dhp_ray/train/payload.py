@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.image_parts import cut_in_time, exchanges
+from dhp_ray.planner.image_parts import cut_in_time
 from dhp_ray.planner.plan import Grid, Sample
 
 
@@ -106,8 +106,6 @@ def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[T
     """Return which tokens of an image each of its parts makes, in the order of the part's feature rows; all of them for
     one part.
     """
-    if exchanges(grid, num_parts):
-        return [part.tokens for part in adapter.image_parts(grid, num_parts)]
     sizes = [prod(part) // adapter.merge_area for part in cut_in_time(grid, num_parts)]
     return list(torch.arange(sum(sizes)).split(sizes))
 

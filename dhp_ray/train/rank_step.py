@@ -60,7 +60,7 @@ class Totals(NamedTuple):
 
 
 PHASE_INDEX = 2**20
-"""The index of a phase's link, among those of packs: beyond all of a plan's. Links of images in parts come after it."""
+"""The index of a phase's link, among those of packs: beyond all of a plan's."""
 
 
 class PhaseRun(NamedTuple):
@@ -163,8 +163,7 @@ class RankStep:
         if inputs.vision is None:
             return None
         return EncoderPhases(self.adapter, inputs.vision, inputs.plan.vision.keeps,
-                             [own.received_from for own in inputs.inputs], self.device,
-                             lambda ranks, pack_index: self.transport.link(ranks, PHASE_INDEX + 1 + pack_index))
+                             [own.received_from for own in inputs.inputs], self.device)
 
     def _phase(
         self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
@@ -175,7 +174,7 @@ class RankStep:
         ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
         link, begin = self.transport.link(ranks, PHASE_INDEX), Moment(self.device)
         found = call(link)
-        return found, PhaseRun(begin, Moment(self.device), (*link.taken_waits(), *phases.taken_waits()))
+        return found, PhaseRun(begin, Moment(self.device), tuple(link.taken_waits()))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Return the bytes of features that this rank sends to others before the packs."""

@@ -3,7 +3,7 @@
 Both sides know the order of rows from the plan and the token ids alone, so nothing is negotiated:
 
     encoder     pass by pass; in each, images of the packs in `RankPlan.encoded`, in plan order: their rows are numbered
-                as they come; those of a part of an image in the part's order
+                as they come
     to a rank   the rows that its shards of these packs hold, pack by pack, in the shard's order
     from ranks  in ascending order; of each, pack by pack, in the shard's order
 """
@@ -21,11 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import EncoderArguments, ImagePart, ModelAdapter
-from dhp_ray.model.attention import segments_of
-from dhp_ray.model.kernels import Segments
+from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.planner.image_parts import cut_in_time, exchanges
+from dhp_ray.planner.image_parts import cut_in_time
 from dhp_ray.planner.plan import Grid, RankPack, RankPlan
 from dhp_ray.planner.vision_plan import encoding_ranks
 from dhp_ray.train.collate import joined, mapped
@@ -35,32 +33,18 @@ Pixels = list[np.ndarray | Tensor | None]
 
 
 @dataclass(kw_only=True)
-class Ring:
-    """The ranks of an image whose parts exchange, and its pack's place in the plan; how its patches are spread over
-    them, and which patches of every rank this rank's patches see.
-    """
-
-    ranks: tuple[int, ...]
-    pack_index: int
-    layout: PackLayout
-    segments: tuple[Segments, ...]
-
-
-@dataclass(kw_only=True)
 class EncoderPass:
     """Images that are encoded together: `pixels` (P, patch_dim), the encoder's arguments from their grids, and the
-    number of feature rows that they make. Or a part of one image, which exchanges with its other parts over a `ring`.
+    number of feature rows that they make.
     """
 
     pixels: Tensor
     grids: tuple[Grid, ...]
     encoder: EncoderArguments
     num_rows: int
-    ring: Ring | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> EncoderPass:
-        ring = self.ring and replace(self.ring, segments=tuple(found.map(change) for found in self.ring.segments))
-        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change), ring=ring)
+        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change))
 
     def to(self, device: torch.device) -> EncoderPass:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -80,7 +64,7 @@ class VisionInputs:
 
 class PlannedImage(NamedTuple):
     """An image, or part `part` of `num_parts`, that a rank encodes: image `image` of sample `sample` of pack `pack` of
-    `RankPlan.encoded`, in pass `number` of the rank. `ring`: the ranks of its parts, if they exchange.
+    `RankPlan.encoded`, in pass `number` of the rank.
     """
 
     pack: int
@@ -90,46 +74,39 @@ class PlannedImage(NamedTuple):
     number: int
     part: int = 0
     num_parts: int = 1
-    ring: tuple[int, ...] = ()
 
     @property
     def own_grid(self) -> Grid:
-        """The grid that is encoded: that of a part in time, which is an image of its own; the whole grid if parts
-        exchange.
-        """
-        return self.grid if self.ring else cut_in_time(self.grid, self.num_parts)[self.part]
+        """The grid that is encoded: that of a part in time, which is an image of its own."""
+        return cut_in_time(self.grid, self.num_parts)[self.part]
 
 
 class ReadyImage(NamedTuple):
     """`pixels[planned.image]` becomes rows of its pass's pixels. `places`: where in their pack the tokens of its
-    feature rows are, in the order of the rows; `part`: set for an image whose parts exchange.
+    feature rows are, in the order of the rows.
     """
 
     planned: PlannedImage
     pixels: Pixels
     places: Tensor
-    part: ImagePart | None
 
 
 def planned_images(plan: RankPlan) -> list[PlannedImage]:
     """Return the images that `plan.rank` encodes apart from the packs, in plan order.
 
-    If the plan names passes, these are used (ranks run them in lockstep). Otherwise parts that exchange come first,
-    each in a pass of its own, in plan order; after them, passes are filled in turn, with at most
-    `VisionPlan.pass_patches` patches or one larger image.
+    If the plan names passes, these are used (ranks run them in lockstep). Otherwise passes are filled in turn, with at
+    most `VisionPlan.pass_patches` patches or one larger image.
     """
     found = [image for number, pack in enumerate(plan.encoded) for image in _images_of(plan, number, pack)]
     if plan.vision.num_passes:
         return found
-    rings = [place for place, image in enumerate(found) if image.ring]
-    numbers, number, filled = {place: number for number, place in enumerate(rings)}, len(rings), 0
+    number, filled = 0, 0
     for place, image in enumerate(found):
-        if not image.ring:
-            if filled and 0 < plan.vision.pass_patches < filled + prod(image.own_grid):
-                number, filled = number + 1, 0
-            filled += prod(image.own_grid)
-            numbers[place] = number
-    return [image._replace(number=numbers[place]) for place, image in enumerate(found)]
+        if filled and 0 < plan.vision.pass_patches < filled + prod(image.own_grid):
+            number, filled = number + 1, 0
+        filled += prod(image.own_grid)
+        found[place] = image._replace(number=number)
+    return found
 
 
 def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedImage]:
@@ -142,8 +119,7 @@ def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedI
     for (row, image, grid), ranks, passes in zip(images, ranks_of, passes_of, strict=True):
         if plan.rank in ranks:
             part = ranks.index(plan.rank)
-            yield PlannedImage(number, row, image, grid, passes[part], part, len(ranks),
-                               ranks if exchanges(grid, len(ranks)) else ())
+            yield PlannedImage(number, row, image, grid, passes[part], part, len(ranks))
 
 
 def vision_inputs(
@@ -173,7 +149,7 @@ def vision_inputs(
             of_pass += [found for found in come if found.planned is image]
             missing[image.number] -= 1
             if of_pass and not missing[image.number]:
-                passes[image.number] = _whole(pack, of_pass, adapter, pixel_type, pinned)
+                passes[image.number] = _whole(of_pass, adapter, pixel_type, pinned)
     for number in range(plan.vision.num_passes):
         if number not in passes:
             passes[number] = _tiny(adapter, pixel_type)
@@ -189,10 +165,7 @@ def _ready(
     """
     row = images[0].sample
     sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
-    parts = {image.image: adapter.image_parts(image.grid, image.num_parts)[image.part] if image.ring else None
-             for image in images}
-    tokens = {image.image: part.tokens if (part := parts[image.image]) else
-              tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
+    tokens = {image.image: tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
     # if a payload is collated again, its parts have been cut out already
     whole = {image.image for image in images if image.num_parts == 1 or (pixels := payload.pixels[image.image]) is None
              or len(pixels) != len(tokens[image.image]) * adapter.merge_area}
@@ -202,27 +175,20 @@ def _ready(
             patches = (tokens[image.image][:, None] * adapter.merge_area + torch.arange(adapter.merge_area)).flatten()
             payload.pixels[image.image] = torch.as_tensor(payload.pixels[image.image])[patches]
     places = image_tokens(payload, adapter)
-    return [ReadyImage(image, payload.pixels, start + places[image.image][tokens[image.image]], parts[image.image])
-            for image in images]
+    return [ReadyImage(image, payload.pixels, start + places[image.image][tokens[image.image]]) for image in images]
 
 
 def _whole(
-    pack: RankPack, images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
+    images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
-    """Return a pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards. A
-    part that exchanges belongs to `pack`.
-    """
+    """Return a pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards."""
     patches = [image.pixels[image.planned.image] for image in images]
     whole = joined(cast("list[np.ndarray | Tensor]", patches), adapter.patch_dim, pixel_type, pinned)
     sizes = [len(image.places) for image in images]
     for image, rows in zip(images, whole.split([size * adapter.merge_area for size in sizes])):
         image.pixels[image.planned.image] = rows
-    grids, planned, part = tuple(image.planned.own_grid for image in images), images[0].planned, images[0].part
-    if part is None:
-        return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
-    return EncoderPass(pixels=whole, grids=grids, encoder=part.arguments, num_rows=sum(sizes), ring=Ring(
-        ranks=planned.ring, pack_index=pack.index, layout=part.layout,
-        segments=segments_of(part.layout, planned.part)))
+    grids = tuple(image.planned.own_grid for image in images)
+    return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
 
 
 def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:

@@ -20,8 +20,7 @@ PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Ca
          Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"),
          Case(5, "dhp", "micro_batch", "parent")]
 SPECIAL = [Case(3, "dhp", SYNCS[place % 2], TRANSPORTS[place // 2 % 2], situation)
-           for place, situation in enumerate(list(SITUATIONS)[1:]) if situation != "images in parts"]
-"""Images are too small here to be in parts."""
+           for place, situation in enumerate(list(SITUATIONS)[1:])]
 QUICK = [PLAIN[2], PLAIN[4], next(case for case in SPECIAL if case.situation == "images apart")]
 CASES = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow,
                       id=str(case).replace(", ", "-").replace(" ", "_")) for case in PLAIN + SPECIAL]

@@ -28,15 +28,14 @@ def packed_inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) 
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def one_rank(lengths: tuple[int, ...], inputs: list[Tensor], causal: bool = True) -> list[Tensor]:
+def one_rank(lengths: tuple[int, ...], inputs: list[Tensor]) -> list[Tensor]:
     """Output and gradients of q, k, v by definition, in fp64: within each sequence."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     outs = []
     for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
         b, c = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (b, c))
         scores = SCALE * torch.einsum("qhd,khd->hqk", a, b)
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), c))
     out = torch.cat(outs)
     out.backward(inputs[3].double())
@@ -47,7 +46,7 @@ def run_pack(context: PackContext, recompute: bool = False, dtype: torch.dtype =
     """Largest error of this member's output and gradients, each relative to the largest value of its kind."""
     lengths, index = context.layout.lengths, context.layout.index(context.member)
     inputs = packed_inputs(lengths, dtype)
-    expected = one_rank(lengths, inputs, context.layout.causal)
+    expected = one_rank(lengths, inputs)
     # Twice the input, so that there is something before attention to recompute.
     leaves = [x[index].transpose(0, 1)[None].clone().requires_grad_() for x in inputs[:3]]
 

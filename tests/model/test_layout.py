@@ -70,25 +70,13 @@ def test_every_token_lies_on_one_member(layout: PackLayout) -> None:
             assert 0 <= interval.start < interval.stop <= layout.lengths[interval.sequence]
 
 
-def test_blocks_without_a_mask() -> None:
-    """Member 1 has the end of one step in time of an image and the begin of the next."""
-    shards = ((TokenInterval(0, 0, 6),), (TokenInterval(0, 6, 8), TokenInterval(1, 0, 3)), (TokenInterval(1, 3, 8),))
-    layout = PackLayout((8, 8), 3, shards, causal=False)
-    assert layout.blocks(1, 1) == Blocks((slice(0, 2), slice(2, 5)), (slice(0, 2), slice(2, 5)), causal=False)
-    assert layout.blocks(1, 0) == Blocks((slice(0, 2),), (slice(0, 6),), causal=False)
-    assert layout.blocks(2, 1) == Blocks((slice(0, 5),), (slice(2, 5),), causal=False)
-    assert layout.blocks(0, 2) == Blocks((), (), causal=False)
-
-
-@given(layouts, st.booleans())
+@given(layouts)
 @settings(max_examples=200, deadline=None)
-def test_blocks_are_the_mask(layout: PackLayout, causal: bool) -> None:
+def test_blocks_are_the_mask(layout: PackLayout) -> None:
     """The scores that blocks compute, over all pairs of members, are those of the mask: none missing, none twice."""
-    layout = PackLayout(layout.lengths, layout.degree, layout.shards, causal)
     sequence_of = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.tensor(layout.lengths))
     total = len(sequence_of)
-    wanted = sequence_of[:, None] == sequence_of[None, :]
-    wanted = wanted.tril() if causal else wanted
+    wanted = (sequence_of[:, None] == sequence_of[None, :]).tril()
     computed = torch.zeros(total, total, dtype=torch.long)
     for query_member in range(layout.degree):
         for key_member in range(layout.degree):

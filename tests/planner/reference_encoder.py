@@ -17,31 +17,22 @@ batch: an image's is its place among the batch's images, a pack's is the first r
 
 @dataclass
 class Work:
-    """What ranks encode apart from the packs, seconds at their own speeds: of whole images and parts that do not
-    exchange; of each image whose parts do, by rank, in plan order; of each pass of a rank, with sync=micro_batch."""
+    """What ranks encode apart from the packs, seconds at their own speeds: of images and parts; of each pass of a rank,
+    with sync=micro_batch."""
 
     alone: dict[int, float]
-    rings: list[dict[int, float]] = field(default_factory=list)
     passes: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def done(self, share: float, begin: dict[int, float]) -> dict[int, float]:
         """When each rank is done with a share of it, with sync=step."""
-        free = dict(begin)
-        for ring in self.rings:
-            end = max(free[rank] for rank in ring) + share * max(ring.values())
-            free |= dict.fromkeys(ring, end)
-        return {rank: free[rank] + share * self.alone[rank] for rank in free}
+        return {rank: begin[rank] + share * self.alone[rank] for rank in begin}
 
 
-def parts_of(seconds: float, grid: Grid, count: int, cost: CostModel) -> list[tuple[float, float]]:
-    """(share of its rows, seconds) of each part of an image, its exchange with the others counted."""
-    time, height, width = grid
-    if count <= time:
-        steps = [time // count + (part < time % count) for part in range(count)]
-        return [(own / time, seconds * own / time) for own in steps]
-    sent = cost.image_comm_bytes_per_patch * time * height * width * (count - 1) / count
-    exchange_s = sent / cost.slowest_bytes_per_s + cost.image_latency_s * (count - 1)
-    return [(1 / count, seconds / count + exchange_s)] * count
+def parts_of(seconds: float, grid: Grid, count: int) -> list[tuple[float, float]]:
+    """(share of its rows, seconds) of each part of an image."""
+    time = grid[0]
+    steps = [time // count + (part < time % count) for part in range(count)]
+    return [(own / time, seconds * own / time) for own in steps]
 
 
 def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float:
@@ -73,10 +64,9 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                 if not plan.vision.apart:
                     encode_s[encoder] += seconds / cluster.speeds[encoder]
                     continue
-                ring = {}
-                for rank, number, (share, part_s) in zip(by, passes, parts_of(seconds, grid, len(by), cost)):
+                for rank, number, (share, part_s) in zip(by, passes, parts_of(seconds, grid, len(by))):
                     part_s /= cluster.speeds[rank]
-                    ring[rank] = part_s
+                    work.alone[rank] += part_s
                     work.passes[rank, number] = work.passes.get((rank, number), 0.0) + part_s
                     rows = share * sample.vision_tokens * grid[0] * frame / patches / len(group.ranks)
                     for member in group.ranks:
@@ -85,10 +75,6 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                         if member != rank:
                             sent[rank] += rows
                             received[member] += rows
-                if len(by) > grid[0]:
-                    work.rings.append(ring)
-                else:
-                    work.alone |= {rank: work.alone[rank] + part_s for rank, part_s in ring.items()}
         language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
         encodings_s.append(max(encode_s.values()))
         if any(encode_s.values()):

@@ -13,10 +13,9 @@ from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.plan import Grid, VisionPlan
-from dhp_ray.planner.split_images import part_bytes
 from tests.memory_trace import fake_world
 from tests.published_configs import published_config, shape_of
-from tests.step_trace import traced_encoding, traced_step
+from tests.step_trace import traced_step
 
 COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9})
 CASES = [(name, sync, recomputes, frozen, keeps, shape)
@@ -64,26 +63,3 @@ def test_a_step_fits_what_is_counted_on(
         spared = sum(memory.memory(load).pack.values()) - sum(
             memory.memory(load._replace(valid_tokens=labels)).pack.values())
         assert traced >= 0.6 * (counted - spared), "memory that nobody uses"
-
-
-PARTS = [(name, sync, recomputes, frozen) for sync in ("step", "micro_batch") for name in ("3B", "Qwen3-VL-2B")
-         for recomputes in (False, True) for frozen in ((), ("vision",), ("language",))]
-
-
-@pytest.mark.parametrize(("name", "sync", "recomputes", "frozen"), [
-    case if number in (1, 3) else pytest.param(*case, marks=pytest.mark.slow)
-    for number, case in enumerate(PARTS)], ids=str)
-def test_a_part_of_an_image_fits_what_is_counted_on(
-    name: str, sync: str, recomputes: bool, frozen: tuple[str, ...]
-) -> None:
-    """A third of an image of 6,144 patches, whose encoder takes more than the language model does of a short text."""
-    grid, num_parts, world_size = (1, 64, 96), 3, 1 if sync == "step" else 8
-    settings = MemorySettings(sync=sync, world_size=world_size, precision="bf16", recomputes=recomputes, frozen=frozen)
-    memory = MemoryModel(shape_of(name, 3), replace(settings, largest_image=grid[1] * grid[2] // 4))
-    cost = with_encoder_apart(COST, memory, 2048)
-    held = 2 * cost.feature_bytes * (grid[1] * grid[2] / num_parts + cost.image_piece_patches) / 4
-    counted = held + part_bytes(grid, num_parts, cost) + cost.encoder_bytes
-    with fake_world(8) if sync == "micro_batch" else nullcontext():
-        traced = traced_encoding(published_config(name, 3), grid, num_parts, settings)
-    assert traced <= counted
-    assert traced >= 0.6 * counted, "memory that nobody uses"

@@ -53,15 +53,6 @@ def test_auto_is_the_shorter_of_both(text, widths, num_ranks, sync):
     assert auto <= min(group, world) * (1 + GAIN)
 
 
-def test_making_groups_for_parts_of_images_counts():
-    """Images apart save 0.25 s; making the groups of that plan takes 2 s and more."""
-    cost = replace(ALONE, image_piece_patches=4.0, group_s=2.0)
-    samples = [Sample("text", 10), Sample("image", 1, 0, ((1, 2, 4),))]
-    apart, kept = (plan_batch(samples, ClusterSpec(4, 8, 32), cost, encoder=encoder) for encoder in ("world", "auto"))
-    assert (apart.predicted_time_s, apart.vision.layout) == (9.75, "world")
-    assert (kept.predicted_time_s, kept.vision.layout, kept.process_groups()) == (10.0, "group", ())
-
-
 def test_features_and_their_gradients_take_their_time():
     cost = replace(ALONE, feature_bytes=1e9)  # a second a row
     slower = plan_batch(example(2), ClusterSpec(2, 2, 4), cost, encoder="world").predicted_time_s

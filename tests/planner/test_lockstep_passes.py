@@ -18,11 +18,10 @@ from tests.planner.test_images_apart import ALONE, MIXED, example
 
 
 def passes_of(images, most):
-    """`images`: patches of each, by rank, negative those of parts of one image that exchange; a second for ten."""
+    """`images`: patches of each, by rank; a second for ten."""
     encoder = [rank for rank, patches in enumerate(images) for _ in patches]
-    patches = np.array([abs(count) for of_rank in images for count in of_rank], dtype=np.float64)
-    ring = np.array([0 if count < 0 else -1 for of_rank in images for count in of_rank])
-    found = lockstep_passes(patches / 10, patches, np.array(encoder, dtype=np.int64), ring, len(images), most)
+    patches = np.array([count for of_rank in images for count in of_rank], dtype=np.float64)
+    found = lockstep_passes(patches / 10, patches, np.array(encoder, dtype=np.int64), len(images), most)
     return [[sorted((int(patches[image]) for image in range(len(patches))
                      if (encoder[image], found[image]) == (rank, number)), reverse=True)
              for number in range(int(found.max()) + 1)] for rank in range(len(images))]
@@ -32,8 +31,6 @@ def test_the_module_s_example():
     images = [[30, 40, 20, 60, 70], [60, 60, 60]]
     assert passes_of(images, 100) == [[[70], [60, 20], [40, 30]], [[60], [60], [60]]]
     assert passes_of(images, 0) == [[[70, 60, 40, 30, 20]], [[60, 60, 60]]]
-    assert passes_of([[-50, 30, 20], [-50, 40], [40, 30, 20, 10]], 100) == [
-        [[50], [30, 20]], [[50], [40]], [[40, 10], [30, 20]]]
     assert passes_of([[30, 40], [120, 10]], 100) == [[[40], [30]], [[120], [10]]], "a larger image is a pass by itself"
 
 
@@ -59,9 +56,7 @@ def plainly(seconds, patches, encoder, num_ranks, most, count):
 def test_passes_are_the_fewest_that_hold_all_images_and_alike_long(images, most):
     patches, encoder, weights = (list(column) for column in zip(*images))
     seconds = [count * weight for count, weight in zip(patches, weights)]
-    alone = np.full(len(images), -1)
-    found = lockstep_passes(np.array(seconds), np.array(patches, dtype=np.float64), np.array(encoder), alone, 4,
-                            most).tolist()
+    found = lockstep_passes(np.array(seconds), np.array(patches, dtype=np.float64), np.array(encoder), 4, most).tolist()
     fewest = next(count for count in range(1, 100) if plainly(seconds, patches, encoder, 4, most, count))
     assert max(found) + 1 == fewest
     assert found == plainly(seconds, patches, encoder, 4, most, fewest)

@@ -133,9 +133,9 @@ def test_phases_share_what_images_take(keeps: bool, forward: float, shares: dict
 
 
 def test_each_rank_of_an_image_in_parts_has_its_share() -> None:
-    """Three steps in time over two ranks, and one over three; a text of 7 tokens on rank 0."""
-    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, encoder_pass_s=0.5, image_latency_s=100.0)
-    sample = Sample("a", 7, 0, ((3, 2, 2), (1, 3, 4)))
+    """Three steps in time over two ranks, and three over three; a text of 7 tokens on rank 0."""
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, encoder_pass_s=0.5)
+    sample = Sample("a", 7, 0, ((3, 2, 2), (3, 2, 2)))
     groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 2), splits=(
         SplitImage(0, (0, 1)), SplitImage(1, (2, 0, 1)))),)
     plan = Plan("listed", "step", ClusterSpec(3, 3, 10), (sample,), groups, 7.0, 1.0, vision=VisionPlan("world"))

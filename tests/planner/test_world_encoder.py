@@ -15,49 +15,42 @@ from dhp_ray.planner.world_encoder import EVEN, FAR, _fullest_first, _longest_fi
 
 
 @njit
-def longest_first(image_s, group_of_image, ranks, first_rank, speeds, busy_s, least_s):
+def longest_first(image_s, group_of_image, ranks, first_rank, speeds, least_s):
     encoder, order = np.zeros(len(image_s), dtype=np.int64), ascending(-image_s)
-    end_s = _longest_first(image_s, order, group_of_image, ranks, first_rank, speeds, busy_s, least_s, encoder)
+    end_s = _longest_first(image_s, order, group_of_image, ranks, first_rank, speeds, least_s, encoder)
     return encoder, end_s
 
 
 @njit
-def fullest_first(image_s, speeds, busy_s, least_s, most_s):
+def fullest_first(image_s, speeds, least_s, most_s):
     encoder = np.zeros(len(image_s), dtype=np.int64)
-    return _fullest_first(image_s, ascending(-image_s), speeds, busy_s, least_s, most_s, encoder)
+    return _fullest_first(image_s, ascending(-image_s), speeds, least_s, most_s, encoder)
 
 
 class Case(NamedTuple):
-    """Images, the group of each, the ranks of each group, their speeds, and for how long each encodes other things."""
+    """Images, the group of each, the ranks of each group, and their speeds."""
 
     images: list[float]
     group_of: list[int]
     groups: list[list[int]]
     speeds: list[float]
-    busy_s: list[float]
-
-    @property
-    def mean_s(self) -> float:
-        work_s = sum(self.images) + sum(busy_s * speed for busy_s, speed in zip(self.busy_s, self.speeds))
-        return work_s / sum(self.speeds)
 
     @property
     def least_s(self) -> float:
-        return max(self.mean_s, max(self.images) / max(self.speeds), *self.busy_s)
+        return max(sum(self.images) / sum(self.speeds), max(self.images) / max(self.speeds))
 
     @property
     def most_s(self) -> float:
-        """All images on the fastest rank, whatever it does beside them."""
-        return max(self.busy_s) + sum(self.images) / max(self.speeds)
+        """All images on the fastest rank."""
+        return sum(self.images) / max(self.speeds)
 
     def arrays(self):
         return (np.array(self.images, dtype=np.float64), np.array(self.group_of, dtype=np.int64),
                 np.array([rank for group in self.groups for rank in group]),
-                firsts_of([len(group) for group in self.groups]), np.array(self.speeds),
-                np.array(self.busy_s, dtype=np.float64))
+                firsts_of([len(group) for group in self.groups]), np.array(self.speeds))
 
     def ends_s(self, encoder) -> list[float]:
-        return [self.busy_s[rank] + sum(image for image, where in zip(self.images, encoder) if where == rank) / speed
+        return [sum(image for image, where in zip(self.images, encoder) if where == rank) / speed
                 for rank, speed in enumerate(self.speeds)]
 
 
@@ -67,8 +60,7 @@ def cases(draw, most_images=40, most_ranks=6, speeds=(0.5, 1.0, 1.5)):
     num_ranks, random = draw(st.integers(1, most_ranks)), draw(st.randoms(use_true_random=False))
     speeds = [random.choice(speeds) for _ in range(num_ranks)] if draw(st.booleans()) else [1.0] * num_ranks
     groups = [sorted(random.sample(range(num_ranks), random.randint(1, num_ranks))) for _ in range(4)]
-    busy_s = [random.choice([0.0, 0.0, 4.25, 17.5]) * draw(st.sampled_from([0, 1])) for _ in speeds]
-    return Case(images, [random.randrange(4) for _ in images], groups, speeds, busy_s)
+    return Case(images, [random.randrange(4) for _ in images], groups, speeds)
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,7 +68,7 @@ def cases(draw, most_images=40, most_ranks=6, speeds=(0.5, 1.0, 1.5)):
 def test_an_image_goes_home_where_that_ends_in_time_and_else_to_who_is_done_first(case):
     """The first start."""
     found, end_s = longest_first(*case.arrays(), case.least_s)
-    loads = list(case.busy_s)
+    loads = [0.0] * len(case.speeds)
     for image in sorted(range(len(case.images)), key=lambda image: -case.images[image]):
         ends = [load + case.images[image] / speed for load, speed in zip(loads, case.speeds)]
         rank, homes = int(found[image]), case.groups[case.group_of[image]]
@@ -94,7 +86,7 @@ def test_an_image_goes_home_where_that_ends_in_time_and_else_to_who_is_done_firs
 
 def best_fit(case, limit_s):
     """Largest first, each to the rank with the least room that holds it; None where one fits nowhere."""
-    room = [(limit_s - busy_s) * speed for busy_s, speed in zip(case.busy_s, case.speeds)]
+    room = [limit_s * speed for speed in case.speeds]
     for image in sorted(case.images, reverse=True):
         holding = [rank for rank in range(len(room)) if room[rank] >= image]
         if not holding:
@@ -107,13 +99,13 @@ def best_fit(case, limit_s):
 @given(cases(speeds=(0.5123, 1.0, 1.4717)))
 def test_best_fit_under_the_least_limit_that_bisection_finds(case):
     """The last start. The speeds are such that no two ranks of unequal speed have the same room."""
-    image_s, *_, speeds, busy_s = case.arrays()
+    image_s, *_, speeds = case.arrays()
     most_s = case.most_s
     short_s, long_s = case.least_s, most_s
     while long_s - short_s > EVEN * long_s:
         middle_s = (short_s + long_s) / 2
         short_s, long_s = (middle_s, long_s) if best_fit(case, middle_s) is None else (short_s, middle_s)
-    found, expected = fullest_first(image_s, speeds, busy_s, case.least_s, most_s), best_fit(case, long_s)
+    found, expected = fullest_first(image_s, speeds, case.least_s, most_s), best_fit(case, long_s)
     if long_s == most_s or expected is None:
         assert np.isinf(found).all()
     else:
@@ -132,11 +124,11 @@ def test_balanced_images_are_near_the_optimum(case):
 @given(cases())
 def test_balanced_images_are_no_worse_than_either_start(case):
     arrays = case.arrays()
-    image_s, *_, speeds, busy_s = arrays
+    image_s, *_, speeds = arrays
     fullest_s = max(case.ends_s(balanced_encoders(*arrays)))
     assert fullest_s <= longest_first(*arrays, case.least_s)[1].max() * (1 + 1e-9)
     if fullest_s > case.least_s * (1 + FAR):
-        assert fullest_s <= fullest_first(image_s, speeds, busy_s, case.least_s, case.most_s).max() * (1 + 1e-9)
+        assert fullest_s <= fullest_first(image_s, speeds, case.least_s, case.most_s).max() * (1 + 1e-9)
 
 
 def test_the_starts_of_the_docstring():
@@ -145,5 +137,5 @@ def test_the_starts_of_the_docstring():
 
 
 def balanced_at(images, group_of, groups):
-    case = Case(images, group_of, groups, [1.0, 1.0], [0.0, 0.0])
+    case = Case(images, group_of, groups, [1.0, 1.0])
     return case.ends_s(balanced_encoders(*case.arrays()))

@@ -33,7 +33,7 @@ from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.state.mirror import Mirror
 from dhp_ray.train.state.reshard import LocalShard, reshard
 from dhp_ray.train.step_inputs import collated
-from tests.packs import rough_model, with_images_apart, with_splits
+from tests.packs import rough_model, with_images_apart
 from tests.train.test_sharded_engine import make_plan, payloads_of, settings
 
 CPU = torch.device("cpu")
@@ -54,8 +54,6 @@ class Member:
         self.adapter: ModelAdapter | None = None
         self.apart: bool | None = None
         """Images are encoded apart from the packs: activations are kept or not. None: in the packs."""
-        self.in_parts = False
-        """Ranks 2 and 0 encode the first of them together."""
 
     def control(self) -> None:
         """The thread that ends what this process waits for, once a peer of its generation is lost."""
@@ -116,9 +114,6 @@ class Member:
         plan, payloads = step_plan(self.size, step, self.sync)
         if self.apart is not None:
             plan = with_images_apart(plan, self.apart)
-        if self.in_parts:
-            plan = with_splits(plan, {0: (2, 0)})
-            assert list(plan.rings())
         rank_plan = plan.rank_plan(step, self.rank)
         self.mirror.finish()
         own = payloads_of((*rank_plan.packs, *rank_plan.encoded), payloads, self.rank)

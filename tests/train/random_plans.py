@@ -14,7 +14,6 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.image_parts import most_parts
 from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
@@ -66,8 +65,8 @@ def random_plan(seed: int, world: World) -> Plan:
     places = [int(place) for place in random.permutation(len(known))]
     if seed % 5 == 0:  # some batches have no image at all
         places = [place for place in places if not known[place].vision_grids]
-    if world.splits:  # those with a large image come first
-        places.sort(key=lambda place: known[place].id not in ("poster", "screen"))
+    if world.splits:  # those with several steps in time come first
+        places.sort(key=lambda place: known[place].id not in ("reel", "screen"))
     samples: list[Sample] = []
     groups: list[GroupPlan] = []
     micro_batch, busy = 0, set[int]()
@@ -105,12 +104,11 @@ def random_plan(seed: int, world: World) -> Plan:
 
 
 def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict[int, tuple[int, ...]]:
-    """Half of the images that can be cut, on any ranks: in time, or where the family can, by their tokens too."""
+    """Half of the images that can be cut, on any ranks."""
     found = {}
     grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
     for image, grid in enumerate(grids if plan.vision.apart else ()):
-        piece = {"tiny": 4 * 4 * 4, "tiny_qwen3_vl": 4, "tiny_internvl": 4 * 4}[world.preset]
-        most = min(world.num_ranks, most_parts(grid, piece))
+        most = min(world.num_ranks, grid[0])
         if most > 1 and random.random() < 0.5:
             ranks = random.permutation(world.num_ranks)[:random.integers(2, most + 1)]
             found[image] = tuple(int(rank) for rank in ranks)

@@ -112,17 +112,17 @@ def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], pres
     [plan] = plans_of([[sample for sample, _ in asked(preset)]], num_ranks, "dhp", config.planner.sync, encoder=encoder)
     assert plan.vision.layout == encoder
     assert num_ranks == 1 or max(group.degree for group in plan.groups) > 1
-    if encoder == "world":  # a video's piece of two steps in time, and where the family can an image of 24 patches
-        plan = with_splits(plan, splits_of(plan, preset))
+    if encoder == "world":  # a video's piece of two steps in time
+        plan = with_splits(plan, splits_of(plan))
         plan.validate()
     for found in run_processes(answered, num_ranks, num_ranks, config, plan, preset, [], timeout_s=120):
         assert found == wanted
 
 
-def splits_of(plan: Plan, preset: str) -> dict[int, tuple[int, ...]]:
-    """Images that ranks 2 and 0 encode together: cut in time, or with Qwen3-VL by tokens."""
+def splits_of(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Images that ranks 2 and 0 encode together, cut in time."""
     grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
-    found = {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1 or preset == "tiny_qwen3_vl"}
+    found = {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1}
     assert found
     return found
 

@@ -20,9 +20,7 @@ from tests.train.member import Member, die, supplied
 from tests.train.networks import whole
 
 APART = {"encoder forward": True, "encoder backward": True, "encoder backward, computed again": False,
-         "encoder exchange send_rows": False, "encoder exchange return_rows": True, "apart, pack backward": True,
-         "encoder forward, in parts": True, "encoder backward, in parts": True,
-         "encoder backward, computed again, in parts": False}
+         "encoder exchange send_rows": False, "encoder exchange return_rows": True, "apart, pack backward": True}
 """Where a rank is killed whose images are encoded apart from its packs, and whether activations are kept."""
 KINDS = ("value", "exp_avg", "exp_avg_sq")
 CHANGES = [(4, 3), (3, 5), (2, 1), (1, 2), (5, 2)]
@@ -106,7 +104,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
     generations recomputes activations, the other keeps them.
     """
     member, recomputes = Member(port, run_dir), where == "forward"
-    member.apart, member.in_parts = APART.get(where), where.endswith("in parts")
+    member.apart = APART.get(where)
     member.join(process, 4, sync, recomputes=recomputes)
     losses = [member.step(step) for step in range(2)]
     if process == 2:

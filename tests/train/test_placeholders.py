@@ -90,8 +90,7 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
             plan = with_images_apart(plan)
             grids = [grid for group in plan.groups for row in group.pack.sequences
                      for grid in plan.samples[row].vision_grids]
-            plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid in ((1, 12, 10),
-                                                                                                  (2, 4, 4))})
+            plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid == (2, 4, 4)})
         rank_plan = plan.rank_plan(1, rank)
         own: dict[str, Payload] = {}
         for pack in (*rank_plan.packs, *rank_plan.encoded):

@@ -29,9 +29,8 @@ PARTS: dict[str, list[int | Grid | Film]] = {
     "a": [20, (1, 12, 20), 30, (1, 8, 6), 7], "b": [33], "c": [5, Film(0.5, ((3, 8, 20), (1, 8, 20))), 30],
     "d": [9, (1, 4, 4), 11]}
 MADE = {preset: [make_sample(name, parts, preset=preset) for name, parts in PARTS.items()] for preset in PATCH_DIMS}
-SPLITS = {"tiny": {0: (3, 1, 0), 3: (2, 0), 2: (1,)}, "tiny_qwen3_vl": {0: (3, 1, 0), 3: (2, 0, 1, 3), 2: (1,)},
-          "tiny_internvl": {3: (2, 0, 3)}}
-"""Of four ranks: image 0 is of a's, image 3 of c's, which has three steps in time."""
+SPLITS = {3: (2, 0, 3)}
+"""Of four ranks: image 3 is of c's, which has three steps in time."""
 
 
 def plan_of(preset: str, sync: str = "step") -> Plan:
@@ -41,7 +40,7 @@ def plan_of(preset: str, sync: str = "step") -> Plan:
               GroupPlan((2, 1), Pack((2,)), 1.0, 0.0, int(sync == "micro_batch"), encoders=(2, 1)))
     samples = tuple(sample for sample, _ in MADE[preset])
     plan = with_images_apart(Plan("listed", sync, ClusterSpec(4, 4, 700), samples, groups, 1.0, 1.0), True, 0)
-    plan = with_splits(plan, {image: ranks for image, ranks in SPLITS[preset].items() if len(ranks) > 1})
+    plan = with_splits(plan, SPLITS)
     plan.validate()
     return plan
 
@@ -82,9 +81,7 @@ def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], 
         payload = next(payload for other, payload in MADE[_preset(adapter)] if other.id == sample.id)
         start = sum(other.num_tokens for other in pack.samples[:image.sample])
         places = start + image_tokens(payload, adapter)[image.image]
-        if image.ring:
-            places = places[adapter.image_parts(image.grid, image.num_parts)[image.part].tokens]
-        elif image.num_parts > 1:
+        if image.num_parts > 1:
             area = prod(image.grid[1:]) // 4
             steps = [image.grid[0] // image.num_parts + (part < image.grid[0] % image.num_parts)
                      for part in range(image.num_parts)]
@@ -108,7 +105,6 @@ def test_every_token_gets_its_own_feature(preset: str, sync: str, masked: str) -
     """Also where some ranks know of what cannot be used from the start, and others are told."""
     adapter, plan = rough_model(preset=preset), plan_of(preset, sync)
     assert any(group.splits for group in plan.groups)
-    assert (preset == "tiny_internvl") == (not list(plan.rings()))
     inputs = [inputs_of(plan, rank, adapter, preset, masked if rank % 2 else ()) for rank in range(4)]
     for own in inputs:
         own.mask(masked, adapter)
@@ -150,19 +146,6 @@ def test_a_rank_has_the_patches_of_its_parts_alone(preset: str) -> None:
     assert torch.equal(found[found[:, 0].argsort()], torch.from_numpy(whole)[torch.from_numpy(whole)[:, 0].argsort()])
 
 
-def test_parts_that_exchange_come_first_and_in_one_order() -> None:
-    plan = plan_of("tiny_qwen3_vl")
-    ranks_of = [split.ranks for split in plan.rings()]
-    assert ranks_of == [(3, 1, 0), (2, 0, 1, 3)]
-    assert plan.process_groups() == (*ranks_of, (2, 0), (2, 1))
-    assert [[(image.ring, image.number) for image in planned_images(plan.rank_plan(1, rank)) if image.ring]
-            for rank in range(4)] == [[(ranks, number) for number, ranks in enumerate(
-                ranks for ranks in ranks_of if rank in ranks)] for rank in range(4)]
-    for rank in range(4):
-        whole = [image.number for image in planned_images(plan.rank_plan(1, rank)) if not image.ring]
-        assert min(whole, default=9) >= sum(rank in ranks for ranks in ranks_of)
-
-
 def exchanged(rank: int, preset: str, sync: str) -> bool:
     """Whether features and gradients that the ranks exchange are, bit for bit, those of the whole, indexed."""
     adapter, plan = rough_model(preset=preset), plan_of(preset, sync)
@@ -200,8 +183,8 @@ def test_a_payload_of_another_size_is_refused() -> None:
     adapter, plan = rough_model(), plan_of("tiny")
     rank_plan = plan.rank_plan(1, 3)
     assert any(any(here) for pack in rank_plan.encoded for here in encoded_images(pack, 3))
-    payload = MADE["tiny"][0][1]
+    payload = MADE["tiny"][2][1]
     pixels = [None if rows is None else rows[:-1] for rows in payload.pixels]
-    with pytest.raises(ValueError, match=r"^sample a: image 0 has patches \(239, 1176\); its grid takes \(240, 1176\)"):
-        collated(rank_plan, {sample.id: replace(found, pixels=pixels if sample.id == "a" else found.pixels)
+    with pytest.raises(ValueError, match=r"^sample c: image 0 has patches \(479, 1176\); its grid takes \(480, 1176\)"):
+        collated(rank_plan, {sample.id: replace(found, pixels=pixels if sample.id == "c" else found.pixels)
                              for sample, found in MADE["tiny"]}, adapter)

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention, export
-from dhp_ray.model.adapter import PARTS, EncoderArguments, ImagePart, LayerStack, empty_features
+from dhp_ray.model.adapter import PARTS, EncoderArguments, LayerStack, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
@@ -143,18 +143,8 @@ class VisionLanguageModel(ABC):
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         """`encoder_arguments` of one image or more, `grids` (N, 3)."""
 
-    def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
-        raise ValueError(f"an image of {grid} patches in {num_parts} parts; allowed: one part for each step in time")
-
-    def encode(self, pixels: Tensor, arguments: EncoderArguments, context: PackContext | None = None) -> Tensor:
-        if not arguments:
-            return empty_features(self)
-        return self.features(pixels, arguments if context is None else {**arguments, **self.attends(context)})
-
-    def attends(self, context: PackContext) -> Mapping[str, PackContext]:
-        """The encoder's arguments by which it attends over an image of which it has a part; of families that have
-        `image_parts`."""
-        raise NotImplementedError
+    def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
+        return self.features(pixels, arguments) if arguments else empty_features(self)
 
     @abstractmethod
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:

@@ -142,7 +142,7 @@ class InternVL(VisionLanguageModel):
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
             vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
             vision_projector=projector, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
-            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1], piece_patches=height * columns)
+            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
 
 
 class TileEmbedding(Module):

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from dhp_ray.model.adapter import EncoderArguments, ImagePart, LayerStack
-from dhp_ray.model.attention import PackContext
+from dhp_ray.model.adapter import EncoderArguments, LayerStack
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
-from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention, cuts_of, layout_of
+from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.rope_positions import mrope_positions
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.plan import Grid
 
 
 class Qwen25VL(VisionLanguageModel):
@@ -73,36 +69,6 @@ class Qwen25VL(VisionLanguageModel):
                 "cu_seqlens": Segments.between(get_vision_cu_seqlens(grids).tolist()),
                 "window_index": window_index, "cu_window_seqlens": Segments.between(window_offsets.tolist())}
 
-    def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
-        """Cut between windows; each part has its patches window by window."""
-        whole: Mapping[str, Any] = self.arguments_of(torch.tensor([grid]))
-        ends = whole["cu_window_seqlens"].query_offsets
-        positions = whole["position_ids"].unflatten(0, (-1, self.merge_area))  # of each token's patches
-        cuts, parts = self.checked_cuts(grid, ends, num_parts), []
-        layout = layout_of(grid, cuts)
-        for start, stop in pairwise(cuts):
-            tokens = whole["window_index"][start // self.merge_area:stop // self.merge_area]
-            windows = Segments.between([end - start for end in ends if start <= end <= stop])
-            parts.append(ImagePart(tokens, {
-                "position_ids": positions[tokens].flatten(0, 1), "window_index": torch.arange(len(tokens)),
-                "cu_window_seqlens": windows}, layout))
-        return parts
-
-    def checked_cuts(self, grid: Grid, ends: Sequence[int], num_parts: int) -> list[int]:
-        """`cuts_of` an image at these ends of its pieces.
-
-        Raises:
-            ValueError: they leave a part empty.
-        """
-        cuts = cuts_of(ends, num_parts)
-        if any(start >= stop for start, stop in pairwise(cuts)):
-            raise ValueError(f"an image of {grid} patches in {num_parts} parts; allowed: at most as many as its "
-                             f"{len(ends) - 1} pieces give without an empty one")
-        return cuts
-
-    def attends(self, context: PackContext) -> Mapping[str, PackContext]:
-        return {"cu_seqlens": context}
-
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
@@ -152,4 +118,4 @@ class Qwen25VL(VisionLanguageModel):
             vision_rest=(patch_dim * width + width + merger_width * (merger_width + 1)
                          + (merger_width + 1) * vision.out_hidden_size),
             patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
-            token_pixels=merge_area * vision.patch_size ** 2, piece_patches=window)
+            token_pixels=merge_area * vision.patch_size ** 2)

@@ -8,8 +8,6 @@ added to its hidden state behind layer i. All travel as one row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
@@ -21,15 +19,13 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from dhp_ray.model.adapter import EncoderArguments, ImagePart
+from dhp_ray.model.adapter import EncoderArguments
 from dhp_ray.model.families.base import language_layers
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.model.families.qwen_encoder import layout_of
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.kernels import Segments
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.plan import Grid
 
 
 class Qwen3VL(Qwen25VL):
@@ -74,15 +70,6 @@ class Qwen3VL(Qwen25VL):
         return {"position_ids": get_vision_position_ids(grids, merge), "interp_indices": rows,
                 "interp_weights": weights, "cu_seqlens": Segments.between(get_vision_cu_seqlens(grids).tolist())}
 
-    def image_parts(self, grid: Grid, num_parts: int) -> Sequence[ImagePart]:
-        """Cut between the patches of any two tokens."""
-        whole, num_patches = self.arguments_of(torch.tensor([grid])), prod(grid)
-        cuts = self.checked_cuts(grid, range(0, num_patches + 1, self.merge_area), num_parts)
-        layout = layout_of(grid, cuts)
-        return [ImagePart(torch.arange(start // self.merge_area, stop // self.merge_area),
-                          {name: value[start:stop] for name, value in whole.items() if isinstance(value, Tensor)},
-                          layout) for start, stop in pairwise(cuts)]
-
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         output = visual(pixels.to(visual.dtype), grid_thw=None, **arguments)
@@ -121,7 +108,7 @@ class Qwen3VL(Qwen25VL):
                          + merger + 2 * width + num_deeper * (merger + 2 * merger_width)),
             patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
             token_pixels=merge_area * vision.patch_size ** 2, feature_levels=1 + num_deeper,
-            position_rows=vision.num_position_embeddings, piece_patches=merge_area)
+            position_rows=vision.num_position_embeddings)
 
 
 def _add_rows(hidden: Tensor, index: Tensor, rows: Tensor) -> Tensor:

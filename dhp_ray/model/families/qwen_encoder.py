@@ -7,9 +7,6 @@ fails in bf16 on NPUs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +14,9 @@ from torch.nn import Module
 from torch.nn import functional as F
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-from dhp_ray.model.attention import PackContext, ring_attention
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.kernels import Segments
-from dhp_ray.model.layout import PackLayout, TokenInterval
 from dhp_ray.model.segment_attention import segment_attention
-from dhp_ray.planner.plan import Grid
 
 
 class PatchEmbedding(Module):
@@ -51,22 +45,15 @@ class VisionAttention(Module):
         self.train(plain.training)
 
     def forward(
-        self, hidden_states: Tensor, *, cu_seqlens: Segments | PackContext, position_embeddings: tuple[Tensor, Tensor],
-        **_: Any,
+        self, hidden_states: Tensor, *, cu_seqlens: Segments, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> Tensor:
-        """(P, width) of patches `hidden_states` (P, width); `cu_seqlens` are the segments that attend to themselves, or
-        say how these patches attend with those of other ranks."""
+        """(P, width) of patches `hidden_states` (P, width); `cu_seqlens` are the segments that attend to themselves."""
         q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
         if self.operators is None:
             q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
         else:
             q, k = self._rotated(self.operators, q, k, *position_embeddings)
-        if isinstance(cu_seqlens, PackContext):
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            attended = ring_attention(q, k, v, self.scaling, cu_seqlens)[0]
-        else:
-            attended = segment_attention(q, k, v, cu_seqlens, self.scaling)
-        out: Tensor = self.proj(attended.flatten(1))
+        out: Tensor = self.proj(segment_attention(q, k, v, cu_seqlens, self.scaling).flatten(1))
         return out
 
     def _rotated(
@@ -77,24 +64,3 @@ class VisionAttention(Module):
         rotated = operators.rotary(wide_q, wide_k, cos.float()[None], sin.float()[None])
         q, k = (new[0].transpose(0, 1).to(old.dtype) for new, old in zip(rotated, (q, k)))
         return q, k
-
-
-def cuts_of(ends: Sequence[int], num_parts: int) -> list[int]:
-    """Where an image is cut into parts of nearly equal length, at some of `ends` of its pieces (0 and the last among
-    them): at those that are next to the ends of equal parts.
-
-    With ends no further apart than an equal part is long, no part is empty, and none is longer than that by more.
-    """
-    wanted = [ends[-1] * part / num_parts for part in range(num_parts + 1)]
-    return [min(ends, key=lambda end, place=place: (abs(end - place), end)) for place in wanted]  # type: ignore[misc]
-
-
-def layout_of(grid: Grid, cuts: Sequence[int]) -> PackLayout:
-    """Where the patches of each step in time of an image lie, of which part i has cuts[i]:cuts[i + 1]; each patch sees
-    all of its step.
-    """
-    frame = prod(grid[1:])
-    shards = [tuple(TokenInterval(step, max(start, step * frame) - step * frame, min(stop, (step + 1) * frame)
-                                  - step * frame) for step in range(start // frame, -(-stop // frame)))
-              for start, stop in pairwise(cuts)]
-    return PackLayout((frame,) * grid[0], len(shards), tuple(shards), causal=False)

@@ -198,26 +198,24 @@ def test_of_images_apart_a_rank_decodes_its_own_and_reports_the_broken_among_the
 
 
 def test_of_an_image_in_parts_a_rank_keeps_its_own(tmp_path: Path) -> None:
-    """Three ranks decode a picture of two windows and more; of what they have of it each patch is on one of them."""
-    (tmp_path / "a.png").write_bytes(picture(280, 224))
-    rows = [{"id": "r0", "image": "a.png", "conversations": talk("<image>What?", "That.")}]
-    (record,), adapter = records_of(tmp_path, rows), rough_model()
+    """Three ranks decode a video of four steps in time; of what they have of it each patch is on one of them."""
+    record, adapter = film_record(tmp_path, max_image_tokens=0), rough_model()
     sample = sample_of(record)
-    assert sample.vision_grids == ((1, 16, 20),)
-    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,)),)
+    assert sample.vision_grids == ((1, 6, 4), (4, 4, 6))
+    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0, 0)),)
     plan = with_images_apart(Plan("listed", "step", ClusterSpec(3, 3, 10**5), (sample,), groups, 1.0, 1.0))
-    plan = with_splits(plan, {0: (2, 0, 1)})
-    whole, found = payload_of(record, (True,), PROCESSOR).pixels[0], []
+    plan = with_splits(plan, {1: (2, 0, 1)})
+    whole, found = payload_of(record, (True, True), PROCESSOR).pixels[1], []
     for rank in range(3):
         inputs, failed = load_inputs(plan.rank_plan(1, rank), [record], PROCESSOR, adapter)
         assert not failed
         assert inputs.vision is not None
         (images,) = inputs.vision.passes
-        found.append(images.pixels)
-        kept = inputs.payloads["r0"].pixels[0]
+        kept = inputs.payloads["film"].pixels[1]
         assert isinstance(kept, torch.Tensor)
+        found.append(kept)
         assert kept.untyped_storage().data_ptr() == images.pixels.untyped_storage().data_ptr()
-    assert sorted(map(len, found)) == [96, 96, 128]
+    assert sorted(map(len, found)) == [24, 24, 48]
     assert np.array_equal(np.unique(torch.cat(found).numpy(), axis=0), np.unique(np.array(whole), axis=0))
 
 
