@@ -9,7 +9,6 @@
                     the error
     ranks=1,2       each with a cost file of its own, measured just before as jobs/measure.py does
     sync=step,micro_batch
-    preempt=false   true: nothing else has the ranks' cores while a step runs (root), on a machine that others use too
     quick=false     true: costs of a short measurement
     out=            write every plan and what its runs took, for others to compare with (JSON)
 
@@ -28,7 +27,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,14 +36,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-import torch
 
 from benchmarks.worlds import Corpus, corpus_of, data_overrides
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.totals import numbers_of_ranks
 from dhp_ray.config import Config, load
-from dhp_ray.measure.clock import Gauge, QuietCores, lost_s, lost_since, may_preempt, undisturbed
-from dhp_ray.measure.timings import AT_BEST
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.runtime.job.measuring import Request, measure_here
@@ -54,15 +48,11 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.step_inputs import collated
 from tests.ranks import run_processes
 
-DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "preempt": "false", "out": "",
-            "quick": "false"}
+DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "out": "", "quick": "false"}
 TOKENS = (4096, 1400)
 """Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch with a sequence
 that does not fit on all ranks with the fewer uses the more."""
-AGAIN, QUIET_LOOKS = 4, 20
-"""A run begins after at most QUIET_LOOKS looks for quiet cores; one on slow cores is repeated, up to AGAIN runs in a
-turn. (After many waits in vain it neither waits nor is repeated: `QuietCores`.)"""
-ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS, "preempt": ("true", "false"), "quick": ("true", "false")}
+ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS, "quick": ("true", "false")}
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15
 """Errors allowed: of the mean (or twice the runs' own spread, if that is more), and of any one batch."""
 
@@ -77,22 +67,17 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One rank's account of a step: its seconds, those of them that it lost to other processes, how slow the slowest
-    core was beside it at its best, and of each phase and pack (group, begin, end, blocked).
-    """
+    """One rank's account of a step: its seconds, and of each phase and pack (group, begin, end, blocked)."""
 
     step_s: float
-    lost_s: float
-    slowness: float
     packs: list[list[float]]
 
 
 class Outcome(NamedTuple):
-    """The runs of a case that count, by run and rank, and how many of all its runs had slow cores."""
+    """The runs of a case, by run and rank."""
 
     case: Case
     runs: list[tuple[Run, ...]]
-    disturbed: int
 
     @property
     def seconds(self) -> list[float]:
@@ -149,31 +134,22 @@ def cases_of(
 
 
 def measured(
-    rank: int, port: int, config: Config, cases: Sequence[Case], corpus: Corpus, runs: int, preempt: bool
+    rank: int, port: int, config: Config, cases: Sequence[Case], corpus: Corpus, runs: int
 ) -> list[list[Run]]:
-    """Of each case, this rank's runs: as many as wanted with cores at their best, or several times as many."""
+    """Of each case, this rank's runs."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     member = Rank(config, Membership(rank, cases[0].ranks, 1, "127.0.0.1", port), CPU)
-    gauge, found = Gauge(), [list[Run]() for _ in cases]
-    quiet = QuietCores(lambda: slowest(member, gauge, preempt), QUIET_LOOKS)
+    found = [list[Run]() for _ in cases]
     for wanted in range(1, runs + 1):  # what slows a machine for a while is not in all runs of a case
         for case, own in zip(cases, found):
             plan = case.plan.rank_plan(1, rank)
             inputs = collated(plan, corpus.rank_payloads(plan), member.adapter)
             member.stepper.run(inputs, 0.0)
-            most = len(own) + (1 if quiet.hopeless else AGAIN)
-            while sum(run.slowness <= AT_BEST for run in own) < wanted and len(own) < most:
-                quiet.wait()
-                before = lost_s()
-                with undisturbed(preempt):
-                    result = member.stepper.run(inputs, 0.0)
-                own.append(Run(result.step_time_s, lost_since(before), slowest(member, gauge, preempt),
-                               [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
-                time.sleep(result.step_time_s * preempt)  # the others' turn
-        at_best = sum(run.slowness <= AT_BEST for own in found for run in own)
+            result = member.stepper.run(inputs, 0.0)
+            own.append(Run(result.step_time_s,
+                           [list(seen) for seen in (*result.encoder_times, *result.pack_times)]))
         if rank == 0:
-            say(f"runs of {len(cases)} plans", f"cores at their best in {at_best} of {sum(map(len, found))}",
-                wanted / runs)
+            say(f"runs of {len(cases)} plans", f"{wanted} of {runs} times", wanted / runs)
     member.close()
     return found
 
@@ -183,22 +159,8 @@ def say(what: str, detail: str, share: float) -> None:
     print(f"reality.py: {what}, {share:.0%}: {detail}", file=sys.stderr, flush=True)
 
 
-def slowest(member: Rank, gauge: Gauge, preempt: bool) -> float:
-    """The slowness of the slowest rank's core; all ranks are here then."""
-    with undisturbed(preempt):
-        mine = gauge.slowness()
-    return max(numbers_of_ranks(torch.tensor(mine), member.stepper.world, member.engine.progress))
-
-
-def outcomes_of(cases: Sequence[Case], by_rank: Sequence[list[list[Run]]], count: int) -> list[Outcome]:
-    """The runs with the fastest cores, `count` of each case."""
-    found = []
-    for number, case in enumerate(cases):
-        runs = list(zip(*(of_rank[number] for of_rank in by_rank)))
-        quiet = [run for run in runs if run[0].slowness <= AT_BEST]
-        kept = quiet[:count] if len(quiet) >= count else sorted(runs, key=lambda run: run[0].slowness)[:count]
-        found.append(Outcome(case, kept, len(runs) - len(quiet)))
-    return found
+def outcomes_of(cases: Sequence[Case], by_rank: Sequence[list[list[Run]]]) -> list[Outcome]:
+    return [Outcome(case, list(zip(*(of_rank[number] for of_rank in by_rank)))) for number, case in enumerate(cases)]
 
 
 def row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, bool]:
@@ -207,11 +169,8 @@ def row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, bool]:
     mean, worst = statistics.mean(errors), max(errors)
     allowed = max(MOST_MEAN, 2 * spread)
     bias = statistics.mean(outcome.error for outcome in outcomes)
-    runs = [run for outcome in outcomes for run in outcome.runs]
-    lost = sum(rank.lost_s for run in runs for rank in run) / sum(rank.step_s for run in runs for rank in run)
     cells = (f"{statistics.mean(outcome.median_s for outcome in outcomes):.3f}", f"{100 * mean:.1f}",
-             f"{100 * bias:+.1f}", f"{100 * worst:.1f}", f"{100 * spread:.1f}", f"{100 * lost:.1f}",
-             f"{sum(outcome.disturbed for outcome in outcomes)}", f"{100 * allowed:.1f}")
+             f"{100 * bias:+.1f}", f"{100 * worst:.1f}", f"{100 * spread:.1f}", f"{100 * allowed:.1f}")
     return f"| {name} | {' | '.join(cells)} |", mean <= allowed and worst <= MOST_OF_ONE
 
 
@@ -253,24 +212,20 @@ def main(words: Sequence[str]) -> int:
     except ValueError as error:
         print(f"reality.py: {error}", file=sys.stderr)
         return 2
-    preempt = settings["preempt"] == "true"
-    if preempt and not may_preempt():
-        print("reality.py: preempt: this process may not (it needs root)", file=sys.stderr)
-        return 2
     corpus, passed, written = mixed_corpus(), True, list[dict[str, Any]]()
     batches = batches_of(corpus.samples, int(settings["batches"]))
-    print("| ranks, sync, layout | step s | mean error % | bias % | worst % | spread of runs % | lost to others % | "
-          "runs on slow cores | mean allowed % |\n|" + "---|" * 9)
+    print("| ranks, sync, layout | step s | mean error % | bias % | worst % | spread of runs % | "
+          "mean allowed % |\n|" + "---|" * 7)
     for num_ranks in map(int, settings["ranks"].split(",")):
         config = load(["model.preset=tiny", "run.dir=unused", "planner.sync=auto"])
-        request = Request("reality", num_ranks, quick=settings["quick"] == "true", preempts=preempt)
+        request = Request("reality", num_ranks, quick=settings["quick"] == "true")
         cost = measure_here(config, request, partial(say, f"costs on {num_ranks} ranks")).cost
         for sync in settings["sync"].split(","):
             cases = cases_of(batches, num_ranks, sync, cost.in_mode(sync))
             one = replace(config, planner=replace(config.planner, sync=sync))
-            by_rank = run_processes(measured, num_ranks, one, cases, corpus.shared(), int(settings["runs"]), preempt,
+            by_rank = run_processes(measured, num_ranks, one, cases, corpus.shared(), int(settings["runs"]),
                                     timeout_s=3600)
-            outcomes = outcomes_of(cases, by_rank, int(settings["runs"]))
+            outcomes = outcomes_of(cases, by_rank)
             for layout in dict.fromkeys(case.layout for case in cases):
                 line, fine = row(f"{num_ranks}, {sync}, {layout}",
                                  [outcome for outcome in outcomes if outcome.case.layout == layout])
@@ -285,8 +240,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """A plan as plan files have it, and of each run that counts what every rank took: its step, what it lost to other
-    processes, and (group, begin, end, blocked) of phases (group -1) and packs.
+    """A plan as plan files have it, and of each run what every rank took: its step, and (group, begin, end, blocked) of
+    phases (group -1) and packs.
     """
     return {"batch": outcome.case.batch, "layout": outcome.case.layout, "plan": outcome.case.plan.to_json(),
             "predicted_s": outcome.case.plan.predicted_time_s, "step_s": outcome.seconds,

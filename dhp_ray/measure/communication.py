@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.measure.fitting import Fit, Interval, interval, resample
+from dhp_ray.measure.fitting import Fit
 from dhp_ray.measure.observations import PackSeconds
 from dhp_ray.measure.timings import Exchanged
 from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
@@ -29,11 +29,10 @@ AS_GOOD = 1.05
 
 
 class Links(NamedTuple):
-    """Bytes per second by degree, inside nodes and across them (empty: not measured), with their intervals."""
+    """Bytes per second by degree, inside nodes and across them (empty: not measured)."""
 
     intra: dict[int, float]
     inter: dict[int, float]
-    intervals: dict[str, Interval]
 
 
 class Ring(NamedTuple):
@@ -42,7 +41,6 @@ class Ring(NamedTuple):
     slowness: float
     overlap: float
     latency_s: float
-    intervals: dict[str, Interval]
     predicted: np.ndarray
     measured: np.ndarray
 
@@ -50,21 +48,13 @@ class Ring(NamedTuple):
 def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
     """Fit bandwidths to the median message times of all ranks in each kind of ring."""
     tables: dict[bool, dict[int, float]] = {False: {}, True: {}}
-    intervals: dict[str, Interval] = {}
     kinds = sorted({(ring.across, ring.degree) for rings in by_rank for ring in rings})
     for across, degree in kinds:
         alike = [ring.seconds for rings in by_rank for ring in rings if (ring.across, ring.degree) == (across, degree)]
-        points = np.array([(size, seconds) for ring in alike for size, seconds in ring.items()], dtype=np.float64)
-
-        def bandwidth(rows: np.ndarray, points: np.ndarray = points) -> np.ndarray:
-            size, seconds = points[rows].T
-            found = bounded_least_squares(np.stack([1.0 / seconds, size / seconds], 1), np.ones(len(rows)))
-            return 1.0 / np.maximum(found[1], 1e-15)  # type: ignore[no-any-return]
-
-        tables[across][degree] = float(bandwidth(np.arange(len(points))))
-        name = f"bandwidth_bytes_per_s.{'inter' if across else 'intra'}.{degree}"
-        intervals[name] = interval(resample(len(points), bandwidth))
-    return Links(tables[False], tables[True], intervals)
+        size, seconds = np.array([point for ring in alike for point in ring.items()], dtype=np.float64).T
+        found = bounded_least_squares(np.stack([1.0 / seconds, size / seconds], 1), np.ones(len(size)))
+        tables[across][degree] = 1.0 / max(float(found[1]), 1e-15)
+    return Links(tables[False], tables[True])
 
 
 class RingSeconds(NamedTuple):
@@ -89,9 +79,6 @@ class RingSeconds(NamedTuple):
         latency = max(0.0, weighted_median(left / (self.degree - 1), (self.degree - 1) / self.whole))
         return latency, float((np.abs(left - latency * (self.degree - 1)) / self.whole).sum())
 
-    def rows(self, rows: np.ndarray) -> RingSeconds:
-        return RingSeconds(*(values[rows] for values in self))
-
 
 def ring_seconds(
     packs: Sequence[PackSeconds], known: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None
@@ -113,28 +100,17 @@ def ring_seconds(
 def fit_ring(seen: RingSeconds) -> Ring:
     """Take the grid point with the least slowness, then the least overlap, of those that are as good as the best one.
     """
-
-    def solve(rows: np.ndarray) -> np.ndarray:
-        of_rows, points = seen.rows(rows), []
-        for slowness in SLOWNESS:
-            for overlap in OVERLAP:
-                latency, off = of_rows.latency(slowness, overlap)
-                points.append((off, slowness, overlap, latency))
-        least = min(off for off, *_ in points)
-        return np.array(next(point for off, *point in points if off <= AS_GOOD * least + 1e-12))
-
-    everything = np.arange(len(seen.whole))
-    slowness, overlap, latency = solve(everything).tolist()
-    resampled = resample(len(everything), solve, 40)
+    points = []
+    for slowness in SLOWNESS.tolist():
+        for overlap in OVERLAP.tolist():
+            latency, off = seen.latency(slowness, overlap)
+            points.append((off, slowness, overlap, latency))
+    least = min(off for off, *_ in points)
+    _, slowness, overlap, latency = next(point for point in points if point[0] <= AS_GOOD * least + 1e-12)
     predicted = seen.compute + seen.exposed(slowness, overlap) + latency * (seen.degree - 1)
-    intervals = {"overlap": interval(resampled[:, 1]), "latency_s": interval(resampled[:, 2])}
-    return Ring(slowness, overlap, latency, intervals, predicted, seen.whole)
+    return Ring(slowness, overlap, latency, predicted, seen.whole)
 
 
-def fit_latency(seen: RingSeconds, ring: Ring) -> tuple[float, Interval]:
+def fit_latency(seen: RingSeconds, ring: Ring) -> float:
     """Fit the seconds of a ring's step in the other mode; slowness and overlap are those of `ring`."""
-    def solve(rows: np.ndarray) -> np.ndarray:
-        return np.array(seen.rows(rows).latency(ring.slowness, ring.overlap)[0])
-
-    everything = np.arange(len(seen.whole))
-    return float(solve(everything)), interval(resample(len(everything), solve))
+    return seen.latency(ring.slowness, ring.overlap)[0]

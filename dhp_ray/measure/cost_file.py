@@ -20,16 +20,7 @@ import numpy as np
 import yaml
 
 from dhp_ray.measure.communication import Links, Ring, RingSeconds, fit_latency, fit_links, fit_ring, ring_seconds
-from dhp_ray.measure.fitting import (
-    Fit,
-    Interval,
-    fit_compute,
-    fixed_of_micro_batch,
-    fixed_of_step,
-    forward_share,
-    interval,
-    resampled_median,
-)
+from dhp_ray.measure.fitting import Fit, fit_compute, fixed_of_micro_batch, fixed_of_step, forward_share
 from dhp_ray.measure.observations import Observations, observed
 from dhp_ray.measure.rounds import Spec
 from dhp_ray.measure.timings import PartResult
@@ -58,11 +49,14 @@ class Points(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A cost, the other sections of its file, and the points that it was fitted to."""
+    """A cost, the other sections of its file, the points that it was fitted to, and the constants that were measured,
+    by mode and degree where they differ.
+    """
 
     cost: CostModel
     sections: dict[str, Any]
     points: list[Points]
+    constants: dict[str, float]
 
     def text(self) -> str:
         """The content of the file."""
@@ -75,40 +69,27 @@ class Measured:
         return head + dumped
 
     def table(self) -> str:
-        """A table for people: every constant with its 95 % interval and mean relative error, and the errors of the fit
+        """A table for people: every constant that was measured, with its mean relative error, and the errors of the fit
         on the packs that it was fitted to.
         """
         sections, errors = self.sections, self.sections["errors"]
         seen, settings = sections["measured"], sections["settings"]
         lines = [f"{self.cost.name}: {sections['device']['count']} ranks of {device_words(sections['device'])}, sync="
                  f"{', '.join(settings['sync'])}, {settings['precision']}, packs of up to {seen['max_tokens']} tokens",
-                 f"{'':32}{'value':>10}   {'95 % interval':<24}{'mean error':>10}"]
-        by_sync = {"fixed_s": self.cost.fixed_s_by_sync or self.cost.fixed_s,
-                   "latency_s": self.cost.latency_s_by_sync or self.cost.latency_s}
-        for name, (low, high) in sections["intervals"].items():
+                 f"{'':32}{'value':>10}{'mean error':>13}"]
+        for name, value in self.constants.items():
             error = f"{100 * errors[name]:.1f} %" if name in errors else ""
-            value = _leaf(self.cost.to_json() | by_sync, name)
-            lines.append(f"{name:32}{value:>10.4g}   {f'{low:.4g} to {high:.4g}':<24}{error:>10}".rstrip())
+            lines.append(f"{name:32}{value:>10.4g}{error:>13}".rstrip())
         for kind, what in (("packs", "packs on one rank"), ("rings", "packs on several ranks")):
             if kind in errors:
                 off = errors[kind]
                 lines.append(f"{what}: the fit is off by {100 * off['median']:.1f} % in the median, "
                              f"{100 * off['mean']:.1f} % in the mean, {100 * off['worst']:.1f} % at worst")
         lines.append(f"{seen['packs']} packs, {seen['packs_left_out']} left out of the fit; {seen['repeats']} repeats, "
-                     f"{seen['outliers']} outliers, {seen['disturbed']} with cores that others slowed down")
+                     f"of which the middle half of a pack's lies {100 * seen['spread']:.1f} % apart in the median")
         if seen["derived"]:
             lines.append(f"not measured here, but derived: {', '.join(seen['derived'])}")
         return "\n".join(lines)
-
-
-def _leaf(tree: Any, name: str) -> float:
-    """The value of a name such as `bandwidth_bytes_per_s.intra.2` in nested mappings; a value that is not a mapping
-    holds for every name below it.
-    """
-    for key in name.split("."):
-        if isinstance(tree, dict):
-            tree = tree[int(key) if key.isdigit() else key]
-    return float(tree)
 
 
 def measured_cost(
@@ -122,23 +103,23 @@ def measured_cost(
     """
     main, seen = sessions[0], observed(sessions[0].spec, sessions[0].results)
     compute = fit_compute([pack for pack in seen.packs if pack.degree == 1])
-    intervals: dict[str, Any] = dict(compute.intervals)
+    shown: dict[str, float] = dict(compute.constants)
     constants: dict[str, Any] = dict(compute.constants) | {"attention_block": compute.block}
     points = [Points("packs on one rank", compute.predicted, compute.measured)]
     errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute.relative_errors)}
     constants |= {"forward": forward_pass_share(memory), "vision_forward": vision_forward_share(memory)}
     of_shape = ["forward"]
     if share := forward_share(seen):
-        constants["vision_forward"], intervals["vision_forward"] = share
+        constants["vision_forward"] = shown["vision_forward"] = share
     elif memory.shape.vision:
         of_shape.append("vision_forward")
     fixed, seen_in = dict[str, float](), dict[str, Observations]()
     for session in sessions:
         sync = session.spec.sync
         seen_in[sync] = seen if session is main else observed(session.spec, session.results)
-        fixed[sync], intervals[f"fixed_s.{sync}"] = _fixed(session.spec, seen_in[sync], compute)
+        fixed[sync] = shown[f"fixed_s.{sync}"] = _fixed(session.spec, seen_in[sync], compute)
         if sync == "micro_batch":
-            constants["update_s"], intervals["update_s"] = fixed_of_step(seen_in[sync])
+            constants["update_s"] = shown["update_s"] = fixed_of_step(seen_in[sync])
     constants |= {"fixed_s": fixed[main.spec.sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
     links = fit_links([result.exchanged for result in main.results.get("exchanges", ())])
     rings = {sync: _rings(of_mode, compute, memory, links, None if sync == "step" else fixed[sync])
@@ -151,12 +132,12 @@ def measured_cost(
         constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
         not_measured += ["latency_s", "overlap"]
     else:
-        intervals |= {key: (low / ring.slowness, high / ring.slowness)
-                      for key, (low, high) in links.intervals.items()} | ring.intervals
         latency = {main.spec.sync: ring.latency_s}
         if main.spec.sync == "step" and "micro_batch" in rings:
-            intervals["latency_s.step"] = intervals.pop("latency_s")
-            latency["micro_batch"], intervals["latency_s.micro_batch"] = fit_latency(rings["micro_batch"], ring)
+            latency["micro_batch"] = fit_latency(rings["micro_batch"], ring)
+        shown |= {f"bandwidth_bytes_per_s.{name}.{degree}": rate for name in ("intra", "inter")
+                  if getattr(links, name) for degree, rate in bandwidth[name].items()}
+        shown |= {"overlap": ring.overlap, **{f"latency_s.{sync}": value for sync, value in latency.items()}}
         constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap,
                       "latency_s_by_sync": latency if len(latency) > 1 else {}}
         errors["rings"] = _of_packs(np.abs(ring.predicted / ring.measured - 1.0))
@@ -164,7 +145,7 @@ def measured_cost(
     group_s = _group_s(main.results.get("groups", ()))
     constants["group_s"] = statistics.median(group_s) if group_s else derived.group_s
     if group_s:
-        intervals["group_s"] = interval(resampled_median(np.array(group_s)))
+        shown["group_s"] = constants["group_s"]
     else:
         not_measured.append("group_s")
     constants |= _memory(main.results.get("memory", ()), memory)
@@ -175,10 +156,10 @@ def measured_cost(
     return Measured(cost, origin.to_json() | {
         "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
         "measured": _summary(sessions, seen, compute, not_measured),
-        "intervals": intervals, "errors": errors}, points)
+        "errors": errors}, points, shown)
 
 
-def _fixed(spec: Spec, seen: Observations, compute: Fit) -> tuple[float, Interval]:
+def _fixed(spec: Spec, seen: Observations, compute: Fit) -> float:
     return fixed_of_micro_batch(seen, compute) if spec.sync == "micro_batch" else fixed_of_step(seen)
 
 
@@ -237,7 +218,7 @@ def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any
 def _summary(sessions: Sequence[Session], seen: Observations, compute: Fit, derived: Sequence[str]) -> dict[str, Any]:
     return {"max_tokens": sessions[0].spec.sizes.max_tokens, "quick": sessions[0].spec.quick,
             "packs": len(seen.packs), "packs_left_out": compute.left_out, "repeats": seen.num_repeats,
-            "outliers": seen.num_outliers, "disturbed": seen.num_disturbed, "derived": list(derived)}
+            "spread": float(np.median(seen.spreads)), "derived": list(derived)}
 
 
 def _version(package: str) -> str:

@@ -1,13 +1,12 @@
-"""Fits a cost's constants to the measured seconds of packs, with intervals and errors.
+"""Fits a cost's constants to the measured seconds of packs, with their errors.
 
 Every constant is at least 0. Errors are relative to the measured time, so a short pack counts as much as a long one.
-Packs whose error is above 10 % and above OUTLYING times the median error are left out and counted. Intervals come from
-RESAMPLED fits to measurements drawn with replacement (bootstrap, Efron 1979), always with the same draws.
+Packs whose error is above 10 % and above OUTLYING times the median error are left out and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,26 +16,20 @@ from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
 from dhp_ray.planner.work import TERMS
 
 OUTLYING = 6.0
-RESAMPLED = 200
-CONFIDENCE = (0.025, 0.975)
 SPARE = 3
 """Different packs that must be measured in addition to one for each constant."""
-
-Interval = tuple[float, float]
-
 
 BLOCKS = (0.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 """Candidates for the number of keys that an attention kernel takes at a time; the one with the least error is used."""
 
 
 class Fit(NamedTuple):
-    """Constants, their 95 % intervals, and the mean relative error of each constant: over all measurements, weighted by
+    """Constants, and the mean relative error of each: over all measurements, weighted by
     the share that the constant has in them. `block`: attention_block; `predicted` and `measured`: seconds of each
     measurement; `left_out`: number of measurements that were left out.
     """
 
     constants: dict[str, float]
-    intervals: dict[str, Interval]
     errors: dict[str, float]
     predicted: np.ndarray
     measured: np.ndarray
@@ -81,10 +74,8 @@ def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
     kept = off <= max(OUTLYING * float(np.median(off)), 0.1)
     matrix = amounts[kept] / seconds[kept, None]
     solved = bounded_least_squares(matrix, np.ones(len(matrix)))
-    resampled = resample(len(matrix), lambda rows: bounded_least_squares(matrix[rows], np.ones(len(rows))))
     errors = _errors(amounts, solved, seconds)[used]
     return Fit(dict(zip(TERMS, solved.tolist())),
-               {name: interval(resampled[:, place]) for place, name in enumerate(TERMS)},
                dict(zip(np.array(TERMS)[used].tolist(), errors.tolist())), amounts @ solved, seconds,
                int((~kept).sum()), block)
 
@@ -97,21 +88,19 @@ def _errors(amounts: np.ndarray, constants: np.ndarray, seconds: np.ndarray) -> 
     return found
 
 
-def forward_share(seen: Observations) -> tuple[float, Interval] | None:
+def forward_share(seen: Observations) -> float | None:
     """The share of the encoder's first phase in the time of both phases; None if it was not measured."""
-    shares = np.array(seen.forward_share)
-    return (float(np.median(shares)), interval(resampled_median(shares))) if len(shares) else None
+    return float(np.median(seen.forward_share)) if seen.forward_share else None
 
 
-def fixed_of_step(seen: Observations) -> tuple[float, Interval]:
+def fixed_of_step(seen: Observations) -> float:
     """Seconds of a step before its first pack and after its last one: `fixed_s` of `sync=step`, `update_s` of
     `sync=micro_batch`.
     """
-    rest = np.array(seen.rest_s)
-    return float(np.median(rest)), interval(resampled_median(rest))
+    return float(np.median(seen.rest_s))
 
 
-def fixed_of_micro_batch(seen: Observations, compute: Fit) -> tuple[float, Interval]:
+def fixed_of_micro_batch(seen: Observations, compute: Fit) -> float:
     """Seconds that gathering and reducing add once per micro-batch to the compute of its packs: the value with the
     least relative errors. Only packs with images count if any were measured, because the encoder is gathered if any
     rank has an image.
@@ -120,20 +109,4 @@ def fixed_of_micro_batch(seen: Observations, compute: Fit) -> tuple[float, Inter
     of_images = [pack for pack in alone if pack.has_images] or alone
     whole = np.array([pack.whole_s for pack in of_images])
     above = np.maximum(0.0, whole - np.array([compute.seconds(pack) for pack in of_images]))
-    resampled = resample(len(above), lambda rows: np.array(weighted_median(above[rows], 1.0 / whole[rows])))
-    return weighted_median(above, 1.0 / whole), interval(resampled)
-
-
-def resample(num: int, fit: Callable[[np.ndarray], np.ndarray], times: int = RESAMPLED) -> np.ndarray:
-    """The results of `fit` for rows drawn with replacement, (times, ...)."""
-    drawn = np.random.default_rng(0)
-    return np.array([fit(drawn.integers(0, num, num)) for _ in range(times)])
-
-
-def resampled_median(values: np.ndarray) -> np.ndarray:
-    return resample(len(values), lambda rows: np.median(values[rows]))
-
-
-def interval(values: np.ndarray) -> Interval:
-    low, high = np.quantile(values, CONFIDENCE)
-    return float(low), float(high)
+    return weighted_median(above, 1.0 / whole)

@@ -9,7 +9,6 @@ from time import perf_counter
 import torch
 
 from dhp_ray.comm.pool import GroupPool
-from dhp_ray.measure.clock import lost_s, undisturbed
 from dhp_ray.measure.member import Member, seconds_of
 from dhp_ray.measure.timings import Exchanged
 
@@ -43,11 +42,8 @@ def _message_s(member: Member, ranks: tuple[int, ...], size: int) -> float:
     def pass_on() -> None:
         link.exchange([(there, (link.index + 1) % link.size)], [(here, (link.index - 1) % link.size)]).wait()
 
-    with undisturbed(member.preempts):
-        for _ in range(TIMES_QUICK if member.spec.quick else TIMES):
-            before = lost_s()
-            seconds = seconds_of(member.device, pass_on)
-            times.append(seconds - min(seconds, member.lost_since(before)))
+    for _ in range(TIMES_QUICK if member.spec.quick else TIMES):
+        times.append(seconds_of(member.device, pass_on))
     return statistics.median(times[2:])
 
 

@@ -1,4 +1,4 @@
-"""Turns what ranks report of their rounds into seconds of packs: medians over ranks and repeats, without outliers."""
+"""Turns what ranks report of their rounds into seconds of packs: medians over ranks and repeats."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dhp_ray.measure.rounds import Spec, rounds_of
-from dhp_ray.measure.timings import AT_BEST, PackTiming, PartResult, StepTiming
+from dhp_ray.measure.timings import PackTiming, PartResult, StepTiming
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.rates import pairs_of
 from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, work_of
-
-OUTLIER = 1.3
-"""A repeat that takes more than this many times the median of its pack is an outlier."""
-QUIETEST, LITTLE = 1 / 3, 0.01
-"""Where ranks wait for each other, the repeats count in which no rank lost more than LITTLE of the time to other
-processes, and at least QUIETEST of all repeats: those in which it lost least."""
 
 
 class MeasureError(ValueError):
@@ -57,17 +51,16 @@ class PackSeconds:
 
 @dataclass
 class Observations:
-    """All observations of a session. `num_disturbed`: repeats of rounds that do not count because cores were too slow.
-    `rest_s`: for each round, the seconds of its step before and after its packs.
-    `forward_share`: for each round with images apart, the share of the first phase.
+    """All observations of a session. `rest_s`: for each round, the seconds of its step before and after its
+    packs. `forward_share`: for each round with images apart, the share of the first phase. `spreads`: of each median
+    over repeats, how far the middle half of them lies apart, as a share of it.
     """
 
     packs: list[PackSeconds] = field(default_factory=list)
     rest_s: list[float] = field(default_factory=list)
     forward_share: list[float] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
     num_repeats: int = 0
-    num_outliers: int = 0
-    num_disturbed: int = 0
 
 
 def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observations:
@@ -79,19 +72,8 @@ def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observatio
     return found
 
 
-def _at_best(timings: Sequence[Sequence[StepTiming]]) -> list[list[StepTiming]]:
-    """For each rank, the repeats in which all cores were at their best, or at least the third with the fastest cores.
-    """
-    slowness = np.array([timing.slowness for timing in timings[0]])  # the same on all ranks
-    limit = max(AT_BEST, float(np.quantile(slowness, QUIETEST)))
-    return [[timing for timing, slow in zip(of_rank, slowness) if slow <= limit] for of_rank in timings]
-
-
 def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequence[Sequence[StepTiming]]) -> None:
     """Add one round, given the repeats of each rank."""
-    found.num_disturbed += len(timings[0])
-    timings = _at_best(timings)
-    found.num_disturbed -= len(timings[0])
     found.rest_s.append(_rest_s(timings))
     by_rank = [[{timing.group: timing for timing in step.packs} for step in of_rank] for of_rank in timings]
     work = work_of(plan)
@@ -107,10 +89,7 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
     for numbers in alike.values():
         times = [[[repeat[number] for repeat in by_rank[rank]] for rank in plan.groups[number].ranks]
                  for number in numbers]
-        lost_s = [np.array([[time.lost_s for time in member] for member in members]).max(axis=0) for members in times]
-        if spec.sync == "micro_batch":  # packs of a micro-batch wait for each other
-            lost_s = [np.max(lost_s, axis=0)] * len(numbers)
-        seconds = [_pack_s(members, lost, found) for members, lost in zip(times, lost_s)]
+        seconds = [_pack_s(members, found) for members in times]
         busy_s, exposed_s, whole_s = np.median(seconds, axis=0).tolist()
         group = plan.groups[numbers[0]]
         lengths = np.array([plan.samples[row].num_tokens for row in group.pack.sequences], dtype=np.float64)
@@ -119,57 +98,40 @@ def _add(found: Observations, spec: Spec, part: str, plan: Plan, timings: Sequen
             work.amounts[work.group == numbers[0]], busy_s, exposed_s, whole_s))
 
 
-def _pack_s(
-    members: Sequence[Sequence[PackTiming]], lost_s: np.ndarray, found: Observations
-) -> tuple[float, float, float]:
+def _pack_s(members: Sequence[Sequence[PackTiming]], found: Observations) -> tuple[float, float, float]:
     """Return (compute seconds of the busiest member, seconds that the pack takes in addition, seconds from begin to end
-    of the member that takes longest), given the repeats of each member and the seconds lost in each repeat.
+    of the member that takes longest), given the repeats of each member.
 
     In a repeat, all members together take the compute of the busiest one and the least time that any of them waits:
     members that wait for each other in every layer take longer than the busiest of them alone.
     """
-    busy_s = np.array([[time.busy_s - time.lost_s for time in member] for member in members])
-    blocked_s = np.array([[time.blocked_s for time in member] for member in members])
-    whole_s = np.array([[time.end_s - time.start_s - time.lost_s for time in member] for member in members])
+    busy_s, blocked_s, whole_s = (np.array([[value(time) for time in member] for member in members]) for value in (
+        lambda time: time.busy_s, lambda time: time.blocked_s, lambda time: time.end_s - time.start_s))
     busiest_s = max(_median(of_member, found) for of_member in busy_s)
-    quiet = quietest(lost_s, whole_s.max(axis=0))
-    together_s = float(np.median((busy_s.max(axis=0) + blocked_s.min(axis=0))[quiet]))
-    return busiest_s, max(0.0, together_s - busiest_s), float(np.median(whole_s.max(axis=0)[quiet]))
-
-
-def quietest(lost_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Which repeats count, given the seconds that a rank lost at most in each, and those that it took."""
-    least = np.sort(lost_s)[max(1, round(QUIETEST * len(lost_s))) - 1]
-    found: np.ndarray = lost_s <= max(least, LITTLE * float(np.median(seconds)))
-    return found
+    together_s = float(np.median(busy_s.max(axis=0) + blocked_s.min(axis=0)))
+    return busiest_s, max(0.0, together_s - busiest_s), float(np.median(whole_s.max(axis=0)))
 
 
 def _phase_s(of_rank: Sequence[dict[int, PackTiming]], phase: int, found: Observations) -> float:
     """Median seconds of a phase; 0 if the rank does not have it."""
-    times = [repeat[phase] for repeat in of_rank if phase in repeat]
-    return _median(np.array([time.busy_s - time.lost_s for time in times]), found) if times else 0.0
+    times = [repeat[phase].busy_s for repeat in of_rank if phase in repeat]
+    return _median(np.array(times), found) if times else 0.0
 
 
 def _median(values: np.ndarray, found: Observations) -> float:
-    """The median without outliers; counts repeats and outliers in `found`."""
-    kept = values <= OUTLIER * np.median(values)
+    """The median of repeats; counts them in `found`, with their spread."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     found.num_repeats += len(values)
-    found.num_outliers += int((~kept).sum())
-    return float(np.median(values[kept]))
+    found.spreads.append((high - low) / middle if middle else 0.0)
+    return float(middle)
 
 
 def _rest_s(by_rank: Sequence[Sequence[StepTiming]]) -> float:
-    """Seconds of a round's step on the slowest rank, without the time from its first pack to its last one."""
-    repeats = list(zip(*by_rank))
-    lost_s = np.array([max(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
-                       for steps in repeats])
-    seconds = np.array([max(step.step_s for step in steps) for steps in repeats])
-    return float(np.median([_outside_s(repeats[number])
-                            for number in np.flatnonzero(quietest(lost_s, seconds)).tolist()]))
+    """Median seconds of a round's step on the slowest rank, without the time from its first pack to its last one."""
+    return float(np.median([_outside_s(steps) for steps in zip(*by_rank)]))
 
 
 def _outside_s(steps: Sequence[StepTiming]) -> float:
     times = [time for step in steps for time in step.packs]
-    lost_s = min(step.lost_s - sum(time.lost_s for time in step.packs) for step in steps)
     span_s = max(time.end_s for time in times) - min(time.start_s for time in times)
-    return max(0.0, max(step.step_s for step in steps) - span_s - max(0.0, lost_s))
+    return max(0.0, max(step.step_s for step in steps) - span_s)

@@ -5,31 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-AT_BEST = 1.08
-"""Cores count as at their best if the gauge takes at most this many times its best time."""
-
 
 class PackTiming(NamedTuple):
-    """One rank's part of a pack (or of a phase, by its number in `planner/work.py`): seconds of compute, of waiting for
-    peers, and of compute during which others had the rank's core; when it began and ended, in seconds from the step's
-    start.
+    """One rank's part of a pack (or of a phase, by its number in `planner/work.py`): seconds of compute and of waiting
+    for peers; when it began and ended, in seconds from the step's start.
     """
 
     group: int
     busy_s: float
     blocked_s: float
-    lost_s: float
     start_s: float
     end_s: float
 
 
 class StepTiming(NamedTuple):
-    """One rank's account of one run of a round. `slowness`: of the slowest core, relative to its best."""
+    """One rank's account of one run of a round."""
 
     step_s: float
-    lost_s: float
     packs: tuple[PackTiming, ...]
-    slowness: float = 1.0
 
 
 class Exchanged(NamedTuple):

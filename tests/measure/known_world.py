@@ -21,12 +21,12 @@ BESIDE_GATHERS_S = 0.02
 """By which a ring's step takes longer in lockstep."""
 
 
-def results_of(spec: Spec, noise: float = 0.0, seed: int = 0, disturbed: float = 0.0) -> dict[str, list[PartResult]]:
-    """Of every part, by rank. `disturbed`: the share of repeats with cores that are half as fast."""
+def results_of(spec: Spec, noise: float = 0.0, seed: int = 0) -> dict[str, list[PartResult]]:
+    """Of every part, by rank."""
     draw = np.random.default_rng(seed)
     found: dict[str, list[PartResult]] = {}
     for part in parts_of(spec):
-        rounds = [_round(round_.plan, spec, draw, noise, disturbed) for round_ in rounds_of(part, spec)]
+        rounds = [_round(round_.plan, spec, draw, noise) for round_ in rounds_of(part, spec)]
         found[part] = [PartResult(rounds=[round_[rank] for round_ in rounds]) for rank in range(spec.num_ranks)]
     for rank in range(spec.num_ranks):
         own = {"exchanges": PartResult(exchanged=_exchanged(spec, draw, noise)),
@@ -44,16 +44,13 @@ def _exchanged(spec: Spec, draw: np.random.Generator, noise: float) -> list[Exch
                                        for size in MESSAGE_BYTES}) for degree, across, rate in kinds]
 
 
-def _round(
-    plan: Plan, spec: Spec, draw: np.random.Generator, noise: float, disturbed: float
-) -> list[list[StepTiming]]:
+def _round(plan: Plan, spec: Spec, draw: np.random.Generator, noise: float) -> list[list[StepTiming]]:
     """The repeats of each rank."""
     plan = replace(plan, inputs={"cost": TRUE.to_json()})
     work, rate = work_of(plan), TRUE.rates(max(2, spec.num_ranks))
     busy_s = dict(zip(zip(work.rank.tolist(), work.group.tolist()), work.seconds(TRUE).tolist()))
     found: list[list[StepTiming]] = [[] for _ in range(spec.num_ranks)]
     for _ in range(REPEATS):
-        slow = 1.5 if draw.random() < disturbed else 1.0
         for rank in range(spec.num_ranks):
             clock, packs = 0.001, []
             for (owner, group), seconds in busy_s.items():
@@ -67,12 +64,10 @@ def _round(
                     lockstep_s = BESIDE_GATHERS_S * (spec.sync == "micro_batch")
                     blocked_s = ((degree - 1) * (TRUE.latency_s + lockstep_s)
                                  + tokens * float(rate[degree].across_s if across else rate[degree].inside_s))
-                lost_s = 0.01 * draw.random()
-                own_s = slow * seconds * (1 + noise * draw.normal()) + lost_s
+                own_s = seconds * (1 + noise * draw.normal())
                 blocked_s += GATHER_S * (spec.sync == "micro_batch")
-                packs.append(PackTiming(group, own_s, blocked_s, lost_s, clock, clock + own_s + blocked_s))
+                packs.append(PackTiming(group, own_s, blocked_s, clock, clock + own_s + blocked_s))
                 clock += own_s + blocked_s
             after_s = UPDATE_S if spec.sync == "micro_batch" else TRUE.fixed_s
-            lost_s = sum(pack.lost_s for pack in packs)
-            found[rank].append(StepTiming(clock - 0.001 + after_s, lost_s, tuple(packs), slow))
+            found[rank].append(StepTiming(clock - 0.001 + after_s, tuple(packs)))
     return found

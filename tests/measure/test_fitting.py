@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.measure.communication import fit_links, fit_ring, ring_seconds
-from dhp_ray.measure.fitting import (
-    fit_compute,
-    fixed_of_micro_batch,
-    fixed_of_step,
-    forward_share,
-    interval,
-    resampled_median,
-)
+from dhp_ray.measure.fitting import fit_compute, fixed_of_micro_batch, fixed_of_step, forward_share
 from dhp_ray.measure.observations import MeasureError, Observations, observed
 from dhp_ray.planner.work import TERMS
 from tests.measure.known_world import FIRST_MESSAGE_S, GATHER_S, TRUE, UPDATE_S, results_of
@@ -24,8 +17,8 @@ from tests.measure.specs import spec
 FULL = spec(quick=False, sizes=spec().sizes._replace(max_tokens=4096, grids=((1, 4, 4), (1, 8, 12), (1, 32, 32))))
 
 
-def seen(noise: float = 0.0, **options: float) -> Observations:
-    return observed(FULL, results_of(FULL, noise, **options))  # type: ignore[arg-type]
+def seen(noise: float = 0.0, seed: int = 0) -> Observations:
+    return observed(FULL, results_of(FULL, noise, seed))  # type: ignore[arg-type]
 
 
 def alone(found: Observations) -> list:
@@ -41,14 +34,10 @@ def test_without_noise_the_true_constants_are_found() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_with_noise_they_are_near_and_within_their_intervals(seed: int) -> None:
+def test_with_noise_they_are_near(seed: int) -> None:
     found = fit_compute(alone(seen(0.05, seed=seed)))
     for name in ("quadratic_s", "linear_s", "pack_s"):
-        low, high = found.intervals[name]
-        assert low < found.constants[name] < high
         assert found.constants[name] == pytest.approx(getattr(TRUE, name), rel=0.2)
-    inside = [found.intervals[name][0] <= getattr(TRUE, name) <= found.intervals[name][1] for name in TERMS]
-    assert sum(inside) >= len(TERMS) - 2  # of 95 % intervals, with few packs
     assert 0.005 < np.median(found.relative_errors) < 0.05
     assert set(found.errors) == set(TERMS)
     assert all(0 < error < 0.1 for error in found.errors.values())
@@ -64,14 +53,7 @@ def test_packs_that_take_no_longer_for_more_tokens_are_refused_in_one_line() -> 
 
 def test_the_same_measurements_give_the_same_fit() -> None:
     first, second = (fit_compute(alone(seen(0.05))) for _ in range(2))
-    assert (first.constants, first.intervals) == (second.constants, second.intervals)
-
-
-def test_repeats_with_slow_cores_do_not_count() -> None:
-    """Two in five of them half as fast: what cores at their best say is found all the same."""
-    found = seen(disturbed=0.4)
-    assert found.num_disturbed > 10
-    assert fit_compute(alone(found)).constants == pytest.approx({name: getattr(TRUE, name) for name in TERMS}, rel=1e-6)
+    assert first.constants == second.constants
 
 
 def test_what_is_far_off_is_left_out_and_counted() -> None:
@@ -89,14 +71,13 @@ def test_too_few_packs_are_refused_in_one_line() -> None:
 
 def test_the_share_of_the_forward_pass_and_what_is_paid_once() -> None:
     found = seen()
-    share, (low, high) = forward_share(found)  # type: ignore[misc]
-    assert (share, low, high) == pytest.approx((TRUE.vision_forward,) * 3)
-    assert fixed_of_step(found)[0] == pytest.approx(TRUE.fixed_s, abs=1e-9)
+    assert forward_share(found) == pytest.approx(TRUE.vision_forward)
+    assert fixed_of_step(found) == pytest.approx(TRUE.fixed_s, abs=1e-9)
     assert forward_share(Observations()) is None
     of_micro_batches = FULL.__class__(**{**vars(FULL), "sync": "micro_batch"})
     in_step = observed(of_micro_batches, results_of(of_micro_batches))  # type: ignore[arg-type]
-    assert fixed_of_micro_batch(in_step, fit_compute(alone(found)))[0] == pytest.approx(GATHER_S, abs=1e-6)
-    assert fixed_of_step(in_step)[0] == pytest.approx(UPDATE_S, abs=1e-9)
+    assert fixed_of_micro_batch(in_step, fit_compute(alone(found))) == pytest.approx(GATHER_S, abs=1e-6)
+    assert fixed_of_step(in_step) == pytest.approx(UPDATE_S, abs=1e-9)
 
 
 def test_links_and_rings() -> None:
@@ -111,14 +92,4 @@ def test_links_and_rings() -> None:
     assert (ring.slowness, ring.overlap) == (1.0, 0.0)
     assert ring.latency_s == pytest.approx(TRUE.latency_s, rel=0.05)
     assert np.abs(ring.predicted / ring.measured - 1).max() < 0.02
-    low, high = links.intervals["bandwidth_bytes_per_s.intra.2"]
-    assert low <= 5e8 * (1 + 1e-6)
-    assert high >= 5e8 * (1 - 1e-6)
     assert FIRST_MESSAGE_S > 0  # no part of a bandwidth
-
-
-def test_intervals_are_those_of_a_median() -> None:
-    values = np.random.default_rng(3).normal(10.0, 1.0, 400)
-    low, high = interval(resampled_median(values))
-    assert low < np.median(values) < high
-    assert high - low == pytest.approx(4 * 1.253 / 20, rel=0.3)  # 1.96 standard errors to both sides

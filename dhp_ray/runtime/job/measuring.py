@@ -21,7 +21,6 @@ from typing import NamedTuple, cast
 from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose, cores
 from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.constraints import check_device
-from dhp_ray.measure.clock import may_preempt
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.measure.member import Member
 from dhp_ray.measure.rounds import Spec, parts_of, passes_of
@@ -48,15 +47,12 @@ Progress = Callable[[str, float], None]
 
 
 class Request(NamedTuple):
-    """What to measure, and how. `ranks` 0: `cluster.num_workers`, or as many as there is room for if that is less;
-    `preempts`: no other process has the ranks' cores while a step runs.
-    """
+    """What to measure, and how. `ranks` 0: `cluster.num_workers`, or as many as there is room for if that is less."""
 
     name: str
     ranks: int = 0
     max_tokens: int = 0
     quick: bool = False
-    preempts: bool = False
 
 
 def measure_here(config: Config, request: Request, progress: Progress = lambda what, share: None) -> Measured:
@@ -68,8 +64,6 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
         RunError: a rank failed; one line.
     """
     accelerator, size, num_ranks = _checked(config, request)
-    if request.preempts and not may_preempt():
-        raise ConfigError("preempt: got true; this process may not (it needs root, or CAP_SYS_NICE); allowed: false")
     syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
     memory = memory_here(config, size, accelerator, syncs[0], num_ranks)
     tokens = max_tokens(request, memory, accelerator)
@@ -78,7 +72,7 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
         known = known_cost(config, memory, accelerator)
     except PlanError as error:
         raise ConfigError(str(error)) from None
-    sessions = _collected(config, specs, accelerator, request.preempts, progress)
+    sessions = _collected(config, specs, accelerator, progress)
     origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks,
                        fused_operators(config) is not None)
     origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
@@ -138,7 +132,7 @@ def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) ->
 
 
 def _collected(
-    config: Config, specs: Sequence[Spec], accelerator: Accelerator, preempts: bool, progress: Progress
+    config: Config, specs: Sequence[Spec], accelerator: Accelerator, progress: Progress
 ) -> list[Session]:
     """Run the ranks and collect their results, to the end.
 
@@ -157,7 +151,7 @@ def _collected(
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_rank_main, daemon=True,
-                                  args=(theirs, config, list(specs), accelerator.name, preempts, rank, store.port))
+                                  args=(theirs, config, list(specs), accelerator.name, rank, store.port))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -231,7 +225,7 @@ def _tell_share(pipe: Connection, session: int, part: str, earlier: int, of: int
 
 
 def _rank_main(
-    pipe: Connection, config: Config, specs: list[Spec], device: str, preempts: bool, rank: int, port: int
+    pipe: Connection, config: Config, specs: list[Spec], device: str, rank: int, port: int
 ) -> None:
     import torch
 
@@ -251,7 +245,7 @@ def _rank_main(
             nodes = tuple(f"node {node}" for node in spec.nodes)
             place = Membership(rank, spec.num_ranks, number + 1, "127.0.0.1", port, nodes=nodes)
             member = Rank(one, place, accelerator)
-            measuring = member_with(member, spec, len(here), preempts)
+            measuring = member_with(member, spec)
             _measure(member, measuring, parts_of_session(spec, number, accelerator), pipe, number)
             member.close()
     except BaseException as error:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from dhp_ray.comm.device import cores
 from dhp_ray.config import Config
 from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.member import Member
@@ -69,18 +68,13 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
     spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
     if part not in parts_of(spec):
         return spec, None
-    return spec, measured_part(rank, member_with(rank, spec, len(cores())), part)
+    return spec, measured_part(rank, member_with(rank, spec), part)
 
 
-def member_with(rank: Rank, spec: Spec, num_cores: int, preempts: bool = False) -> Member:
-    """Return the member for a rank that has joined its generation. The rank's state is useless afterwards. `num_cores`:
-    of its node, for all of the node's ranks together. `preempts`: its steps run before all other processes.
-    """
-    threads = max(1, int(rank.config.cluster.cpus_per_worker))
-    here = spec.nodes.count(spec.nodes[rank.membership.rank])
+def member_with(rank: Rank, spec: Spec) -> Member:
+    """Return the member for a rank that has joined its generation. The rank's state is useless afterwards."""
     return Member(rank.membership.rank, spec, rank.adapter, rank.engine, rank.stepper.transport, rank.stepper.world,
-                  rank.accelerator, rank.device, rank.config.train.precision,
-                  shared_cores=here * threads > num_cores, preempts=preempts)
+                  rank.accelerator, rank.device, rank.config.train.precision)
 
 
 def measured_part(

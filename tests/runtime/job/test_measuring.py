@@ -37,7 +37,6 @@ def job() -> Any:
 
 @pytest.mark.parametrize(("words", "message"), [
     (["quick=maybe"], "quick: got 'maybe'; allowed: true, false"),
-    (["preempt=1"], "preempt: got '1'; allowed: true, false"),
     (["ranks=0"], "ranks: got '0'; allowed: a whole number of at least 1"),
     (["ranks=4096"], "ranks: got 4096; this machine has "),
     (["ranks=²"], "ranks: got '²'; allowed: a whole number of at least 1"),
@@ -52,7 +51,7 @@ def job() -> Any:
     (["train.activation_checkpointing=auto"], "train.activation_checkpointing: got auto; allowed here: "),
     (["ranks=64", "model.preset=enormous"], "model.preset: got 'enormous'; allowed: "),
     (["out=s3://bucket/cost.yaml"], "out: got s3://bucket/cost.yaml; allowed: a path of this machine"),
-    (["quik=true"], "quik: no such key (the command line); allowed: name, out, quick, preempt, ranks, max_tokens, "
+    (["quik=true"], "quik: no such key (the command line); allowed: name, out, quick, ranks, max_tokens, "
                     "cluster, data, model, planner, train")])
 def test_bad_words_are_refused_in_one_line(
     job: Any, capsys: pytest.CaptureFixture[str], words: list[str], message: str
