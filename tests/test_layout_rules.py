@@ -20,7 +20,6 @@ COVERED_BY = {
     "measure/communication.py": "measure/test_fitting.py",
     "measure/links.py": "measure/test_member.py",
     "measure/memory.py": "measure/test_member.py",
-    "measure/parts.py": "measure/test_member.py",
     "measure/payloads.py": "measure/test_member.py",
     "measure/picture.py": "measure/test_cost_file.py",
     "measure/timings.py": "measure/test_member.py",

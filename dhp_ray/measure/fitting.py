@@ -24,9 +24,9 @@ BLOCKS = (0.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class Fit(NamedTuple):
-    """Constants, and the mean relative error of each: over all measurements, weighted by
-    the share that the constant has in them. `block`: attention_block; `predicted` and `measured`: seconds of each
-    measurement; `left_out`: number of measurements that were left out.
+    """Constants, and the mean relative error of each: over all measurements, weighted by the share that the constant
+    has in them. `block`: attention_block; `predicted` and `measured`: seconds of each measurement; `left_out`: number
+    of measurements that were left out.
     """
 
     constants: dict[str, float]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from dhp_ray.config import Config
+from dhp_ray.measure.links import exchanges, group_seconds
 from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.member import Member
-from dhp_ray.measure.parts import measure_part
-from dhp_ray.measure.rounds import Spec, parts_of
+from dhp_ray.measure.memory import peaks
+from dhp_ray.measure.rounds import Spec, parts_of, rounds_of
 from dhp_ray.measure.timings import PartResult
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import Grid
@@ -81,8 +82,19 @@ def measured_part(
     rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None,
     earlier: PartResult | None = None,
 ) -> PartResult:
-    """Return this rank's result of a part that has something to measure; every rank calls this alike. `earlier`: its
-    result of earlier passes, which is in the one returned.
+    """Return this rank's result of a part of PARTS that has something to measure; every rank calls this alike.
+    `progress` is called with the share that is done. `earlier`: its result of earlier passes, which is in the one
+    returned.
     """
-    timeout = timedelta(seconds=rank.config.comm.timeout_s)
-    return measure_part(part, member, timeout, progress, earlier)
+    match part:
+        case "exchanges":
+            return PartResult(exchanged=exchanges(member))
+        case "groups":
+            return PartResult(group_s=group_seconds(member, timedelta(seconds=rank.config.comm.timeout_s)))
+        case "memory":
+            return PartResult(peaks=peaks(member))
+    rounds, found = rounds_of(part, member.spec), []
+    for number, round_ in enumerate(rounds):
+        found.append(member.timed(round_, earlier.rounds[number] if earlier else []))
+        progress((number + 1) / len(rounds))
+    return PartResult(rounds=found)
