@@ -115,22 +115,6 @@ def test_ring_over_intervals_of_no_pattern() -> None:
     assert max(run_ranks(ring_over_other_layout, 3)) < 1e-5
 
 
-def ring_without_a_mask(rank: int, recompute: bool) -> list[float]:
-    """As over the parts of an image with several steps in time; a member may have none of a step."""
-    third = (TokenInterval(0, 0, 16),), (TokenInterval(0, 16, 21), TokenInterval(1, 0, 4)), (TokenInterval(1, 4, 21),)
-    transport, errors = open_transport("parent", rank, 3, CPU, 0, TIMEOUT), []
-    for number, layout in enumerate((PackLayout((21, 21), 3, third, False), PackLayout((31, 5), 3, (), False),
-                                     PackLayout((3,), 3, (), False))):
-        errors.append(run_pack(PackContext(layout, transport.link((2, 0, 1), number)), recompute))
-    return errors
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_ring_without_a_mask(recompute: bool) -> None:
-    errors = torch.tensor(run_ranks(ring_without_a_mask, 3, recompute))
-    assert errors.max() < 1e-5, errors
-
-
 WALKS = [((0, 1, 2), (90, 31)), ((3,), (12,)), ((1, 2), (40,)), ((0,), (25, 3)), ((2, 3), (51, 2)), ((0, 3), (18,)),
          ((3, 1), (2,)), ((0, 1, 2, 3), (64, 1))]
 

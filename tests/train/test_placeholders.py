@@ -29,7 +29,7 @@ SAMPLES = dict((sample.id, (sample, payload)) for sample, payload in (
     make_sample("text", [40]), make_sample("words", [23]), make_sample("image", [20, (1, 4, 8), 30]),
     make_sample("images", [9, (1, 4, 6), 40, (1, 8, 6), 5]),
     make_sample("film", [5, Film(0.5, ((2, 4, 4), (1, 4, 4))), 30]), make_sample("short", [3]),
-    make_sample("poster", [9, (1, 12, 10), 8])))
+    make_sample("poster", [9, (2, 6, 10), 8])))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
             plan = with_images_apart(plan)
             grids = [grid for group in plan.groups for row in group.pack.sequences
                      for grid in plan.samples[row].vision_grids]
-            plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid == (2, 4, 4)})
+            plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1})
         rank_plan = plan.rank_plan(1, rank)
         own: dict[str, Payload] = {}
         for pack in (*rank_plan.packs, *rank_plan.encoded):
