@@ -29,8 +29,7 @@ def phases_of(adapter: ModelAdapter, keeps: bool, pass_patches: int, preset: str
     plan = RankPlan(1, 0, (), packs, (), "", VisionPlan("world", keeps, pass_patches), packs)
     inputs = collated(plan, dict(zip(PARTS, payloads)), adapter)
     assert inputs.vision is not None
-    return EncoderPhases(adapter, inputs.vision, keeps, [own.received_from for own in inputs.inputs], CPU,
-                         lambda ranks, index: Link(ranks, 0, None))
+    return EncoderPhases(adapter, inputs.vision, keeps, [own.received_from for own in inputs.inputs], CPU)
 
 
 def calls_of_encode(adapter: ModelAdapter) -> list[int]:

@@ -153,6 +153,6 @@ def test_a_rank_sees_its_own_device_before_it_uses_any(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(ACCELERATORS, "cuda", SimpleNamespace(show_only=calls.append, activate=activate))
     told: list[object] = []
-    _rank_main(SimpleNamespace(send=told.append), load(["data.path=unused"]), [], "cuda", False, 3, 0)  # type: ignore[arg-type]
+    _rank_main(SimpleNamespace(send=told.append), load(["data.path=unused"]), [], "cuda", 3, 0)  # type: ignore[arg-type]
     assert calls == [3, "activate"]
     assert told == [("error", "RuntimeError: far enough")]
