@@ -13,28 +13,51 @@ from dhp_ray.errors import printable
 
 MASK = "***"
 MOST_SHOWN = 200
+MOST_OF_ERROR = 2000  # characters: a message holds paths, and each may have hundreds
 # USER:SECRET@, from the scheme to the last @ of the word: a secret that was not quoted may hold / and @. The port of a
 # host (http://host:9000/) is not a secret; buckets (s3://, gs://, ...) have none.
 _HOST_SCHEMES = "https?|wss?|ftps?|sftp|hdfs|viewhdfs|webhdfs|swebhdfs|redis|ray|tcp|grpc"
-_USERINFO = re.compile(rf"(\b(?:(?:{_HOST_SCHEMES}):/{{1,2}}(?![^\s/@:]*:\d{{1,5}}(?:[/?\s]|$))"
-                       rf"|(?!(?:{_HOST_SCHEMES}):)[A-Za-z][A-Za-z0-9+.-]{{0,30}}:/{{1,2}}))[^\s/@:]*:\S*@",
-                       re.IGNORECASE)
-_OPTION = re.compile(r"([?&#;][^\s=&#;]*(?:secret|pass|pwd|token|credential|signature|auth|jwt|key|sig)[^\s=&#;]*=)"
-                     r"[^\s&'\"]+", re.IGNORECASE)
+_USER = re.compile(rf"(\b(?:(?:{_HOST_SCHEMES}):/{{1,2}}(?![^\s/@:]*:\d{{1,5}}(?:[/?\s]|$))"
+                   rf"|(?!(?:{_HOST_SCHEMES}):)[A-Za-z][A-Za-z0-9+.-]{{0,30}}:/{{1,2}}))[^\s/@:]*:", re.IGNORECASE)
+# NAME=VALUE, where NAME follows one of ?&#; and tells that VALUE is a secret. A name is searched once, from its begin:
+# what can match from every character of it on takes the square of its length.
+_NAME = re.compile(r"(?<![^\s=&#;])[^\s=&#;]*+=")
+_SECRET = re.compile("secret|pass|pwd|token|credential|signature|auth|jwt|key|sig", re.IGNORECASE)
+_VALUE = re.compile(r"[^\s&'\"]+")
 
 
 def masked(text: str) -> str:
     """Return a text without the credentials of the URIs in it."""
     if ":/" not in text:  # also what a file name's rules make of ://
         return text
-    return _OPTION.sub(rf"\1{MASK}", _USERINFO.sub(rf"\1{MASK}@", text))
+    return _without_options(re.sub(r"\S+", _without_user, text))
+
+
+def _without_user(word: re.Match[str]) -> str:
+    last = word[0].rfind("@")
+    found = _USER.search(word[0], 0, last + 1)
+    return f"{word[0][: found.end(1)]}{MASK}{word[0][last:]}" if found else word[0]
+
+
+def _without_options(text: str) -> str:
+    pieces, begin = [], 0
+    for found in _NAME.finditer(text):
+        start = max(begin, found.start())
+        name = text[start : found.end() - 1]
+        if start == begin or text[start - 1] not in "&#;":
+            name = name.partition("?")[2]
+        value = _VALUE.match(text, found.end()) if start < found.end() and _SECRET.search(name) else None
+        if value:
+            pieces += [text[begin : value.start()], MASK]
+            begin = value.end()
+    return "".join([*pieces, text[begin:]])
 
 
 def shown(text: str, most: int = MOST_SHOWN) -> str:
     """What a person sees of a name or a reason that comes from the data: printable, without credentials, and at most
     `most` characters.
     """
-    line = printable(masked(text[: most + 2000]))  # a bound: the search for credentials takes long in a long text
+    line = printable(masked(text[: most + 2000]))  # a bound: a name may be a whole picture
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from dhp_ray.credentials import concealed, full_uri, masked
+from dhp_ray.credentials import MOST_OF_ERROR, concealed, full_uri, masked, shown
 from dhp_ray.errors import first_line_of
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
@@ -39,6 +39,9 @@ STORAGE_TIMEOUT_S = 2 * 3600.0
 
 class StorageError(OSError):
     """One line for the user: which file, and what went wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 class Folder:

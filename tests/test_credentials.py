@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from dataclasses import asdict
 
 import pytest
 import yaml
 
 from dhp_ray.config import dump, load
-from dhp_ray.credentials import Uri, concealed, full_uri, masked
+from dhp_ray.credentials import MOST_OF_ERROR, Uri, concealed, full_uri, masked
+from dhp_ray.data.errors import DataError
+from dhp_ray.model.files import ModelError
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.storage import StorageError
 from tests.test_config import refused
 
 
@@ -35,6 +40,24 @@ from tests.test_config import refused
 def test_a_text_keeps_all_but_credentials(text: str, shown: str) -> None:
     assert masked(text) == shown
     assert masked(shown) == shown
+
+
+@pytest.mark.parametrize("text", ["a://b:" * 50_000, "@" + "a://b:" * 50_000, ":/" + "?" * 300_000,
+                                  "://?" + "key" * 100_000, "s3://a?" + "&key" * 100_000])
+def test_a_long_text_is_searched_once(text: str) -> None:
+    """Some took the square of their length: minutes."""
+    begun = time.process_time()
+    assert masked(text) == text
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("kind", [DataError, ModelError, RunError, StorageError])
+def test_errors_are_one_line_without_what_a_terminal_obeys(kind: type[Exception]) -> None:
+    """Their messages hold names of files, and what others say about them."""
+    error = kind(f"a\x1b]0;title\x07\u202e\nb s3://KEY:SECRET@bucket {'c' * 10_000}")
+    assert str(error).startswith("a\\x1b]0;title\\x07\\u202e b s3://***@bucket ccc")
+    assert len(str(error)) == MOST_OF_ERROR
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_a_uri_is_its_shown_form_and_carries_the_whole() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from dhp_ray.credentials import shown
+from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line, named_line
-
-MOST_OF_ERROR = 2000  # characters: a message holds paths, and each may have hundreds
 
 
 class DataError(ValueError):

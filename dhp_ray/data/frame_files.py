@@ -40,8 +40,9 @@ def unpacked(data: bytes) -> tuple[list[bytes], float]:
     begin = len(MAGIC) + _HEADER.size
     try:
         rate, count = _HEADER.unpack_from(data, len(MAGIC))
-        stops = accumulate(struct.unpack_from(f"<{count}Q", data, begin), initial=begin + 8 * count)
-        frames = [data[start:stop] for start, stop in pairwise(stops)]
+        stops = [*accumulate(struct.unpack_from(f"<{count}Q", data, begin), initial=begin + 8 * count)]
     except struct.error:
         raise RowError("the header of a video of files is cut short") from None
-    return frames, rate
+    if stops[-1] != len(data):
+        raise RowError(f"a video of files has {len(data)} bytes; allowed: {stops[-1]}, as its header says")
+    return [data[start:stop] for start, stop in pairwise(stops)], rate

@@ -119,16 +119,13 @@ def resolve(image_root: str, name: str) -> Path:
         raise RowError(f"{_short(name)} is a URL; allowed: a file name below data.image_root")
     if len(name) > _NAME_CHARACTERS:
         raise RowError(f"{_short(name)}: File name too long")
-    of_no_file = RowError(f"{_short(name)!r} is not a relative file name; allowed: one below data.image_root, "
-                          f"without '..' (data.image_root is {image_root})")
     if not name or "\0" in name or ".." in Path(name).parts:
-        raise of_no_file
+        raise RowError(f"{_short(name)!r} is not a relative file name; allowed: one below data.image_root, "
+                       f"without '..' (data.image_root is {image_root})")
     root = Path(os.path.realpath(image_root))
     path = Path(os.path.realpath(root / name))
     if path.is_relative_to(root):
         return path
-    if os.path.isabs(name):
-        raise of_no_file
     raise RowError(f"{_short(name)} leads out of data.image_root ({image_root}); allowed: files below it")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.json_values import parsed
 from dhp_ray.errors import first_line
 
 RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
@@ -87,7 +88,7 @@ def _read(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return _present(value)
     try:
-        return json.loads(value)
+        return parsed(value)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is not JSON: {first_line(error)}") from None
 

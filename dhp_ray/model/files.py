@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line
 
 MODEL_TYPES = ("internvl", "qwen2_5_vl", "qwen3_vl")
@@ -34,6 +35,9 @@ FIRST_BYTES = 64
 
 class ModelError(ValueError):
     """A model that cannot be built or trained; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 def check_model_folder(path: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dhp_ray.credentials import MOST_OF_ERROR, shown
+
 if TYPE_CHECKING:
     from dhp_ray.config import Config
     from dhp_ray.planner.mode import Mode
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 class RunError(RuntimeError):
     """A failure that ends the run; the message is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 class GroupError(RunError):

@@ -138,8 +138,9 @@ def test_without_a_rate_every_frame_is_taken(root: Path) -> None:
     ([{"video": ["f0.png"], "fps": True}], "video 1: fps is True"),
     ([{"video": ["f0.png"] * 3, "fps": 0.0005}], r"video 1: a video of 6000 s \(3 frames\); allowed: at most 3600 s"),
     ([MAGIC], "video 1: the header of a video of files is cut short"),
+    ([packed([b"x"], 2)[:-1]], "video 1: a video of files has 36 bytes; allowed: 37, as its header says"),
+    ([packed([b"x"], 2) + b"x"], "video 1: a video of files has 38 bytes; allowed: 37, as its header says"),
     ([packed([b"x"], 2)[:-9]], "video 1: the header of a video of files is cut short"),
-    ([packed([b"x"], 2)[:-1]], "video 1: frame 1: header cannot be read"),
     ([packed([b"x"], 2)[:24] + b"\xff" * 4 + bytes(32)], "video 1: the header of a video of files is cut short"),
 ])
 def test_frames_that_cannot_be_used_are_a_bad_row(root: Path, videos: Any, reason: str) -> None:

@@ -54,8 +54,7 @@ BAD = {
                       "system, developer",
     "0/image-in-an-answer": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/url": "image 1: https://***@example.org/cat.png is a URL; allowed: a file name below data.image_root",
-    "0/absolute": "image 1: '/etc/hostname' is not a relative file name; allowed: one below data.image_root, without "
-                  "'..'",
+    "0/absolute": "image 1: /etc/hostname leads out of data.image_root",
     "0/above": "image 1: '../rows.parquet' is not a relative file name; allowed: one below data.image_root, without "
                "'..'",
     "0/link-out": "image 1: link.png leads out of data.image_root",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats.stored_rows import CONVERSATION_COLUMNS, Row, fragments_of, too_large
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.json_values import parsed
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -52,7 +52,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
             file.seek(start)
             text = file.read(stop - start)
             try:
-                fields = json.loads(text)
+                fields = parsed(text)
             except (ValueError, RecursionError) as raised:
                 yield Row("", {}, f"the row is not JSON: {first_line(raised)}")
                 continue
@@ -64,7 +64,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
     try:
-        fields = json.loads(text)
+        fields = parsed(text)
     except (ValueError, RecursionError) as error:
         # a first row like this means another kind of file; a later one is a bad row, reported when it is read
         if row == 0:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ import pyarrow as pa
 from dhp_ray.data.conversation import ROLES
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
+from dhp_ray.data.json_values import parsed
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -54,7 +54,7 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     turns = fields.get(name) if name else None
     if isinstance(turns, str):
         try:
-            turns = json.loads(turns)
+            turns = parsed(turns)
         except (ValueError, RecursionError) as error:
             raise RowError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(turns, list):

@@ -11,7 +11,6 @@ Nothing is unpacked: members are read in place, and those that would run code wh
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
@@ -20,6 +19,7 @@ from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats.stored_rows import Row, fragments_of, too_large
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.json_values import parsed
 from dhp_ray.data.media import column_of, frames_of
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
@@ -146,7 +146,7 @@ def split_name(name: str) -> tuple[str, str]:
 def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     if "json" in texts:
         try:
-            row = json.loads(texts["json"])
+            row = parsed(texts["json"])
         except (ValueError, RecursionError) as error:
             raise RowError(f"the member json is not JSON: {first_line(error)}") from None
         row = {"conversations": row} if isinstance(row, list) else row

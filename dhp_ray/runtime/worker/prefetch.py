@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dhp_ray.config import Config
+from dhp_ray.credentials import shown
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
@@ -82,7 +83,7 @@ def load_inputs(
             check_payload(sample, payload, adapter, here)
         # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
         except Exception as error:
-            failures[sample.id] = first_line(error).removeprefix(f"sample {sample.id}: ")
+            failures[sample.id] = shown(first_line(error).removeprefix(f"sample {sample.id}: "))
             return placeholder(sample)
         return payload
 
