@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner import bimodal  # noqa: E402
 from dhp_ray.planner import LAST_RESORT, PLANNERS, ClusterSpec, CostModel, Sample, plan_batch  # noqa: E402
+from dhp_ray.runtime.driver.actor import DriverActor  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
 from dhp_ray.runtime.driver.planning import patience_s  # noqa: E402
 
@@ -70,6 +71,11 @@ class SlowDriver(Driver):
         PLANNERS["dhp"], Commits.commit = slow, noted  # type: ignore[method-assign]
 
 
+class SlowActor(DriverActor):
+    def __init__(self, *arguments: Any) -> None:
+        self.driver = SlowDriver(*arguments)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of the live run; 0: none")
@@ -87,20 +93,23 @@ def main(argv: list[str]) -> int:
 def live(folder: Path, steps: int) -> None:
     import ray
 
-    import dhp_ray.runtime.driver.driver as driver_module
+    import dhp_ray.runtime.driver.actor as actor_module
     from benchmarks.worlds import data_overrides
     from dhp_ray.config import load
     from dhp_ray.planner.plan import Plan
     from dhp_ray.runtime.job.ending import Ending
     from dhp_ray.runtime.job.job import train
+    from dhp_ray.runtime.records.lease import take_lease
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    driver_module.Driver = SlowDriver  # type: ignore[misc]
+    actor_module.DriverActor = SlowActor  # type: ignore[misc]
     run_dir = folder / "run"
     config = load([*data_overrides("", folder, 96), "model=tiny", "batch.global_samples=7", "cluster.num_workers=2",
                    "cluster.cpus_per_worker=0.5",
                    "checkpoint.every_steps=0", f"run.steps={steps}", f"run.dir={run_dir}"])
-    if train(config, Ending()):
+    with take_lease(config.run.dir, print) as lease:
+        failed = train(config, lease, Ending())
+    if failed:
         raise SystemExit("the run failed")
     files = [json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text()) for step in range(1, steps + 1)]
     reported = dict(json.loads(line) for line in (run_dir / "reported.jsonl").read_text().splitlines())

@@ -69,7 +69,9 @@ def start(checkout: Path, data: Path, run_dir: Path) -> list[float]:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(checkout), "RAY_ADDRESS": "local", "PYTHONUNBUFFERED": "1"}
+    """What a user has who has run it before: also Python's compiled files."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**own, "PYTHONPATH": str(checkout), "RAY_ADDRESS": "local", "PYTHONUNBUFFERED": "1"}
 
 
 if __name__ == "__main__":

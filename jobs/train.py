@@ -38,7 +38,10 @@ def _main(argv: list[str], ending: Ending) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     with lease:
-        from dhp_ray.runtime.job.job import train  # Ray takes seconds to import
+        from dhp_ray.runtime.job.head import begin
+
+        begin()
+        from dhp_ray.runtime.job.job import train  # Ray takes seconds to import; a local cluster starts meanwhile
 
         return train(config, lease, ending)
 

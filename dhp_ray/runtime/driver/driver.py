@@ -1,4 +1,4 @@
-"""The driver actor: plans every batch, keeps the workers busy, and commits what they finished.
+"""The driver: plans every batch, keeps the workers busy, and commits what they finished.
 
     a thread    |--plan, send n+1--|        |--plan, send n+2--|
     workers     |------ step n ------|------ step n+1 ------|
@@ -21,7 +21,6 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
-import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
@@ -43,14 +42,12 @@ from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
 
-CONCURRENCY_GROUPS = {"control": 2}
-
 LONG_STEP = 3.0
 """The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
 
 
 class Driver:
-    """Owns the schedule, the data stream and the ledger of one run."""
+    """Owns the schedule, the data stream and the ledger of one run; `DriverActor` runs it."""
 
     def __init__(
         self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool,
@@ -76,17 +73,14 @@ class Driver:
         # calls that wait for copies of the state after a step
         self.copies = 0, Calls()
 
-    @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
         """Offer a worker that may join."""
         self.arrivals.offer(slot, actor)
 
-    @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
         """End the run after the step that is under way, with a checkpoint."""
         self.stop_reason = reason
 
-    @ray.method(concurrency_group="control")
     def waited(self, waits: list[Waited]) -> None:
         """Record long waits of the job's process with those of the run."""
         self.waits.add(waits)

@@ -12,14 +12,15 @@ from pathlib import Path
 
 from dhp_ray.credentials import masked
 from dhp_ray.errors import first_line
-from dhp_ray.runtime.job.local_cluster import end_cluster, start_cluster
+from dhp_ray.runtime.job.local_cluster import answer_of, end_cluster, start_cluster
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.schema import ConfigError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
-                  "RAY_task_events_report_interval_ms": "0"}
+                  "RAY_task_events_report_interval_ms": "0", "RAY_idle_worker_killing_time_threshold_ms": "60000"}
 """Settings of a cluster that is started here. With Ray's niceness of 15, any other process can hold up a rank, and that
-rank the others; Ray's dashboard, metrics and task events, which nobody looks at there, take time from the ranks.
+rank the others; Ray's dashboard, metrics and task events, which nobody looks at there, take time from the ranks. So
+would the start of a process that reads: Ray ends one that is idle for a second, here for a minute.
 """
 
 HEAD_PATIENCE_S = 5.0
@@ -27,7 +28,7 @@ HEAD_PATIENCE_S = 5.0
 
 
 _started: list[subprocess.Popen[str]] = []
-"""The program that runs the cluster which `connect` has started, if it has."""
+"""The program that runs the cluster which `begin` has started, if it has."""
 
 
 def named_head() -> tuple[str, str]:
@@ -56,28 +57,35 @@ def check_address() -> None:
                           "--address ...`)")
 
 
+def begin() -> None:
+    """Start the local cluster that `connect` would start, so that it starts while this process imports Ray."""
+    # a driver without a device must not hide devices from workers
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address, _ = named_head()
+    if address in ("", "local") and not _started:
+        for name, value in LOCAL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        _started.append(start_cluster())
+
+
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, else start a local one, which `disconnect` ends.
+    """Join the cluster that RAY_ADDRESS or a running head names, else a local one, which is started if `begin` has not,
+    and which `disconnect` ends.
 
     Raises:
         RunError: no cluster answers at the address; raised within seconds.
     """
+    begin()
     import ray
     from ray.exceptions import RayError
 
     address, named_by = named_head()
     _knock(address, named_by)
     where = os.environ.get("RAY_ADDRESS", "this machine")
-    # a driver without a device must not hide devices from workers
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.WARNING)
-    started = None
-    if address in ("", "local"):
-        for name, value in LOCAL_SETTINGS.items():
-            os.environ.setdefault(name, value)
-        started = _start(where)
+    local = _local_address(where) if _started else None
     try:
-        ray.init(address=started, logging_level=logging.ERROR, include_dashboard=False)
+        ray.init(address=local, logging_level=logging.ERROR, include_dashboard=False)
     except (OSError, RayError, RuntimeError, ValueError) as error:
         raise RunError(masked(f"no Ray cluster at {where}: {_reason(error)}")) from None
 
@@ -99,10 +107,11 @@ def disconnect() -> None:
             end_cluster(_started.pop())
 
 
-def _start(where: str) -> str:
-    """Start a cluster on this machine; return its address."""
-    program, said = start_cluster()
-    _started.append(program)
+def _local_address(where: str) -> str:
+    """Return the address of the cluster that `begin` has started, once it is there."""
+    import torch.distributed  # noqa: F401  # for the rendezvous store; takes seconds, in which the cluster starts
+
+    said = answer_of(_started[-1])
     if "error" in said:
         raise RunError(f"no Ray cluster at {where}: {said['error']}")
     _authenticate()

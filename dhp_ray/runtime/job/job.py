@@ -180,9 +180,9 @@ def resolve_device(config: Config) -> Accelerator:
 
 def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], takes_over: bool, lease: Lease
                  ) -> Any:
-    from dhp_ray.runtime.driver.driver import CONCURRENCY_GROUPS, Driver
+    from dhp_ray.runtime.driver.actor import CONCURRENCY_GROUPS, DriverActor
 
-    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Driver)  # type: ignore[call-overload]
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(DriverActor)  # type: ignore[call-overload]
     # by name; otherwise the actor would go into the reservation of this process, which has no such resource
     return actor.options(num_cpus=0, scheduling_strategy="DEFAULT",
                          resources={"node:__internal_head__": 0.001}).remote(config, workers, store, takes_over, lease)

@@ -26,19 +26,17 @@ END_S = 10.0
 """How long the program may take to end what it has started."""
 
 
-def start_cluster() -> tuple[subprocess.Popen[str], dict[str, str]]:
-    """Start the program; return it with what it has to say: the `address` of its cluster, or the `error` why there is
-    none.
-    """
-    program = subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, start_new_session=True, text=True)
+def start_cluster() -> subprocess.Popen[str]:
+    """Start the program; `answer_of` waits until its cluster is there."""
+    return subprocess.Popen([sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL, start_new_session=True, text=True)
+
+
+def answer_of(program: subprocess.Popen[str]) -> dict[str, str]:
+    """Return what the program has to say: the `address` of its cluster, or the `error` why there is none."""
     assert program.stdout is not None
-    try:
-        said = program.stdout.readline()
-    except BaseException:
-        end_cluster(program)
-        raise
-    return program, json.loads(said) if said else {"error": "the process that starts it has ended"}
+    said = program.stdout.readline()
+    return json.loads(said) if said else {"error": "the process that starts it has ended"}
 
 
 def end_cluster(program: subprocess.Popen[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.runtime.job.head import LOCAL_SETTINGS
-from dhp_ray.runtime.job.local_cluster import end_cluster, start_cluster
+from dhp_ray.runtime.job.local_cluster import answer_of, end_cluster, start_cluster
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -116,8 +116,8 @@ def test_a_cluster_that_cannot_start_says_why_and_removes_nothing(
     (tmp_path / "ray_spilled_objects_of_mine").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    program, said = start_cluster()
-    assert said == {"error": "no port is free"}
+    program = start_cluster()
+    assert answer_of(program) == {"error": "no port is free"}
     end_cluster(program)
     assert program.returncode == 0
     assert (tmp_path / "ray_spilled_objects_of_mine").exists()
