@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import pyarrow as pa
 import ray
@@ -203,7 +203,7 @@ def start_readers(data: Data, model: Model) -> None:
     one.context.print_on_execution_start = False
     spec = ProcessorSpec.of(model, data)
     # as the reading stage does it: see SourceStream
-    one.map_batches(ready, fn_args=(spec,), batch_size=None, batch_format="pyarrow", num_cpus=0,
+    one.map_batches(partial(ready, spec=spec), batch_size=None, batch_format="pyarrow", num_cpus=0,
                     compute=ray.data.TaskPoolStrategy(size=1)).materialize()
     ray.get(server.__ray_ready__.remote())
 

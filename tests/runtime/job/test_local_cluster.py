@@ -121,3 +121,13 @@ def test_a_cluster_that_cannot_start_says_why_and_removes_nothing(
     end_cluster(program)
     assert program.returncode == 0
     assert (tmp_path / "ray_spilled_objects_of_mine").exists()
+
+
+def test_the_cluster_of_a_run_starts_before_the_run_imports_ray(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("def init(*_, **__): raise RuntimeError('started')\n")
+    code = ("import sys; from dhp_ray.runtime.job import head; head.begin(); head.begin(); print('ray' in sys.modules); "
+            "from dhp_ray.runtime.job.local_cluster import answer_of; "
+            "print(*(answer_of(program)['error'] for program in head._started))")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
+                          env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.stdout == "False\nstarted\n"
