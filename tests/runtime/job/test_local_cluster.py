@@ -125,7 +125,8 @@ def test_a_cluster_that_cannot_start_says_why_and_removes_nothing(
 
 def test_the_cluster_of_a_run_starts_before_the_run_imports_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("def init(*_, **__): raise RuntimeError('started')\n")
-    code = ("import sys; from dhp_ray.runtime.job import head; head.begin(); head.begin(); print('ray' in sys.modules); "
+    code = ("import sys; from dhp_ray.runtime.job import head; "
+            "head.begin(); head.begin(); print('ray' in sys.modules); "
             "from dhp_ray.runtime.job.local_cluster import answer_of; "
             "print(*(answer_of(program)['error'] for program in head._started))")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
