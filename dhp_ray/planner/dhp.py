@@ -106,19 +106,25 @@ def _with_exchanges(problem: Problem, by_way: Sequence[tuple[Way, list[Timed]]])
             yield _with_time(problem, schedule)
 
 
-def with_least_degrees(problem: Problem) -> list[Schedule]:
-    """Plans whose packs have at least so many ranks, for each of LEAST_DEGREES, and for all ranks of a small batch."""
+def with_least_degrees(problem: Problem, shortest_s: float) -> list[Schedule]:
+    """Plans whose packs have at least so many ranks: all ranks of a small batch, and each of LEAST_DEGREES; with
+    sync=step only until one brings no plan that is shorter than `shortest_s` and those before.
+    """
     num_ranks, schedules = problem.cluster.num_ranks, list[Schedule]()
-    small = len(problem.items) * num_ranks <= SMALL
-    if len(problem.items) * num_ranks > MANY:
+    size, fewer = len(problem.items) * num_ranks, [least for least in LEAST_DEGREES if least < num_ranks]
+    if size > MANY or num_ranks == 1:
         return []
-    for least in sorted({min(least, num_ranks) for least in (*LEAST_DEGREES, *([num_ranks] if small else []))} - {1}):
+    for least in ([num_ranks] if size <= SMALL else []) + fewer:
         if problem.sync == "micro_batch":
             schedules += micro_batch_of_least_degree(problem, least)
-        else:
-            items = problem.items.copy()  # type: ignore[attr-defined]
-            items.minimum_degree = np.maximum(items.minimum_degree, least)
-            schedules += dhp_step(replace(problem, items=items))
+            continue
+        items = problem.items.copy()  # type: ignore[attr-defined]
+        items.minimum_degree = np.maximum(items.minimum_degree, least)
+        schedules += (made := dhp_step(replace(problem, items=items)))
+        made_s = min(time_of(problem, schedule) for schedule in made)
+        if made_s >= shortest_s and least < num_ranks:
+            break
+        shortest_s = min(shortest_s, made_s)
     return schedules
 
 
@@ -148,7 +154,7 @@ def _timed(problem: Problem) -> list[Timed]:
         if not near:
             if problem.sync == "micro_batch":
                 schedules += node_after_node(problem, schedules[0])
-            schedules += with_least_degrees(problem)
+            schedules += with_least_degrees(problem, min(times))
         memory = problem.cluster.tokens_per_rank
         fewer = max(1, int(cap_of_rounds(problem, memory, 1)))
         for cap in [memory, fewer] if count * problem.cluster.num_ranks <= MANY else [memory]:
