@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import load_processor
 from dhp_ray.data.questions import question_of
 from dhp_ray.runtime.evaluate.answer import Answer
-from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in, rows_of
+from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
 from dhp_ray.train.payload import Payload
 from tests.data.samples import picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS, plain_loss
@@ -64,7 +65,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
     module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = load_processor("", str(folder), 3136, MAX_PIXELS)
     [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(tmp_path / "rows.json")))
-    for answer, row in zip(found, rows_of(fragment), strict=True):
+    for answer, row in zip(found, read_rows(fragment), strict=True):
         assert not answer.error
         assert answer.prediction is not None
         question = question_of(row, processor, str(tmp_path))
@@ -85,7 +86,7 @@ def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "video": "long.mp4",
                                                 "conversations": talk("<video>What moves?", "A square.")}])
     [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(path)))
-    question = question_of(rows_of(fragment)[0], processor, str(tmp_path))
+    question = question_of(next(read_rows(fragment)), processor, str(tmp_path))
     assert len(question.whole.grids) > 1
     [medium] = media_in(question, processor)
     assert medium.grid == (30, 40, 40)
