@@ -21,7 +21,7 @@ from dhp_ray.schema import Data, Model
 __all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_payloads"]
 
 Cursor = dict[str, int]
-ORDER = 3
+ORDER = 4
 """The version of the row order in which a cursor is a position; it is raised when the same data and seed give another
 order.
 """
