@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.data.errors import DataError
@@ -106,6 +106,9 @@ def columns_of(
 ) -> tuple[pa.Table, ray.ObjectRef, Origin]:
     """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
     and the block itself. If its node is gone, that is another one, read again on this node.
+
+    Raises:
+        DataError: the file of a block that is read again is gone or damaged.
     """
     node = origin.node or _here()
     if node not in _lost:
@@ -119,7 +122,12 @@ def columns_of(
             _servers.pop(node, None)
     here = _here()
     again: ray.ObjectRef = start_server(here).read.remote(origin)
-    return ray.get(again).select(names), again, origin._replace(node=here)
+    try:
+        return ray.get(again).select(names), again, origin._replace(node=here)
+    except RayTaskError as error:
+        if isinstance(error.cause, DataError):
+            raise error.cause from None
+        raise
 
 
 def read_again(origin: Origin, rows: Sequence[int] | None = None) -> pa.Table:

@@ -91,8 +91,8 @@ class Fragments(Sequence[Fragment]):
 
     @cached_property
     def digest(self) -> int:
-        """A number that tells whether a row is still where it was: of how the files are cut into fragments, and of the
-        name, the size and samples of the content of each. A copy in another folder has the same.
+        """A number that tells whether a row is still where it was: of how the files are cut into fragments and rows,
+        and of the name, the size and samples of the content of each. A copy in another folder has the same.
 
         Raises:
             DataError: a file cannot be read.
@@ -100,6 +100,9 @@ class Fragments(Sequence[Fragment]):
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
             digest.update(np.asarray(self._table[name], np.int64).tobytes())
+        for name in ("starts", "stops"):
+            for rows in self._table[name].chunks:
+                digest.update(np.asarray(rows.flatten(), np.int64).tobytes())
         for path, _ in self._files:
             try:
                 with open(path, "rb") as file:

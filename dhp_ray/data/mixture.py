@@ -95,7 +95,7 @@ class Mixture:
         """As `Stream.restore`."""
         check_cursor(cursor, self.num_rows, f"data.sources: {self._path}")
         for number, source in enumerate(self.sources):
-            check_digest(cursor.get(f"digest_{number}"), source.fragments.digest, f"data.sources: {source.path}")
+            check_digest(cursor[f"digest_{number}"], source.fragments.digest, f"data.sources: {source.path}")
             source.file_bytes = cursor[f"file_bytes_{number}"]
         taken = [cursor[f"source_{number}"] for number in range(len(self.sources))]
         self._start(cursor["epoch"], np.array(taken, np.int64))

@@ -158,7 +158,7 @@ class Stream:
             DataError: the cursor is of other data, or of a version that gave the rows in another order.
         """
         check_cursor(cursor, self.num_rows, f"data.path: {self._path}")
-        check_digest(cursor.get("digest"), self.fragments.digest, f"data.path: {self._path}")
+        check_digest(cursor["digest"], self.fragments.digest, f"data.path: {self._path}")
         self._rows.file_bytes = cursor["file_bytes"]
         self._rows.start(cursor["epoch"], cursor["row"])
 
@@ -182,11 +182,9 @@ def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
         raise DataError(f"{where}: {num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")
 
 
-def check_digest(saved: int | None, digest: int, where: str) -> None:
-    """Refuse data in which other rows than those of the saved run may be at its places. `saved`: None in cursors that
-    earlier versions wrote.
-    """
-    if saved not in (None, digest):
+def check_digest(saved: int, digest: int, where: str) -> None:
+    """Refuse data in which other rows than those of the saved run may be at its places."""
+    if saved != digest:
         raise DataError(
             f"{where}: it has as many rows as the saved run's data, but other files, other contents or other row "
             "groups; allowed: the same data, or another run.dir"

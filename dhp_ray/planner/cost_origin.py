@@ -5,7 +5,7 @@
     settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {},
                fused_operators: false}
     versions: {torch: 2.13.0, ...}     measured: {...}     other observations, for people
-    intervals: {linear_s: [low, high], ...}     errors: {linear_s: 0.03, ...}
+    errors: {linear_s: 0.03, ...}     intervals: {linear_s: [low, high], ...}, in files of earlier versions alone
 
 A file without these sections has the older form: its origin is unknown, and it is used without a check.
 """

@@ -164,6 +164,9 @@ def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path
     (tmp_path / "rows.json").unlink()
     with pytest.raises(DataError, match=r"rows\.json cannot be read again: .*No such file"):
         list(fetch_rows(wanted_of(batch, LOST)))
+    [lost, *_] = wanted_of(batch, "ab" * 28)
+    with pytest.raises(DataError, match=r"^[^ ]*rows\.json cannot be read again: .*No such file"):
+        columns_of(never.remote(), lost.origin, LENGTH_COLUMNS)
 
 
 @ray.remote(num_cpus=1000)

@@ -30,6 +30,14 @@ def digest_of(path: Path) -> int:
     return index_fragments(Data(format="llava", path=str(path))).digest
 
 
+def test_a_digest_is_of_where_rows_begin(tmp_path: Path) -> None:
+    """Two rows of other lengths are swapped far from the samples that a digest reads."""
+    rows = [{"id": f"r{number:02d}", "conversations": talk("a", "b" * (3000 + number))} for number in range(32)]
+    first = digest_of(write_rows(tmp_path / "rows.jsonl", rows))
+    rows[5], rows[6] = rows[6], rows[5]
+    assert digest_of(write_rows(tmp_path / "rows.jsonl", rows)) != first
+
+
 def test_a_digest_is_of_what_the_files_hold(tmp_path: Path) -> None:
     """Not of where they are, or of when they were written."""
     rows = [{"id": f"r{number:02d}", "conversations": talk("a", "b")} for number in range(70)]

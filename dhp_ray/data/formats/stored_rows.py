@@ -113,7 +113,10 @@ def row_of(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
     row = batch.slice(number, 1)
     if (error := too_large(row.nbytes, max_bytes)):
         return Row(row["id"][0].as_py() if "id" in row.schema.names else "", {}, error)
-    [fields] = row.to_pylist()
+    try:
+        [fields] = row.to_pylist()
+    except UnicodeDecodeError as raised:  # Arrow takes the bytes of strings as they are
+        return Row("", {}, f"a string of the row is not UTF-8: {first_line(raised)}")
     return Row(fields.get("id", ""), fields)
 
 

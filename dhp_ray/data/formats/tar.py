@@ -156,7 +156,7 @@ def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     if "txt" not in texts:
         raise RowError("the sample has neither a member json nor txt")
     try:
-        caption = texts["txt"].decode("utf-8").strip()
+        caption = texts["txt"].decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
     marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]

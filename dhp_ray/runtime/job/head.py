@@ -97,7 +97,7 @@ def _reason(error: BaseException) -> str:
 
 
 def disconnect() -> None:
-    """Leave the cluster, and end it if `connect` has started it."""
+    """Leave the cluster, and end it if `begin` has started it."""
     import ray
 
     try:

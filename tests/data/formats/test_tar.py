@@ -71,6 +71,11 @@ def test_a_sample_that_cannot_be_used_names_itself(
     assert not rows[1].error
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    [row] = rows_of(shard(tmp_path / "a.tar", [("1.txt", b"\xef\xbb\xbfA cat."), ("1.png", b"x")]))
+    assert row.fields["messages"][1]["content"] == "A cat."
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_are_refused(kind: bytes, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
