@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -246,11 +247,13 @@ def _set(layout: Layout, config: Any, dotted: str, value: Any, origin: str) -> N
         raise ConfigError(f"{dotted}: got {brief(value)} ({origin}); allowed: {allowed}") from None
 
 
+@cache
 def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
     """{dotted key: its type} of the schema."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(owner).items():
-        found |= _types(kind, f"{prefix}{name}.") if is_dataclass(kind) else {f"{prefix}{name}": kind}
+        section = isinstance(kind, type) and is_dataclass(kind)
+        found |= _types(kind, f"{prefix}{name}.") if section else {f"{prefix}{name}": kind}
     return found
 
 

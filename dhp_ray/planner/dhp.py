@@ -108,7 +108,7 @@ def _with_exchanges(problem: Problem, by_way: Sequence[tuple[Way, list[Timed]]])
 
 def with_least_degrees(problem: Problem, shortest_s: float) -> list[Schedule]:
     """Plans whose packs have at least so many ranks: all ranks of a small batch, and each of LEAST_DEGREES; with
-    sync=step only until one brings no plan that is shorter than `shortest_s` and those before.
+    sync=step only those that may be shorter than `shortest_s` and the ones before.
     """
     num_ranks, schedules = problem.cluster.num_ranks, list[Schedule]()
     size, fewer = len(problem.items) * num_ranks, [least for least in LEAST_DEGREES if least < num_ranks]
@@ -120,11 +120,9 @@ def with_least_degrees(problem: Problem, shortest_s: float) -> list[Schedule]:
             continue
         items = problem.items.copy()  # type: ignore[attr-defined]
         items.minimum_degree = np.maximum(items.minimum_degree, least)
-        schedules += (made := dhp_step(replace(problem, items=items)))
-        made_s = min(time_of(problem, schedule) for schedule in made)
-        if made_s >= shortest_s and least < num_ranks:
-            break
-        shortest_s = min(shortest_s, made_s)
+        made = dhp_step(replace(problem, items=items), shortest_s)
+        schedules += made
+        shortest_s = min([shortest_s, *(time_of(problem, schedule) for schedule in made)])
     return schedules
 
 

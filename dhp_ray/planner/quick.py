@@ -48,7 +48,7 @@ def quick_step(problem: Problem, bound_s: float) -> Schedule:
     shortest_s = np.inf
     for items, packs in item_sets(problem):
         search = Search(items, packs, machine, lists, cached_groups_of(problem), bound_s)
-        if schedules and not search.below(shortest_s, TOLERANCE):
+        if schedules and not search.below(shortest_s, TOLERANCE, search.quick):
             break
         found = search.shortest(TOLERANCE, search.quick)
         schedules.append(unpacked(schedule_of(found, items, machine), packs))

@@ -7,6 +7,7 @@ import pytest
 from test_dhp import ALL_TO_ALL
 
 from dhp_ray.planner import ClusterSpec, Sample, bounded
+from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step import search as search_module
 from dhp_ray.planner.step.cached_groups import cached_groups_of
@@ -26,6 +27,14 @@ def test_packs_have_as_many_ranks_as_their_items_must(pack_s):
     for schedule in dhp_step(bounded(problem)):
         assert np.diff(schedule.first_rank).min() >= 3
         assert sorted(schedule.rows) == list(range(20))
+
+
+def test_only_schedules_shorter_than_a_given_one_are_searched_for():
+    problem = bounded(problem_of([Sample(str(row), 4505) for row in range(8)], ClusterSpec(5, 8, 8192), ALL_TO_ALL,
+                                 "step"))
+    shortest_s = min(time_of(problem, schedule) for schedule in dhp_step(problem))
+    assert dhp_step(problem, problem.lower_bound_s) == []
+    assert min(time_of(problem, schedule) for schedule in dhp_step(problem, 1.1 * shortest_s)) <= shortest_s
 
 
 @pytest.fixture

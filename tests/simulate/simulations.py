@@ -10,8 +10,10 @@ from dhp_ray.simulate.settings import load_simulation
 from dhp_ray.simulate.simulation import Simulated, prepared
 
 SMALL = ["model=qwen3_vl_2b", "workload=llava_video", "cluster.num_ranks=8", "cluster.ranks_per_node=4",
-         "global_samples=24", "num_batches=6", "planners=[dhp]", "planning.encoder=group"]
-"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds."""
+         "global_samples=24", "num_batches=6", "planners=[dhp_paper]", "planning.encoder=group"]
+"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds. The planner takes a
+tenth of the time of `dhp`.
+"""
 
 QUICK = ["faults.worker.seen_s=1", "faults.worker.form_s=2", "faults.worker.return_s=50", "faults.node.seen_s=2",
          "faults.node.form_s=4", "faults.node.return_s=70", "faults.all.seen_s=3", "faults.all.form_s=6",
@@ -25,12 +27,12 @@ def small(*overrides: str) -> Simulated:
 
 
 @cache
-def run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
+def run_of(*overrides: str, planner: str = "dhp_paper") -> RunRecord:
     """The same run is simulated once; nobody changes its record."""
     return fresh_run_of(*overrides, planner=planner)
 
 
-def fresh_run_of(*overrides: str, planner: str = "dhp") -> RunRecord:
+def fresh_run_of(*overrides: str, planner: str = "dhp_paper") -> RunRecord:
     simulation = small(*overrides)
     return SimulatedRun(planner, simulation.machine, simulation.batches).simulate()
 

@@ -123,7 +123,7 @@ def test_a_planner_that_cannot_go_on_is_said(capsys: pytest.CaptureFixture[str])
     simulation = prepared(load_simulation([*SMALL, "faults.every_s=0.1", "faults.all.share=1"]))
     assert [record.error for record in simulated(simulation)] == ["step 1 has failed 9 times"]
     assert text_of(simulation.summaries()).splitlines()[-1] == (
-        "dhp could not go on after step 0: step 1 has failed 9 times")
+        "dhp_paper could not go on after step 0: step 1 has failed 9 times")
     assert job.main([*SMALL, "faults.every_s=0.1", "faults.all.share=1"]) == 1
 
 

@@ -117,9 +117,9 @@ class Search:
         longer = [self.trial(best.makespan_s + share * slack_s, effort, group_s * num_ranks) for share in MAKING]
         return [best, *again, *filter(None, longer)]
 
-    def below(self, makespan_s: float, tolerance: float) -> bool:
-        """Whether a quick trial succeeds for a makespan that is shorter than this one by the share `tolerance`."""
-        return self.trial(makespan_s * (1 - tolerance), self.quick) is not None
+    def below(self, makespan_s: float, tolerance: float, effort: Effort) -> bool:
+        """Whether a trial succeeds for a makespan that is shorter than this one by the share `tolerance`."""
+        return self.trial(makespan_s * (1 - tolerance), effort) is not None
 
     def shortest(self, tolerance: float, effort: Effort) -> Found:
         """The first feasible makespan above the bound, bisected to a tolerance, a share of the bound."""
@@ -184,8 +184,8 @@ class Search:
         return self.expected_s + step_s * 2 ** max(self.num_failed - 1, 0)
 
 
-def dhp_step(problem: Problem) -> list[Schedule]:
-    """Candidate schedules."""
+def dhp_step(problem: Problem, below_s: float = np.inf) -> list[Schedule]:
+    """Candidate schedules; none where one thorough trial finds nothing shorter than `below_s`, with fixed costs."""
     machine, bound_s = problem.machine, problem.lower_bound_s - problem.cost.fixed_s
     tiny = len(problem.items) * len(machine.speeds) <= TINY
     if tiny and (machine.rates.inside_s == machine.rates.across_s).all():
@@ -194,7 +194,9 @@ def dhp_step(problem: Problem) -> list[Schedule]:
     found, at_bound = list[tuple[Found, Search]](), False
     for items, packs in item_sets(problem):
         search = Search(items, packs, machine, lists, pool, bound_s)
-        if found and search.size > LARGE and not search.below(found[0][0].makespan_s, search.tolerance):
+        if below_s < np.inf and not search.below(below_s - problem.cost.fixed_s, search.tolerance, search.thorough):
+            continue
+        if found and search.size > LARGE and not search.below(found[0][0].makespan_s, search.tolerance, search.quick):
             break
         found.append((search.shortest(search.tolerance, search.quick), search))
         at_bound = _packs_cost(machine) and _at_bound(
@@ -203,7 +205,7 @@ def dhp_step(problem: Problem) -> list[Schedule]:
             break
     if at_bound:
         found = found[-1:]
-    elif not tiny:
+    elif found and not tiny:
         found = [min(found, key=lambda one: one[0].makespan_s)]
     return [schedule for quick, search in found for schedule in _improved(quick, search, problem, local)]
 

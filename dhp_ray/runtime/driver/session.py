@@ -41,7 +41,7 @@ now and then.
 LOOKS_PER_HANG = 8
 """The number of health checks in `elastic.hang_s` seconds while a step runs."""
 
-COMPILING_TOLD_S = 5.0
+COMPILING_TOLD_S = 15.0
 """Compiling is reported if it took longer than this; reading the machine code from its cache takes less."""
 
 
