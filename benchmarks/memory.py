@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +33,7 @@ DEVICES = {64: "npu", 80: "cuda"}
 NUM_DEVICES = (4, 8, 16, 32, 64, 128)
 
 
+@cache
 def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> int:
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30

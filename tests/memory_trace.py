@@ -63,6 +63,8 @@ class MemoryTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
     ) -> Any:
+        if function is torch.ops.prim.device.default:  # asked at every operator
+            return function(*arguments)
         if function is aten.equal.default:
             return True  # published weights are bf16: computing in it changes none
         options = dict(options or {})
@@ -84,6 +86,11 @@ class MemoryTrace(TorchDispatchMode):
                 self._count(leaf.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes(function, arguments))
         return result
+
+    def faked(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape that is computed with."""
+        with _disable_current_modes():
+            return self._fake.from_tensor(tensor)
 
     def on_host(self, num_bytes: int) -> Tensor:
         """Bytes that are not the device's."""
@@ -233,6 +240,8 @@ def traced(
             engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
         engine.zero_gradients()
         on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape, dtype=COMPUTE_TYPES[settings.precision]))
+        if inputs.dropout_keys is not None:  # masks as large as activations are made of them
+            on_device = replace(on_device, dropout_keys=trace.faked(inputs.dropout_keys))
         following = torch.empty_like(on_device.pixels)  # of the next pack, copied ahead
         before_bytes = 0
         for _ in range(1 if settings.sync == "step" else 2):  # FSDP has gradients from the first backward pass on

@@ -5,6 +5,7 @@ conf/model_shape, and models of them without memory.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
         video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653)
 
 
+@cache
 def stored_shape(name: str) -> ModelShape:
     """As the package has it for users to name."""
     return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL)[name]}.yaml")
@@ -93,6 +95,7 @@ def _internvl(name: str, num_layers: int) -> InternVLConfig:
     return InternVLConfig(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied)
 
 
+@cache
 def shape_of(name: str, num_layers: int = 0) -> ModelShape:
     """What the planner knows of a published model."""
     config = published_config(name, num_layers)

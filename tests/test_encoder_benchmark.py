@@ -140,6 +140,13 @@ def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"python benchmarks/encoder.py {name} " in shown for name in TABLES)
 
 
+def test_a_table_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sometimes"]) == 2
+    assert capsys.readouterr().err == (
+        "encoder.py: sometimes: allowed: one of balance, rows, timeline, regret, planning, gains\n")
+
+
+@pytest.mark.slow
 def test_the_command_runs_in_a_checkout() -> None:
     found = subprocess.run([sys.executable, "benchmarks/encoder.py", "sometimes"], cwd=ROOT, capture_output=True,
                            text=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import pytest
 
-from benchmarks.memory import DEVICES, MODELS, NUM_DEVICES, table, tokens_per_rank
+from benchmarks.memory import DEVICES, MODELS, NUM_DEVICES, main, table, tokens_per_rank
 from dhp_ray.planner.cost import SYNCS
-from tests.readme import ROOT, section
+from tests.readme import section
 
 
-def test_readme_has_the_table_that_the_script_prints() -> None:
+def test_readme_has_the_table_that_the_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert table() in section("What fits")
-    done = subprocess.run([sys.executable, "benchmarks/memory.py", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "none of these devices has been measured" in done.stdout
+    assert main(["--help"]) == 0
+    assert "none of these devices has been measured" in capsys.readouterr().out
 
 
 def test_more_devices_never_hold_less_and_all_ranks_together_never_less_than_one() -> None:

@@ -188,7 +188,7 @@ def test_a_batch_is_planned_as_shown(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 3))])
 def test_attention_as_shown_works(num_ranks: int, tmp_path: Path) -> None:
     said = f"open({str(tmp_path)!r} + f'/rank{{rank}}', 'w')"
     said += ".write(f'{out.shape[1]} {bool(q.grad.isfinite().all())}')\n"

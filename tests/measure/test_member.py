@@ -17,7 +17,7 @@ from dhp_ray.runtime.worker.rank import Rank
 from tests.measure.specs import spec
 from tests.ranks import run_processes
 
-SMALL = Sizes(96, ((1, 4, 4), (1, 8, 8)), 4)
+SMALL = Sizes(48, ((1, 4, 4), (1, 4, 8)), 4)
 
 
 def measured(
@@ -56,7 +56,7 @@ def test_two_ranks_measure_every_part() -> None:
         assert exchanged.seconds.keys() == set(MESSAGE_BYTES)
         assert exchanged.seconds[MESSAGE_BYTES[-1]] > exchanged.seconds[MESSAGE_BYTES[0]] > 0
         assert min(found["groups"].group_s[2]) > 0
-        assert [tokens for tokens, _ in found["memory"].peaks] == [24, 96]
+        assert [tokens for tokens, _ in found["memory"].peaks] == [12, 48]
     repeats = [[len(repeats) for repeats in found["packs"].rounds] for found, _ in by_rank]
     assert repeats[0] == repeats[1]
 

@@ -40,7 +40,7 @@ def batch(draw: np.random.Generator, size: int) -> list[Sample]:
 
 def world(
     true: Mapping[str, float], noise: float = 0.02, slowness: Mapping[int, float] | None = None, num_ranks: int = 4,
-    sync: str = "step", outliers: float = 0.0, seed: int = 1, steps: int = 16,
+    sync: str = "step", outliers: float = 0.0, seed: int = 1, steps: int = 16, planner: str = "dhp",
 ) -> World:
     """A run of so many steps whose packs take what true factors say, ranks as slow as `slowness` says."""
     draw, real = np.random.default_rng(seed), with_factors(PRIOR, dict(true))
@@ -49,7 +49,7 @@ def world(
     found = World([], factors, [], 1.0)
     for step in range(steps):
         cost = with_factors(PRIOR, factors)
-        plan = plan_batch(batch(draw, 40), ClusterSpec(num_ranks, num_ranks, 2048), cost, sync=sync)
+        plan = plan_batch(batch(draw, 40), ClusterSpec(num_ranks, num_ranks, 2048), cost, planner=planner, sync=sync)
         work = work_of(plan)
         nominal_s = work.seconds(real)
         found.errors.append(float(np.median(np.abs(work.seconds(cost) / nominal_s - 1))))
@@ -67,13 +67,18 @@ def world(
     return found._replace(factors=factors)
 
 
+by_planner = pytest.mark.parametrize("planner", ["dhp_paper", pytest.param("dhp", marks=pytest.mark.slow)])
+"""`dhp` plans batches of 40 samples five times as long, to packs with the same terms."""
+
+
+@by_planner
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 @pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 50.0), dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2),
                                   MIXED, {"quadratic_s": 8.0}],
                          ids=["fiftyfold", "tenfold", "a fifth", "mixed", "attention"])
-def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> None:
+def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str, planner: str) -> None:
     """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds."""
-    worlds = [world(true, sync=sync, seed=seed) for seed in (1, 2, 3)]
+    worlds = [world(true, sync=sync, seed=seed, planner=planner) for seed in (1, 2, 3)]
     for found in worlds:
         assert found.errors[0] > 0.3
         assert max(found.errors[-5:]) < 0.05
@@ -82,11 +87,14 @@ def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str) -> 
         assert np.median([found.factors[name] for found in worlds]) == pytest.approx(true.get(name, 1.0), rel=0.1)
 
 
+@by_planner
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("true", [{}, dict.fromkeys(TERMS, 3.0), MIXED], ids=["right", "threefold", "mixed"])
-def test_noise_outliers_and_a_slow_rank_lead_nowhere(true: Mapping[str, float], num_ranks: int) -> None:
+def test_noise_outliers_and_a_slow_rank_lead_nowhere(
+    true: Mapping[str, float], num_ranks: int, planner: str
+) -> None:
     """20 % of noise, one pack in 33 four times as long, one rank three times as slow."""
-    found = world(true, 0.2, {0: 3.0}, num_ranks, outliers=0.03)
+    found = world(true, 0.2, {0: 3.0}, num_ranks, outliers=0.03, planner=planner)
     assert np.mean(found.errors[-8:]) < 0.15
     assert all(1 / FAR <= factor <= FAR for factor in found.factors.values())
 

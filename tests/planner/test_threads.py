@@ -39,24 +39,28 @@ found = pkgutil.walk_packages(dhp_ray.planner.__path__, "dhp_ray.planner.")
 modules = [importlib.import_module(module.name) for module in found]
 loops = {{value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)}}
 counts = {{loop: len(loop.signatures) for loop in loops}}
-for cost in (ALL_TO_ALL, RING):
+uneven = (1.0, 0.9, 0.8, 1.1, 1.0, 0.4)
+for cost, count, ranks, speeds in {cases}:
     for sync in ("step", "micro_batch"):
-        for count, ranks, speeds in ((512, 64, ()), (9, 4, ()), (30, 6, (1.0, 0.9, 0.8, 1.1, 1.0, 0.4))):
-            for planner in PLANNERS:
-                cluster = ClusterSpec(ranks, 8, 8192, speeds)
-                plan_batch(bimodal(count, ranks), cluster, cost, planner=planner, sync=sync, pool=((0, 1),))
+        for planner in PLANNERS:
+            cluster = ClusterSpec(ranks, 8, 8192, speeds)
+            plan_batch(bimodal(count, ranks), cluster, cost, planner=planner, sync=sync, pool=((0, 1),))
 print([loop.py_func.__qualname__ for loop in loops if len(loop.signatures) > counts[loop]])
 """
 
 
-def test_after_the_warm_up_nothing_is_compiled():
-    code = WARM.format(folder=os.path.dirname(__file__))
+@pytest.mark.parametrize("cases", [
+    "(ALL_TO_ALL, 512, 64, ()), (RING, 9, 4, ()), (ALL_TO_ALL, 30, 6, uneven), (RING, 30, 6, uneven)",
+    pytest.param("(RING, 512, 64, ()), (ALL_TO_ALL, 9, 4, ())", marks=pytest.mark.slow)])
+def test_after_the_warm_up_nothing_is_compiled(cases):
+    code = WARM.format(folder=os.path.dirname(__file__), cases=cases)
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_two_threads_plan_at_once():
+@pytest.mark.parametrize("num_seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_threads_plan_at_once(num_seeds):
     cases = [(bimodal(300, 24, seed), ClusterSpec(24, 8, 8192), cost, sync)
-             for seed in range(3) for cost in (ALL_TO_ALL, RING) for sync in ("step", "micro_batch")]
+             for seed in range(num_seeds) for cost in (ALL_TO_ALL, RING) for sync in ("step", "micro_batch")]
     alone = [plan_batch(samples, cluster, cost, sync=sync).groups for samples, cluster, cost, sync in cases]
     found: dict[tuple[int, int], object] = {}
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from dhp_ray.planner import plan_batch
 from dhp_ray.report.gains import compare, other_mode
-from dhp_ray.report.page import mode_gain, page, text
+from dhp_ray.report.page import curves, mode_gain, page, planning, summary, text
 from dhp_ray.report.run_files import read_run
 from dhp_ray.storage import Folder
 from tests.report.browser import open_page
@@ -63,7 +63,8 @@ def test_scores_of_answers_are_shown(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     lines[0] |= {"eval_loss": 1.5, "eval_exact_match": 0.5, "eval_anls": 0.625, "eval_f1": 0.75}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = page(read_run(Folder(str(tmp_path))))
+    run = read_run(Folder(str(tmp_path)))
+    shown = summary(run, compare([], run.plan))
     assert "<dt>last answers</dt><dd>exact match 0.500, ANLS 0.625, F1 0.750</dd>" in shown
 
 
@@ -74,7 +75,8 @@ def test_steps_whose_images_were_encoded_apart_are_counted(content: str, tmp_pat
         line["encoder"]["imbalance"] = imbalance
     lines[1].pop("encoder")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = page(read_run(Folder(str(tmp_path))))
+    run = read_run(Folder(str(tmp_path)))
+    shown = summary(run, compare([], run.plan))
     assert "<dt>images encoded apart from packs</dt><dd>2 of 3 steps, fullest rank 1.50 x the mean</dd>" in shown
     assert "encoded apart" not in content
 
@@ -87,8 +89,9 @@ def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     lines = [line | {"planner": "quick" if line["step"] == 2 else "dhp", "late": line["step"] == 2} for line in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = re.sub(r"<[^>]+>", " ", page(read_run(Folder(str(tmp_path)))))
-    gained = " ".join(shown.partition("Modelled: 3 of 3 batches")[2].partition("How many ranks")[0].split())
+    run = read_run(Folder(str(tmp_path)))
+    shown = re.sub(r"<[^>]+>", " ", planning(run, compare(run.plan_steps, run.plan)))
+    gained = " ".join(shown.partition("Modelled: 3 of 3 batches")[2].split())
     assert "in the same mode (sync=step), with the same memory (480 tokens a rank)" in gained
     modelled, _, clock = gained.partition("Measured:")
     assert re.search(r"this run 3 by dhp [\d.]+ 1\.00", modelled)
@@ -153,7 +156,9 @@ def test_losses_that_are_none(tmp_path: Path) -> None:
     write_run(tmp_path, 2)
     metrics = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(re.sub(r'"loss": [\d.]+', '"loss": null', metrics))
-    assert "<dt>last loss</dt><dd>none</dd>" in page(read_run(Folder(str(tmp_path))))
+    run = read_run(Folder(str(tmp_path)))
+    assert "<dt>last loss</dt><dd>none</dd>" in summary(run, compare([], run.plan))
+    assert "<img" in curves(run)
 
 
 def test_in_a_browser_the_page_shows_and_the_samples_text_does_not_run(

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dhp_ray.storage import Folder
+from jobs.report import main
 from tests.report.runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,14 +20,14 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
                           text=True, timeout=240, check=False)
 
 
-def test_a_report_is_written_beside_the_run(tmp_path: Path) -> None:
+def test_a_report_is_written_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, 2)
     done = report(f"run.dir={tmp_path}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{tmp_path}/report.html: 2 steps\n"
     assert "2 of 2 batches" in (tmp_path / "report.html").read_text()
-    again = report("--config", str(tmp_path / "config.yaml"))
-    assert again.stdout == done.stdout
+    assert main(["--config", str(tmp_path / "config.yaml")]) == 0
+    assert capsys.readouterr().out == done.stdout
 
 
 def test_a_run_on_an_object_store(tmp_path: Path, object_store: str) -> None:
@@ -34,12 +37,11 @@ def test_a_run_on_an_object_store(tmp_path: Path, object_store: str) -> None:
     for path in tmp_path.rglob("*"):
         if path.is_file():
             folder.upload(path, path.relative_to(tmp_path).as_posix())
-    done = report(f"run.dir={uri}")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert main([f"run.dir={uri}"]) == 0
     assert b"2 of 2 batches" in folder.read("report.html")
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, damaged, file = tmp_path / "empty", tmp_path / "damaged", tmp_path / "file"
     file.write_text("")
     write_run(empty, 0)
@@ -53,11 +55,12 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
              (1, "metrics.jsonl: line 1", f"run.dir={damaged}"),
              (1, "not a folder that storage knows", "run.dir=nonsense://bucket/x")]
     for status, words, argument in cases:
-        done = report(argument)
-        assert (done.returncode, done.stdout) == (status, "")
-        assert words in done.stderr
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+        assert main([argument]) == status
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert words in said.err
+        assert said.err.startswith("error: ")
+        assert said.err.count("\n") == 1
 
 
 def test_help_names_the_argument() -> None:
