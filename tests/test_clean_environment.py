@@ -112,7 +112,7 @@ def test_the_cores_tests_import_nothing_else() -> None:
     """Without waiting for the environment: here, with those packages hidden."""
     hidden = "import sys; sys.modules.update(dict.fromkeys(('ray', 'omegaconf', 'av', 'matplotlib', 'PIL')))"
     paths = sorted({part for command in COMMANDS.values() for part in command if part.startswith("tests/")})
-    arguments = [*PYTEST[2:], "--collect-only", "--noconftest", *paths]
+    arguments = [*PYTEST[2:], "--collect-only", "--noconftest", "--assert=plain", *paths]
     program = f"{hidden}; import pytest; raise SystemExit(pytest.main({arguments!r}))"
     assert failure(sys.executable, ["-c", program]) == ""
 

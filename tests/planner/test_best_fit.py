@@ -5,14 +5,14 @@ import bisect
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.packing import best_fit_decreasing, unpacked
 from dhp_ray.planner.schedule import Schedule
 
 
-@njit
+@compiled
 def served(room, need):
     """The owner of the room that serves each need, -1 where none does; half of the rooms come when half of the needs
     have been served.

@@ -3,18 +3,18 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 from test_dhp import ALL_TO_ALL
 
 from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.items import time_s
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.cached_groups import CachedGroups, best_cached_group
 
 NUM_RANKS, RANKS_PER_NODE, CAPACITY = 8, 4, 100
 
 
-@njit
+@compiled
 def best(items, lowest, highest, makespan, machine, free, cached, gap_weight, limit):
     """The best group, and its ranks."""
     chosen = np.zeros(len(free), dtype=np.int64)
@@ -23,7 +23,7 @@ def best(items, lowest, highest, makespan, machine, free, cached, gap_weight, li
     return found, chosen[: found.degree]
 
 
-@njit
+@compiled
 def seconds(items, degree, crosses, speed, machine):
     return time_s(items[0], degree, crosses, speed, machine.rates[degree])
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 from test_dhp import ALL_TO_ALL
 
 from dhp_ray.planner import ClusterSpec, Sample
 from dhp_ray.planner.items import time_s
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.step.candidates import best_candidate
 from dhp_ray.planner.step.free_ranks import FreeRanks, free_ranks, occupy
@@ -18,7 +18,7 @@ from dhp_ray.planner.step.rank_lists import rank_lists
 RANKS_PER_NODE = 5
 
 
-@njit
+@compiled
 def least_seconds(items, num_ranks, machine):
     """By degree: the shortest time of all items."""
     least_s = np.zeros(num_ranks + 1)
@@ -28,7 +28,7 @@ def least_seconds(items, num_ranks, machine):
     return least_s
 
 
-@njit
+@compiled
 def found(items, lowest, makespan, machine, lists, busy, gap_weight):
     """The best candidate on up to a node's ranks, and its ranks."""
     chosen = np.zeros(len(busy), dtype=np.int64)
@@ -39,7 +39,7 @@ def found(items, lowest, makespan, machine, lists, busy, gap_weight):
     return best, chosen[: best.degree]
 
 
-@njit
+@compiled
 def placed(items, makespan, machine, lists, busy, gap_weight):
     """By item, placed one after another: the waste of its candidate, and that of the same search by which no list of
     ranks has been skipped before."""
@@ -64,7 +64,7 @@ def placed(items, makespan, machine, lists, busy, gap_weight):
     return wastes
 
 
-@njit
+@compiled
 def seconds(items, degree, slowest, machine):
     return time_s(items[0], degree, False, slowest, machine.rates[degree])
 

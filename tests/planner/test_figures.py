@@ -78,7 +78,7 @@ import resource, sys
 from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, plan_batch, warm_up
 cost = CostModel(5e-9, 2e-4, 2e6, 0.6, {2: 1.2e11, 8: 1e11, 16: 1e10})
 warm_up()
-samples = [Sample(str(row), 30_000 if row % 50 == 0 else 500 + row) for row in range(1000)]
+samples = [Sample(str(row), 30_000 if row % 50 == 0 else 500 + row) for row in range(300)]
 def plan_all(num_ranks):
     for planner in PLANNERS:
         for sync in ("step", "micro_batch"):

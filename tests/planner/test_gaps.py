@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, bounded, checked_problem
 from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.packing import unpacked
 from dhp_ray.planner.step import search as step_search
 from dhp_ray.planner.step.cached_groups import cached_groups_of
@@ -52,7 +52,7 @@ def test_packs_that_cannot_hold_two_items_each_cost_their_own() -> None:
     assert sorted(np.diff(search.scheduled(found).first_row).tolist()) == [1] * 5
 
 
-@njit
+@compiled
 def backfilled(items, rest, partial, makespan, machine):
     return backfill(items, rest, partial, makespan, machine)
 

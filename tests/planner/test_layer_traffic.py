@@ -18,7 +18,7 @@ from dhp_ray.planner.plan import Grid
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.pack import pack_loss
 from tests.memory_trace import SilentLink, make_inputs, memory_trace
-from tests.published_configs import model_without_memory, published_config, stored_shape
+from tests.published_configs import QWEN3, model_without_memory, published_config, stored_shape
 
 ELSEWHERE = {"mm", "addmm", "bmm", "convolution", "_flash_attention_forward", "_flash_attention_backward",
              "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
@@ -62,11 +62,12 @@ def moved(config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]
 
 
 def of_one_more_layer(name: str, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
-    """Bytes of the fourth layer of the language model, and of the encoder's if samples have images. (Each of the first
-    three of a Qwen3-VL's encoder has a merger.)
+    """Bytes of the second layer of the language model, and of the encoder's if samples have images; of a Qwen3-VL,
+    whose encoder has a merger with each of its first three layers, of the fourth.
     """
-    three, four = (moved(published_config(name, num_layers), samples) for num_layers in (3, 4))
-    return Traffic(four.forward - three.forward, four.backward - three.backward)
+    fewest = 3 if name in QWEN3 else 1
+    few, more = (moved(published_config(name, num_layers), samples) for num_layers in (fewest, fewest + 1))
+    return Traffic(more.forward - few.forward, more.backward - few.backward)
 
 
 @pytest.mark.parametrize(("name", "scaled"), [("3B", 0), pytest.param("7B", 0, marks=pytest.mark.slow),

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.rebalancing import BETTER, EXCHANGES, Loads, rebalance
 
 
-@njit
+@compiled
 def compiled_rebalance(loads, rank_of, ends_s, held, target_s, partners):
     rebalance(loads, rank_of, ends_s, held, target_s, partners)
 

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
+from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import firsts_of
 from dhp_ray.planner.world_encoder import EVEN, FAR, _fullest_first, _longest_first, balanced_encoders
 
 
-@njit
+@compiled
 def longest_first(image_s, group_of_image, ranks, first_rank, speeds, least_s):
     encoder, order = np.zeros(len(image_s), dtype=np.int64), ascending(-image_s)
     end_s = _longest_first(image_s, order, group_of_image, ranks, first_rank, speeds, least_s, encoder)
     return encoder, end_s
 
 
-@njit
+@compiled
 def fullest_first(image_s, speeds, least_s, most_s):
     encoder = np.zeros(len(image_s), dtype=np.int64)
     return _fullest_first(image_s, ascending(-image_s), speeds, least_s, most_s, encoder)
