@@ -102,7 +102,8 @@ def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[st
         rows = json.loads((nlvr / "conversations.json").read_text())[:num_rows]
         (folder / "conversations.json").write_text(json.dumps(rows))
         return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={nlvr}"]
-    overrides = ["data=synthetic", f"data.path={folder / 'synthetic.parquet'}", "data.synthetic.num_samples=256"]
+    overrides = ["data=synthetic", f"data.path={folder / 'synthetic.parquet'}",
+                 f"data.synthetic.num_samples={min(num_rows, 256)}"]
     config = load(overrides)
     synthetic.write(config.data.path, config.data, config.seed)
     return overrides

@@ -129,6 +129,7 @@ def test_vllm_answers_as_evaluate(ray_cluster: None, python: str, preset: str, t
     assert len(set(found)) > NUM_ROWS // 2
 
 
+@pytest.mark.slow
 def test_what_pip_cannot_find_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")

@@ -89,6 +89,7 @@ def test_ctrl_c_amid_training(start: Start) -> None:
     assert run.ledger == expected_ledger(run.folder, run.step)
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_first_batch_is_read(start: Start, unread: list[str]) -> None:
     run = start("cluster.num_workers=2", *unread)
     wait_until_ready(run)

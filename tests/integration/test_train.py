@@ -1,6 +1,4 @@
-"""Whole runs on real conversations: the same loss on every number of workers, going on after a kill, the files of a
-run.
-"""
+"""Whole runs on real conversations: the same loss on every number of workers, going on after a kill."""
 
 from __future__ import annotations
 
@@ -15,10 +13,6 @@ import pytest
 from tests.integration.jobs import ledger, lines, losses, start, train
 
 STEPS = 20
-METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
-           "planning_time_s",
-           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
-           "planner", "late", "cost_error"}
 
 
 @pytest.fixture(scope="session")
@@ -110,32 +104,9 @@ def test_a_killed_run_goes_on_where_it_was(one_worker: Path, nlvr: list[str], tm
     assert [line["generation"] for line in lines(tmp_path / "killed", "metrics.jsonl")][::STEPS - 1] == [1, 2]
 
 
-def test_a_run_leaves_the_files_of_the_contract(one_worker: Path) -> None:
-    names = {path.name for path in one_worker.iterdir()}
-    assert {"config.yaml", "tensorboard", "checkpoints", "plans", "events.jsonl", "model", "metrics.jsonl",
-            "ledger.jsonl", "cluster.json"} <= names
-    metrics = lines(one_worker, "metrics.jsonl")
-    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
-    assert all(set(line) - {"encoder"} == METRICS for line in metrics)  # of steps with images encoded apart
-    assert [path.name for path in (one_worker / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
-    plans = {path.name for path in (one_worker / "plans").iterdir()}
-    assert plans == {f"step_{step:06d}.json" for step in range(1, STEPS + 1)}
-    assert all(0.0 <= line["idle_fraction"] < 0.5 for line in metrics)  # one rank only waits between packs
-
-
-def test_the_curves_are_read_back_by_tensorboard(one_worker: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(one_worker / "tensorboard"))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {"loss/train", "loss/learning_rate", "loss/gradient_norm", "throughput/tokens_per_s",
-            "throughput/step_time_s", "plan/planning_time_s",
-            "data/data_wait_s", "balance/predicted_makespan_s", "balance/measured_makespan_s", "balance/idle_fraction",
-            "plan/degree_1", "comm/pool_hits", "elastic/num_ranks", "elastic/generation", "elastic/speed_0"} <= tags
-    assert [picture.step for picture in events.Images("plan/planned_and_measured")] == [1, 20]
-    assert {"configuration", "cluster"} <= set(events.Tags()["tensors"])
-    assert [point.value for point in events.Scalars("loss/train")] == pytest.approx(losses(one_worker), rel=1e-6)
+@pytest.mark.slow
+def test_one_rank_only_waits_between_packs(one_worker: Path) -> None:
+    assert all(0.0 <= line["idle_fraction"] < 0.5 for line in lines(one_worker, "metrics.jsonl"))
 
 
 @pytest.mark.slow

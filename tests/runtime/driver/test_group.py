@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ class Actor:
     """Does what it is told, as a worker that is somewhere and may fail."""
 
     def __init__(self, node_id: str) -> None:
-        self.node_id, self.waits = node_id, False
+        self.node_id, self.waits, self.woken = node_id, False, Event()
 
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         memory_bytes = {"a": 500, "b": 800}[self.node_id]
@@ -32,13 +34,18 @@ class Actor:
     def status(self) -> Status:
         return Status(call="act", mark_id="act 7", waits_for_peers=self.waits)
 
+    @ray.method(concurrency_group="control")
+    def wake(self) -> None:
+        self.woken.set()
+
     def act(self, what: dict[int, str]) -> int:
         deed = what.get(os.getpid(), "answer")
         if deed == "raise":
             raise ValueError("step 7: this rank's own words\nand a second line")
         self.waits = deed == "wait"
         if deed in ("sleep", "wait"):
-            time.sleep(60)
+            self.woken.clear()
+            self.woken.wait(60)
         if deed == "defect":
             raise KeyError("missing")
         if deed == "die":
@@ -49,9 +56,9 @@ class Actor:
         return os.getpid()
 
 
-@pytest.fixture(params=["direct", pytest.param("relayed", marks=pytest.mark.slow)])
-def group(ray_cluster: None, request: pytest.FixtureRequest) -> Any:
-    """Of three ranks on two nodes; relayed: the first has a relay, and the other two have one."""
+@pytest.fixture(scope="module", params=["direct", pytest.param("relayed", marks=pytest.mark.slow)])
+def ranks(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    """Three ranks on two nodes; relayed: the first has a relay, and the other two have one."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
     group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
@@ -62,6 +69,14 @@ def group(ray_cluster: None, request: pytest.FixtureRequest) -> Any:
     group.close_relays()
     for member in group.members:
         ray.kill(member.actor)
+
+
+@pytest.fixture
+def group(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+    """The same ranks for all tests; what one has told to sleep or to wait does not at the next one."""
+    monkeypatch.setattr(ranks, "exchange_s", ranks.exchange_s)
+    yield ranks
+    ray.wait([member.actor.wake.remote() for member in ranks.members], num_returns=3, timeout=30)
 
 
 def pids(group: WorkerGroup) -> list[int]:
@@ -85,14 +100,6 @@ def test_the_rank_that_raises_is_named_with_its_own_words(group: WorkerGroup) ->
 def test_a_defect_is_named_with_its_type(group: WorkerGroup) -> None:
     with pytest.raises(RunError, match=r"rank 2 \(pid \d+ on node a\): KeyError: 'missing'"):
         group.call("act", {pids(group)[2]: "defect"})
-
-
-def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
-    group.close_relays()  # they are opened once a run trains, and then a survey explains it
-    first, second, third = pids(group)
-    with pytest.raises(RunError) as caught:
-        group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
-    assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
 
 
 def test_calls_may_take_longer_than_a_look_while_all_get_on(group: WorkerGroup) -> None:
@@ -133,3 +140,12 @@ def test_a_wait_ends_with_the_run(group: WorkerGroup) -> None:
     with pytest.raises(GroupError, match="answers no more"):
         group.collect(calls, look_s=0.5, stopping=lambda: "")
     os.kill(pids(group)[2], signal.SIGCONT)
+
+
+def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
+    """The last of the tests: the rank does not come back."""
+    group.close_relays()  # they are opened once a run trains, and then a survey explains it
+    first, second, third = pids(group)
+    with pytest.raises(RunError) as caught:
+        group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
+    assert str(caught.value) == f"rank 2 (pid {third} on node a) died"

@@ -42,7 +42,8 @@ def together(rank: int, port: int, config: Config, root: str, fragment: Fragment
     return answers, held, whole
 
 
-@pytest.mark.parametrize("preset", PATCH_DIMS)
+@pytest.mark.parametrize("preset", [
+    pytest.param(preset, marks=pytest.mark.slow if preset == "tiny" else ()) for preset in PATCH_DIMS])
 def test_ranks_in_step_answer_as_one_does(preset: str, tmp_path: Path) -> None:
     """Beside one another: a picture and none, a row that cannot be read, answers of other lengths, and no row."""
     (tmp_path / "wide.png").write_bytes(picture(210, 60))

@@ -11,13 +11,13 @@ from benchmarks.cases import SYNCS
 from benchmarks.worlds import corpus_of, data_overrides, plans_of, train_world
 from dhp_ray.config import load
 
-NUM_RANKS, BATCH, STEPS = 3, 5, 4
+NUM_RANKS, BATCH, STEPS = 3, 5, 2
 
 
 @pytest.mark.parametrize("sync", [SYNCS[0], *(pytest.param(sync, marks=pytest.mark.slow) for sync in SYNCS[1:])])
 def test_the_same_plans_give_the_same_bits(tmp_path: Path, sync: str) -> None:
-    config = load([*data_overrides("", tmp_path), "run.dir=unused", "comm.timeout_s=60", f"planner.sync={sync}",
-                   "train.deterministic=true"])
+    config = load([*data_overrides("", tmp_path, 2 * BATCH * STEPS), "run.dir=unused", "comm.timeout_s=60",
+                   f"planner.sync={sync}", "train.deterministic=true"])
     corpus = corpus_of(config, BATCH * STEPS)
     batches = [corpus.samples[first : first + BATCH] for first in range(0, BATCH * STEPS, BATCH)]
     plans = plans_of(batches, NUM_RANKS, "dhp", sync)

@@ -100,7 +100,8 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("way", "freeze"), [
-    ("whole", ""), ("whole", "vision"), ("sharded", "language"), pytest.param("sharded", "", marks=pytest.mark.slow)])
+    ("whole", "vision"), ("sharded", "language"),
+    *(pytest.param(way, "", marks=pytest.mark.slow) for way in WAYS)])
 def test_three_ranks_export_what_one_does(way: str, freeze: str, tmp_path: Path) -> None:
     source = given(tmp_path / "given")
     common = ["model.preset=", f"model.path={source}", f"train.freeze=[{freeze}]"]
@@ -140,8 +141,9 @@ def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("preset", "way", "freeze"), [
-    ("tiny", "whole", "vision"), ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "whole", "vision"),
-    ("tiny_internvl", "sharded", "vision"), ("tiny_internvl", "sharded", "language")])
+    ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "sharded", "language"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("tiny", "whole", "vision"), ("tiny_internvl", "whole", "vision"), ("tiny_internvl", "sharded", "vision")))])
 def test_a_presets_keys_and_shapes_are_those_of_transformers(
     preset: str, way: str, freeze: str, tmp_path: Path
 ) -> None:
