@@ -36,6 +36,9 @@ class Listener:
         self.sent.append((plan, sum(len(block.rows) for block in blocks)))
         return {}
 
+    def forget(self) -> None:
+        self.sent.clear()
+
     def plans(self, whole: bool = False) -> list[Any]:
         return self.sent if whole else [(plan.step, plan.plan_id) for plan, _ in self.sent]
 
@@ -52,11 +55,19 @@ class Batches:
         return self.left.pop(0) if self.left else None
 
 
-@pytest.fixture
-def dispatcher(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
+@pytest.fixture(scope="module")
+def group(ray_cluster: None) -> Iterator[WorkerGroup]:
     warm_up()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     group = WorkerGroup([Member(slot, ray.remote(num_cpus=0)(Listener).remote()) for slot in range(2)])
+    yield group
+    for member in group.members:
+        ray.kill(member.actor)
+
+
+@pytest.fixture
+def dispatcher(group: WorkerGroup) -> Iterator[Dispatcher]:
+    group.call("forget")
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3"])
     written: dict[int, Any] = {}
     cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
@@ -66,8 +77,6 @@ def dispatcher(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[D
     made.written = written  # type: ignore[attr-defined]
     yield made
     made.stop()
-    for member in group.members:
-        ray.kill(member.actor)
 
 
 def sent(dispatcher: Dispatcher) -> list[list[tuple[int, str]]]:
