@@ -14,9 +14,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "dhp_ray.model.build",
-           "dhp_ray.runtime.worker.rank", "dhp_ray.runtime.worker.export", "tests.async_backend", "pytest",
-           "tests.rank_server"]
+PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft",
+           "dhp_ray.model.build", "dhp_ray.model.kernels.cpu", "dhp_ray.planner.mode", "dhp_ray.runtime.worker.rank",
+           "dhp_ray.runtime.worker.export", "tests.async_backend", "pytest", "tests.rank_server"]
 BACKEND = "gloo"
 """Of the ranks of tests that do not name one; the fixture `backend_of_ranks` sets it."""
 

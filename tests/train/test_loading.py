@@ -190,7 +190,7 @@ def test_training_from_shards_is_training_from_the_whole(tmp_path: Path, precisi
     path = published(tmp_path / "model", tie=True, older=True)
     for file in path.glob("*.safetensors"):  # values that a narrower type does not hold
         save_file({name: value.float() * 1.001 for name, value in load_file(file).items()}, file, {"format": "pt"})
-    plan, payloads = make_plan(3, MIXED)
+    plan, payloads = make_plan(3, MIXED[:1])
     found, wanted = (run_ranks(train, 3, 3, str(path), in_shards, precision, plan, payloads)
                      for in_shards in (True, False))
     assert found == wanted

@@ -134,7 +134,7 @@ MIXED: list[tuple[list[int], list[Parts], list[int] | None]] = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["pool", "parent"])
+@pytest.mark.parametrize("transport", [pytest.param("pool", marks=pytest.mark.slow), "parent"])
 def test_packs_of_a_step_that_share_ranks(transport: str) -> None:
     compare(4, MIXED, transport=transport)
 
@@ -143,8 +143,9 @@ def test_activation_checkpointing() -> None:
     compare(4, MIXED, checkpointing=True)
 
 
-@pytest.mark.parametrize("transport", ["pool", "parent"])
-@pytest.mark.parametrize("part", ["vision", "language"])
+@pytest.mark.parametrize(("part", "transport"), [
+    ("vision", "pool"), ("language", "parent"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("vision", "parent"), ("language", "pool")))])
 def test_a_frozen_part(part: str, transport: str) -> None:
     compare(4, MIXED, freeze=[part], transport=transport)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
-from itertools import product
 
 import pytest
 import torch
@@ -68,9 +67,10 @@ def reads_of(
 
 
 @pytest.mark.parametrize(("sync", "transport", "freeze", "recomputes"), [
-    (sync, transport, freeze, recomputes)
-    for sync, (transport, freeze, recomputes) in product(("step", "micro_batch"), (
-        ("pool", [], True), ("parent", ["vision"], False), ("parent", ["language"], True)))])
+    ("step", "pool", [], True), ("micro_batch", "parent", ["vision"], False), ("step", "parent", ["language"], True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("micro_batch", "pool", [], True), ("step", "parent", ["vision"], False),
+        ("micro_batch", "parent", ["language"], True)))])
 def test_a_step_reads_nothing_before_its_totals(
     sync: str, transport: str, freeze: list[str], recomputes: bool
 ) -> None:

@@ -53,14 +53,14 @@ def inputs_of(plan: Plan, rank: int, adapter: ModelAdapter, preset: str, masked:
     return collated(rank_plan, own, adapter)
 
 
-def numbered(plan: Plan, preset: str, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
+def numbered(plan: Plan, adapter: ModelAdapter, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
     """A number for each image token that is encoded, by pack and place in it."""
     found: dict[tuple[int, int], int] = {}
     for index, group in enumerate(plan.groups):
         start = 0
         for row in group.pack.sequences:
-            sample, payload = MADE[preset][row]
-            tokens = image_tokens(payload, rough_model(preset=preset)) if sample.id not in masked else []
+            sample, payload = MADE[_preset(adapter)][row]
+            tokens = image_tokens(payload, adapter) if sample.id not in masked else []
             for place in (place for of_image in tokens for place in of_image.tolist()):
                 found[index, start + place] = len(found)
             start += sample.num_tokens
@@ -108,7 +108,7 @@ def test_every_token_gets_its_own_feature(preset: str, sync: str, masked: str) -
     inputs = [inputs_of(plan, rank, adapter, preset, masked if rank % 2 else ()) for rank in range(4)]
     for own in inputs:
         own.mask(masked, adapter)
-    numbers = numbered(plan, preset, masked)
+    numbers = numbered(plan, adapter, masked)
     rows = [rows_encoded(plan, own, numbers, adapter, masked) for own in inputs]
     assert sorted(number for of_rank in rows for number in of_rank if number >= 0) == sorted(numbers.values())
     for receiver, own in enumerate(inputs):
@@ -149,7 +149,7 @@ def test_a_rank_has_the_patches_of_its_parts_alone(preset: str) -> None:
 def exchanged(rank: int, preset: str, sync: str) -> bool:
     """Whether features and gradients that the ranks exchange are, bit for bit, those of the whole, indexed."""
     adapter, plan = rough_model(preset=preset), plan_of(preset, sync)
-    numbers = numbered(plan, preset)
+    numbers = numbered(plan, adapter)
     own = inputs_of(plan, rank, adapter, preset)
     assert own.vision is not None
     generator = torch.Generator().manual_seed(0)
