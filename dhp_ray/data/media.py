@@ -21,6 +21,7 @@ from dhp_ray.schema import Data
 
 _DATA = re.compile("data:", re.IGNORECASE)
 _DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
+_EMPTY = (None, "", b"")
 _NAME_CHARACTERS = 4096  # what Linux opens; looking up the folders of a far longer name takes minutes
 
 
@@ -46,7 +47,8 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     """The encoded images and videos of a row, in the order in which the conversation shows them.
 
     Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
-    list of its frames, or {"video": such a list, "fps": 2}; without fps `frames_per_second` of them come a second.
+    list of its frames, or {"video": such a list, "fps": 2}; without fps `frames_per_second` of them come a second. A
+    clip that is one file has its own rate, whatever fps says.
 
     Raises:
         RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
@@ -58,13 +60,13 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     found = []
     for part in (part for turn in turns for part in turn.media):
         numbers[part.kind] += 1
-        source = next(following[part.kind]) if part.source is None else part.source
+        given = next(following[part.kind]) if part.source is None else part.source
+        source, rate = source_of(given, part.kind)
         try:
-            frames, rate = frames_of(source) if part.kind == "video" else (None, None)
-            if frames is None:
+            if part.kind != "video" or not isinstance(source, list):
                 found.append(_encoded(source, image_root, max_file_bytes, members))
             else:
-                encoded = list(_encoded_frames(frames, image_root, max_file_bytes, members))
+                encoded = list(_encoded_frames(source, image_root, max_file_bytes, members))
                 found.append(packed(encoded, frames_per_second if rate is None else rate))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
@@ -76,19 +78,35 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
 
 def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
     """The images or videos in a row's columns: `images` or else `image` (likewise for video), a single one or a list.
+    A column of nothing but nulls and empty texts has none.
     """
-    values = fields.get(f"{kind}s")
-    if values is None:
-        values = fields.get(kind)
-    if values is None:
-        return []
-    return values if isinstance(values, list) else [values]
+    for column in (fields.get(f"{kind}s"), fields.get(kind)):
+        values = column if isinstance(column, list) else [column]
+        if any(source_of(value, kind)[0] not in _EMPTY for value in values):
+            return values
+    return []
 
 
-def frames_of(value: Any) -> tuple[list[Any] | None, Any]:
-    """The frames of a video that is given by them, else None, and how many come a second, if it says so."""
-    frames, rate = (value.get("video"), value.get("fps")) if isinstance(value, Mapping) else (value, None)
-    return (frames if isinstance(frames, list) else None), rate
+def source_of(value: Any, kind: str) -> tuple[Any, Any]:
+    """The name, the bytes or the frames of an image or video, which a mapping holds as a part of OpenAI's content does,
+    and how many frames come a second, if it says so.
+    """
+    rate = None
+    while isinstance(value, Mapping):
+        rate = value.get("fps") if value.get("fps") is not None else rate
+        value = next((value[name] for name in keys_of(kind) if value.get(name) not in _EMPTY), None)
+    return value, rate
+
+
+def keys_of(kind: str) -> tuple[str, ...]:
+    """The keys under which a mapping holds an image or video; the first that is not empty counts."""
+    return kind, f"{kind}_url", "url", "bytes", "path"
+
+
+def frames_of(value: Any) -> list[Any]:
+    """The names or bytes of a video's frames; none if it is a clip."""
+    source, _ = source_of(value, "video")
+    return [source_of(frame, "image")[0] for frame in source] if isinstance(source, list) else []
 
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
@@ -97,12 +115,11 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     turns: list[Any] = next(lists, [])
     parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
              for part in turn["content"]]
-    own = [part.get(name) for part in parts if isinstance(part, Mapping)
-           for name in (*MEDIA, *(f"{kind}_url" for kind in MEDIA))]
+    own = [(part.get(name), kind) for part in parts if isinstance(part, Mapping)
+           for kind in MEDIA for name in (kind, f"{kind}_url")]
     total = 0
-    named = [value for kind in MEDIA for value in column_of(fields, kind)] + own
-    for value in [file for medium in named for file in (frames_of(medium)[0] or [medium])]:
-        name = value.get("url") or value.get("path") if isinstance(value, Mapping) else value
+    named = [(value, kind) for kind in MEDIA for value in column_of(fields, kind)] + own
+    for name in [file for medium, kind in named for file in (frames_of(medium) or [source_of(medium, kind)[0]])]:
         if isinstance(name, str):
             with suppress(RowError, OSError, ValueError):
                 total += os.path.getsize(resolve(image_root, name))
@@ -136,7 +153,7 @@ def _encoded_frames(
     total = 0
     for number, frame in enumerate(frames, 1):
         try:
-            encoded = _encoded(frame, image_root, max_file_bytes, members)
+            encoded = _encoded(source_of(frame, "image")[0], image_root, max_file_bytes, members)
         except RowError as error:
             raise RowError(f"frame {number}: {error}") from None
         total += len(encoded)
@@ -145,10 +162,6 @@ def _encoded_frames(
 
 
 def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[str, bytes] | None) -> bytes:
-    if isinstance(value, Mapping) and isinstance(value.get("url"), str):
-        value = value["url"]
-    elif isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and _DATA.match(value):
         value = _from_data_uri(value)
     if members is not None and isinstance(value, str):

@@ -98,16 +98,21 @@ def test_every_form_of_a_list_of_frames(root: Path) -> None:
     names = [f"f{number}.png" for number in range(6)]
     frames = [(root / name).read_bytes() for name in names]
     uris = ["data:image/png;base64," + base64.b64encode(frame).decode() for frame in frames]
-    for form in (names, [str(root / name) for name in names], frames, uris, [{"bytes": frame} for frame in frames]):
+    mappings = [[{key: name} for name in names] for key in ("path", "image", "url")]
+    for form in (names, [str(root / name) for name in names], frames, uris, [{"bytes": frame} for frame in frames],
+                 *mappings):
         assert shown(root, "<video>", videos=[form]) == [packed(frames, 2.0)]
         assert shown(root, "<video>", video=[form]) == [packed(frames, 2.0)]
         assert shown(root, "<video>", videos=[{"video": form, "fps": 4}]) == [packed(frames, 4)]
+        assert shown(root, "<video>", video={"type": "video", "video": form, "fps": 4}) == [packed(frames, 4)]
+        assert shown(root, "<video>", video={"path": form, "fps": 4}) == [packed(frames, 4)]
         assert shown(root, "<video>", video={"video": form, "fps": None}) == [packed(frames, 2.0)]
         assert shown(root, [{"type": "video", "video": form, "fps": 3}]) == [packed(frames, 3)]
         assert shown(root, [{"type": "video", "video": form}]) == [packed(frames, 2.0)]
     assert shown(root, "<video><image><video>", videos=[names[:1], names[1:]], images=names[:1]) == [
         packed(frames[:1], 2.0), frames[0], packed(frames[1:], 2.0)]
-    assert file_bytes({"videos": [names]}, str(root)) == sum(map(len, frames))
+    for form in (names, *mappings):
+        assert file_bytes({"videos": [form]}, str(root)) == sum(map(len, frames))
     assert file_bytes({"messages": [{"role": "user", "content": [{"type": "video", "video": names}]}]},
                       str(root)) == sum(map(len, frames))
 

@@ -42,6 +42,31 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
                      str(root)) == images_of({}, str(root)) == images_of({"images": []}, str(root)) == []
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_mappings_name_a_file_as_parts_of_the_content_do(root: Path, kind: str) -> None:
+    data = (root / "a.png").read_bytes()
+    for form in ({kind: "a.png"}, {"type": kind, kind: "a.png", "fps": 4}, {kind: data}, {"url": "a.png"},
+                 {"path": "a.png"}, {"bytes": data, "path": "absent.png"}, {"bytes": b"", "path": "a.png"},
+                 {kind: {"bytes": None, "path": "a.png"}}, {f"{kind}_url": {"url": "a.png"}},
+                 {"type": f"{kind}_url", f"{kind}_url": "a.png"}, {"type": kind, kind: None, "path": "a.png"}):
+        for fields in ({kind: form}, {f"{kind}s": form}, {f"{kind}s": [form]}):
+            assert shown(root, f"<{kind}>", **fields) == [data]
+            assert file_bytes(fields, str(root)) == (0 if data in form.values() else len(data))
+
+
+EMPTY = [None, "", b"", [], [""], [None], {"bytes": None, "path": ""}, [{"image": "", "video": ""}]]
+
+
+@pytest.mark.parametrize("value", EMPTY)
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
+def test_an_empty_column_is_a_row_without_an_image(root: Path, column: str, value: Any) -> None:
+    assert shown(root, "What?", **{column: value}) == []
+    kind = column.removesuffix("s")
+    with pytest.raises(RowError, match=f"1 <{kind}> marks for 0 {kind}s; allowed: as many marks as {kind}s"):
+        shown(root, f"<{kind}>", **{column: value})
+    assert shown(root, f"<{kind}>", **{f"{kind}s": value, kind: "a.png"}) == [(root / "a.png").read_bytes()]
+
+
 @pytest.mark.parametrize(("name", "reason"), [
     ("c.png", "image 2: c.png: no such file below data.image_root"),
     ("deep", "image 2: deep is not a file"),

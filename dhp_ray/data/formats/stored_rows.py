@@ -6,8 +6,8 @@
     system         the text of a system turn before them, unless they begin with one (LLaMA-Factory)
     answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (data/tools.py), a list or JSON text
-    image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...}, or a list
-                   of these
+    image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...},
+                   {"image": ...}, or a list of these; null and empty texts are no image
     video, videos  likewise; a video may be a list of its frames, or {"video": [...], "fps": 2}
 """
 
@@ -23,6 +23,7 @@ from dhp_ray.data.conversation import ROLES
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.json_values import parsed
+from dhp_ray.data.media import keys_of
 from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
@@ -160,19 +161,19 @@ def check_columns(schema: pa.Schema, path: str) -> None:
                 "and content), or JSON text"
             )
     for name in MEDIA_COLUMNS:
-        if name in schema.names and not _holds_media(schema.field(name).type, name.startswith("video")):
+        if name in schema.names and not _holds_media(schema.field(name).type, name.removesuffix("s")):
             raise DataError(
                 f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct "
-                "with bytes, or a list of these"
+                "with bytes or path, or a list of these"
             )
 
 
-def _holds_media(kind: pa.DataType, videos: bool) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    if videos and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):  # of frames
-        kind = kind.value_type
-    if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0 or (videos and kind.get_field_index("video") >= 0)
-    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
-                                       pa.types.is_large_string, pa.types.is_null))
+def _holds_media(stored: pa.DataType, kind: str) -> bool:
+    if pa.types.is_list(stored) or pa.types.is_large_list(stored):
+        stored = stored.value_type
+    if kind == "video" and (pa.types.is_list(stored) or pa.types.is_large_list(stored)):  # of frames
+        stored, kind = stored.value_type, "image"
+    if pa.types.is_struct(stored):
+        return any(stored.get_field_index(name) >= 0 for name in keys_of(kind))
+    return any(test(stored) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
+                                         pa.types.is_large_string, pa.types.is_null))

@@ -117,8 +117,7 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             shown["images" if kind in IMAGES else "videos"].append(member.name)
             media |= {extension: content, member.name.rpartition("/")[2]: content, member.name: content}
     fields = _fields(texts, {name: len(names) for name, names in shown.items()})
-    of_videos = {name for value in column_of(fields, "video") for name in frames_of(value)[0] or []
-                 if isinstance(name, str)}
+    of_videos = {name for value in column_of(fields, "video") for name in frames_of(value) if isinstance(name, str)}
     shown["images"] = [name for name in shown["images"]
                        if not of_videos & {name, name.rpartition("/")[2], split_name(name)[1]}]
     for plural, names in shown.items():

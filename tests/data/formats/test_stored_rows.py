@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
 import pytest
 
-from dhp_ray.data.errors import RowError
-from dhp_ray.data.formats.stored_rows import conversation_of
+from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.formats.stored_rows import check_columns, conversation_of
 from tests.data.samples import talk
 
 
@@ -36,3 +37,18 @@ def test_a_column_with_the_system_text_comes_first() -> None:
     assert conversation_of({"conversations": own, "system": french}) == own
     with pytest.raises(RowError, match="system holds int; allowed: a text"):
         conversation_of({"conversations": talk("a", "b"), "system": 3})
+
+
+@pytest.mark.parametrize(("column", "value"), [
+    ("image", {"path": "a.png"}), ("image", {"image": "a.png"}), ("images", [{"type": "image", "image": "a.png"}]),
+    ("video", {"video": "a.mp4", "fps": 4}), ("videos", [{"path": "a.mp4"}]), ("videos", [[{"path": "f.png"}]]),
+    ("videos", [[{"image": "f.png"}]])])
+def test_columns_may_hold_mappings(column: str, value: object) -> None:
+    check_columns(pa.Table.from_pylist([{"messages": "[]", column: value}]).schema, "a.parquet")
+
+
+@pytest.mark.parametrize(("column", "value"), [
+    ("image", {"fps": 4}), ("image", {"video": "a.mp4"}), ("videos", [[{"video": "a.mp4"}]]), ("images", [["a.png"]])])
+def test_columns_that_hold_no_media_are_refused(column: str, value: object) -> None:
+    with pytest.raises(DataError, match=f"column {column} holds .*; allowed: bytes, string, struct with bytes or path"):
+        check_columns(pa.Table.from_pylist([{"messages": "[]", column: value}]).schema, "a.parquet")

@@ -112,3 +112,12 @@ def test_a_part_that_is_cut_short_is_a_bad_sample(tmp_path: Path) -> None:
 def test_a_key_ends_at_the_first_dot_of_the_file() -> None:
     assert split_name("a.b/c.d.png") == ("a.b/c", "d.png")
     assert split_name("c") == ("c", "")
+
+
+@pytest.mark.parametrize("key", ["path", "image", "url"])
+def test_frames_given_as_mappings_are_no_images(key: str, tmp_path: Path) -> None:
+    for videos in ([[{key: "0.png"}, {key: "a.1.png"}]], {"video": [{key: "0.png"}, {key: "1.png"}], "fps": 4}):
+        row = json.dumps({"conversations": talk("<image><video>", "a"), "videos": videos}).encode()
+        [found] = rows_of(shard(tmp_path / "a.tar", [("a.json", row), ("a.0.png", b"0"), ("a.1.png", b"1"),
+                                                     ("a.2.png", b"2")]))
+        assert found.fields["images"] == ["a.2.png"]
