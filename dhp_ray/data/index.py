@@ -20,6 +20,7 @@ from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_texts, scan_fi
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragments, FragmentWriter
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.names import Names
 from dhp_ray.schema import Data
 
@@ -73,14 +74,14 @@ def check_form(data: Data) -> None:
     raise _no_rows(data)
 
 
-def check_answers(fragments: Fragments) -> None:
+def check_answers(fragments: Fragments, max_bytes: int = MediaLimits().max_file_bytes) -> None:
     """Refuse held-out samples if none of them has an answer. Reads rows up to the first one that has an answer.
 
     Raises:
         DataError: no sample has a turn of the assistant, or a file cannot be read.
     """
     for fragment in fragments:
-        if any(map(_is_answered, read_texts(fragment))):
+        if any(map(_is_answered, read_texts(fragment, max_bytes))):
             return
     raise DataError(f"data.path: none of the {fragments.num_rows} samples has an answer; allowed: at least one "
                     "conversation in which the assistant speaks")

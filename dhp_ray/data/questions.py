@@ -13,6 +13,7 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Encoded, Processor
 from dhp_ray.data.reader import contents_of
 
@@ -46,15 +47,17 @@ def question_of(row: Row, processor: Processor, image_root: str) -> Question:
     return Question(text, prompt, references_of(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
 
 
-def references_in(fragments: Iterable[Fragment]) -> dict[str, tuple[str, ...]]:
-    """The right answers by row id, for the rows that have some and can be used.
+def references_in(
+    fragments: Iterable[Fragment], max_bytes: int = MediaLimits().max_file_bytes
+) -> dict[str, tuple[str, ...]]:
+    """The right answers by row id, for the rows that have some and can be used, of at most `max_bytes`.
 
     Raises:
         DataError: a file cannot be read.
     """
     found = {}
     for fragment in fragments:
-        for row in read_texts(fragment):
+        for row in read_texts(fragment, max_bytes):
             with suppress(RowError):
                 turns = turns_of(conversation_of(row.fields))
                 found[row.id] = references_of(row.fields, turns[last_answer(turns)])

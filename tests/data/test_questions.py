@@ -88,6 +88,16 @@ def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
     assert references_in(index_fragments(data)) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
 
 
+def test_answers_of_rows_above_the_limit_do_not_count(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")},
+                                               {"id": "b", "conversations": talk("Is it?" * 100, "No.")}])
+    fragments = index_fragments(held_out(Data(format="llava"), str(path)))
+    assert references_in(fragments, 400) == {"a": ("Yes.",)}
+    check_answers(fragments, 400)
+    with pytest.raises(DataError, match="none of the 2 samples has an answer"):
+        check_answers(fragments, 10)
+
+
 @pytest.mark.parametrize("ask", [references_in, check_answers])
 def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments], object], tmp_path: Path) -> None:
     """Its answers would be missed once a model has answered."""

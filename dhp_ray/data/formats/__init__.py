@@ -65,7 +65,7 @@ def read_rows(
     return _named(fragment, numbers, FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes))
 
 
-def read_texts(fragment: Fragment) -> list[Row]:
+def read_texts(fragment: Fragment, max_bytes: int = MediaLimits().max_file_bytes) -> list[Row]:
     """Like `read_rows`, but without the bytes of images and videos: for code that goes through a whole set.
 
     Raises:
@@ -73,7 +73,7 @@ def read_texts(fragment: Fragment) -> list[Row]:
     """
     try:
         numbers = range(fragment.num_rows)
-        rows = FILE_FORMATS[fragment.kind].read(fragment, numbers, MediaLimits().max_file_bytes, media=False)
+        rows = FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes, media=False)
         return list(_named(fragment, numbers, rows))
     except Exception as error:  # readers raise errors of many kinds on foreign bytes
         raise DataError(f"data.path: {fragment.path} cannot be read: {description(error)}") from None

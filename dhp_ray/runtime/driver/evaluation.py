@@ -13,6 +13,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.answers import MeanScores, scores_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import check_answers, held_out
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.questions import references_in
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
@@ -47,9 +48,10 @@ def open_held_out(config: Config) -> HeldOut | None:
         conversations = Stream(data, config.model, config.seed)
         if not config.eval.generate:
             return HeldOut(conversations, None, {})
-        check_answers(conversations.fragments)
+        max_bytes = MediaLimits.of(data).max_file_bytes
+        check_answers(conversations.fragments, max_bytes)
         prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
-        return HeldOut(conversations, prompts, references_in(prompts.fragments))
+        return HeldOut(conversations, prompts, references_in(prompts.fragments, max_bytes))
     except DataError as error:
         raise _of_eval(error) from None
 

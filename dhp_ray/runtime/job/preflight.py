@@ -21,6 +21,7 @@ from dhp_ray.constraints import check_device, check_place, in_upload, places, re
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import PRESETS, check_processor_files
 from dhp_ray.data.index import check_answers, check_form, held_out, index_fragments, sources_of
+from dhp_ray.data.media import MediaLimits
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.job.indexing import progress_bar
@@ -85,7 +86,7 @@ def check_evaluation_here(config: Config) -> None:
         samples = held_out(config.data, config.eval.path)
         check_form(samples)
         with progress_bar(samples) as progress:
-            check_answers(index_fragments(samples, progress))
+            check_answers(index_fragments(samples, progress), MediaLimits.of(samples).max_file_bytes)
 
 
 def check_measurement_here(config: Config, ranks: int) -> None:
