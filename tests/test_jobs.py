@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import resource
@@ -11,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.checkout import job_of
 from tests.test_config_fuzz import names, values
 
 ROOT = Path(__file__).parent.parent
@@ -27,15 +26,6 @@ texts = st.text(max_size=20) | values.map(lambda value: yaml.safe_dump(value, de
 words = st.builds("{}={}".format, names,
                   texts) | st.text(max_size=20) | st.builds("--config={}".format, st.text(max_size=8))
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def entry(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"jobs_{name}", ROOT / "jobs" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def ended(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, list[str]]:
@@ -52,7 +42,7 @@ def ended(main: Callable[[list[str]], int], argv: list[str]) -> tuple[int, str, 
        last=st.sampled_from(["run.steps=-1", "seed=x", "run.resume=maybe"]))
 def test_any_overrides_end_in_one_line(name: str, argv: list[str], last: str) -> None:
     """Among them one that is wrong, and comes last, so that nothing starts."""
-    status, output, errors = ended(entry(name).main, [*argv, last])
+    status, output, errors = ended(job_of(name).main, [*argv, last])
     assert (status, output) == (2, "")
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
@@ -63,7 +53,8 @@ def test_any_overrides_end_in_one_line(name: str, argv: list[str], last: str) ->
 @given(argv=st.lists(st.builds("{}={}".format, st.sampled_from(PLAN_ARGUMENTS), st.text(max_size=12))
                      | st.text(max_size=12), min_size=1, max_size=4))
 def test_any_arguments_of_a_plan_end_in_one_line(argv: list[str]) -> None:
-    status, output, errors = ended(entry("plan").main, [word for word in argv if word not in ("-h", "--help")] or ["x"])
+    words = [word for word in argv if word not in ("-h", "--help")] or ["x"]
+    status, output, errors = ended(job_of("plan").main, words)
     assert (status, output) == (2, "")
     assert len(errors) == 1
     assert errors[0].startswith("error: ")

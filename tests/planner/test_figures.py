@@ -88,6 +88,7 @@ print(plan_all(64), plan_all(8192))
 """
 
 
+@pytest.mark.slow
 def test_no_memory_that_grows_with_ranks_squared():
     """A single array of ranks x ranks bytes would be 64 MiB here."""
     few, many = map(int, subprocess.run([sys.executable, "-c", MANY_RANKS], check=True, capture_output=True,

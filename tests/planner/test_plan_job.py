@@ -1,6 +1,5 @@
 """jobs/plan.py from the command line: table, files, exit statuses."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,11 +10,10 @@ import pytest
 
 from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.schema import PLANNERS as NAMES
+from tests.checkout import job_of
 
 JOB = Path(__file__).parents[2] / "jobs" / "plan.py"
-spec = importlib.util.spec_from_file_location("plan_job", JOB)
-job = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(job)
+job = job_of("plan")
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.storage import Folder
-from jobs.report import main
+from tests.checkout import job_of
 from tests.report.runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
+main = job_of("report").main
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:

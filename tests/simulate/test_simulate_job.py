@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,14 +12,11 @@ import pytest
 from dhp_ray.simulate.settings import load_simulation
 from dhp_ray.simulate.simulation import prepared, simulated
 from dhp_ray.simulate.table import text_of
+from tests.checkout import job_of
 from tests.simulate.simulations import SMALL
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("simulate_job", ROOT / "jobs" / "simulate.py")
-assert spec
-assert spec.loader
-job = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(job)
+job = job_of("simulate")
 WORDS = [*SMALL, "num_batches=4", "planners=[dhp,static]"]
 
 

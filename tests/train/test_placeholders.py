@@ -128,7 +128,7 @@ def test_a_rank_without_a_pack_encodes_images_of_a_placeholder() -> None:
 
 @pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("sync", "encoder"), [
-    pytest.param("step", "group", marks=pytest.mark.slow), ("step", "world"),
+    pytest.param("step", "group", marks=pytest.mark.slow), pytest.param("step", "world", marks=pytest.mark.slow),
     pytest.param("micro_batch", "group", marks=pytest.mark.slow), ("micro_batch", "world")])
 def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str, freeze: str) -> None:
     config = load([f"planner.sync={sync}", f"planner.encoder={encoder}", f"train.freeze=[{freeze}]",

@@ -41,7 +41,7 @@ SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world", 
 
 
 @pytest.mark.parametrize("world", [
-    world if number == 6 else pytest.param(world, marks=pytest.mark.slow)
+    world if number == 7 else pytest.param(world, marks=pytest.mark.slow)
     for number, world in enumerate(APART)], ids=str)
 def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
     first = 20_000 + 100 * APART.index(world)

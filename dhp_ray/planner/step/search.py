@@ -203,9 +203,11 @@ def dhp_step(problem: Problem, below_s: float = np.inf) -> list[Schedule]:
             problem, unpacked(search.scheduled(found[-1][0]), packs), bound_s)
         if at_bound:
             break
+    if not found:
+        return []
     if at_bound:
         found = found[-1:]
-    elif found and not tiny:
+    elif not tiny:
         found = [min(found, key=lambda one: one[0].makespan_s)]
     return [schedule for quick, search in found for schedule in _improved(quick, search, problem, local)]
 

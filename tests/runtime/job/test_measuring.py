@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,19 +19,15 @@ from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.runtime.job import measuring
 from dhp_ray.runtime.job.measuring import _rank_main
+from tests.checkout import job_of
 from tests.packs import TOKEN_IDS
 
 ROOT = Path(__file__).resolve().parents[3]
-SPECIFIED = importlib.util.spec_from_file_location("measure_job", ROOT / "jobs" / "measure.py")
 
 
 @pytest.fixture(scope="module")
 def job() -> Any:
-    assert SPECIFIED is not None
-    assert SPECIFIED.loader is not None
-    module = importlib.util.module_from_spec(SPECIFIED)
-    SPECIFIED.loader.exec_module(module)
-    return module
+    return job_of("measure")
 
 
 @pytest.mark.parametrize(("words", "message"), [
