@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dhp_ray.errors import printable
 from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> int:
 
 
 def failed(error: Exception, status: int) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"error: {printable(str(error))}", file=sys.stderr)
     return status
 
 

@@ -25,11 +25,10 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments
 from dhp_ray.schema import Config, Model
 from dhp_ray.simulate.settings import load_simulation
-from tests.checkout import copy_checkout
+from tests.checkout import copy_checkout, job_of
 from tests.data.samples import picture, read_all
 from tests.readme import COMMANDS, README, ROOT, SHELL, jobs, rows_of, section, the_block
 from tests.report.runs import write_run
-from tests.test_jobs import entry
 
 OWN_DATA = jobs("train.py", [line for line in section("Train on your data").splitlines() if line.startswith("python")])
 DEMO_TOKENS = int(load([]).planner.tokens_per_rank)
@@ -96,7 +95,7 @@ def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_other_commands_are_ones() -> None:
-    readers = {"plan.py": entry("plan").read_arguments, "simulate.py": load_simulation, "report.py": load,
+    readers = {"plan.py": job_of("plan").read_arguments, "simulate.py": load_simulation, "report.py": load,
                "evaluate.py": lambda arguments: load(arguments, CONF / "evaluate.yaml", check_evaluation)}
     for name, read in readers.items():
         for arguments in jobs(name):

@@ -7,10 +7,10 @@ The number of a frame is its place in the order of presentation. If packets do n
 or if the frames from a key frame on are incomplete or out of order, decoding begins with the first packet and numbers
 the frames as they come.
 
-Frames are upright by the container's display matrix, as torchcodec, decord and OpenCV give them; the reader that
-transformers has for PyAV leaves them as stored. The times of a clip of variable frame rate are those of its packets,
-where processors of transformers take the number of a frame over the average rate; which frames are taken follows from
-their numbers, as there.
+Frames are upright by the container's display matrix, as torchcodec (from 0.11) and OpenCV turn them, and mirrored as
+ffmpeg shows them; the reader that transformers has for PyAV leaves them as stored. The times of a clip of variable
+frame rate are those of its packets, where processors of transformers take the number of a frame over the average rate;
+which frames are taken follows from their numbers, as there.
 """
 
 from __future__ import annotations

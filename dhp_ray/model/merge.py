@@ -159,7 +159,7 @@ def read_adapter(path: str) -> Adapter:
     folder = Path(path)
     settings = _settings(folder)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
         raise ModelError(f"adapter: {folder / ADAPTER_SETTINGS} has r={rank!r} and lora_alpha={alpha!r}; allowed: "
                          "numbers, r at least 1")
     try:
@@ -195,7 +195,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
         raise ModelError(f"adapter: {file} is not of LoRA; allowed: peft_type LORA")
     others = [f"{name}={value}, which has changed the base" if name == "init_lora_weights" else name
-              for name, value in tree.items() if name not in HARMLESS and value not in PLAIN.get(name, OFF)]
+              for name, value in tree.items() if name not in HARMLESS
+              and not any(type(value) is type(plain) and value == plain for plain in PLAIN.get(name, OFF))]
     if others:
         raise ModelError(f"adapter: {file} sets {', '.join(others)}; allowed: plain LoRA")
     if not isinstance(tree.get("use_rslora", False), bool):

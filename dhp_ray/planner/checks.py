@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dhp_ray.errors import printable
 from dhp_ray.planner.schedule import first_of_its_kind, flat
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 class PlanError(ValueError):
     """A batch that cannot be planned, or a plan that must not run; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class SequenceTooLongError(PlanError):

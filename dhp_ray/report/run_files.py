@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from dhp_ray.errors import printable
 from dhp_ray.run_folder import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -21,6 +22,9 @@ from dhp_ray.storage import Folder, StorageError
 
 class NoRunError(ValueError):
     """There is no run in the folder; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
 from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
+from tests.checkout import job_of
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, rough_model
-from tests.test_jobs import ended, entry
+from tests.test_jobs import ended
 
 OTHER = "model.language_model.layers.0.self_attn.q_proj"
 
@@ -61,7 +62,7 @@ def test_merged_weights(tmp_path: Path, preset: str) -> None:
 def test_the_job(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     save(with_adapters(), tmp_path / "adapter")
-    main = entry("merge").main
+    main = job_of("merge").main
     words = [f"adapter={tmp_path / 'adapter'}", f"out={tmp_path / 'out'}"]
     error = f"error: base: the adapter in {tmp_path / 'adapter'} names '', no folder here; allowed: base=FOLDER"
     assert ended(main, words)[::2] == (2, [error])
@@ -145,7 +146,8 @@ def test_what_is_refused(tmp_path: Path, what: str) -> None:
     ("velora_config", {}), ("monteclora_config", {}), ("use_bdlora", {}), ("arrow_config", {}), ("kasa_config", {}),
     *(("init_lora_weights", way) for way in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "mica", "lora_ga",
                                              "of tomorrow", ["gaussian"])),
-    ("of_tomorrow", True), ("of_tomorrow", 3), ("of_tomorrow", "some"), ("of_tomorrow", {}), ("use_rslora", "no")])
+    ("of_tomorrow", True), ("of_tomorrow", 3), ("of_tomorrow", 0), ("of_tomorrow", 0.0), ("use_dora", 0), ("r", True),
+    ("lora_alpha", True), ("init_lora_weights", 1), ("of_tomorrow", "some"), ("of_tomorrow", {}), ("use_rslora", "no")])
 def test_what_may_be_more_than_low_rank_is_refused(tmp_path: Path, name: str, value: object) -> None:
     save(with_adapters(), tmp_path)
     file = tmp_path / ADAPTER_SETTINGS
@@ -218,7 +220,7 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     save(with_adapters(), tmp_path / "adapter")
     (small_disk / "fills").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
     words = [f"adapter={tmp_path / 'adapter'}", f"base={tmp_path / 'base'}", f"out={small_disk / 'out'}"]
-    status, _, errors = ended(entry("merge").main, words)
+    status, _, errors = ended(job_of("merge").main, words)
     assert status == 1
     [line] = errors
     assert line.startswith(f"error: out: {small_disk / 'out'} cannot be written: ")
