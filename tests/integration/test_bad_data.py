@@ -68,7 +68,7 @@ BAD = {
     "1/no-text": "the sample has neither a member json nor txt",
     "1/other-name": "image 1: 2.png is no member of the sample; it has 1.png, other-name.1.png",
     "2/half-an-image": "image file is truncated",
-    "2/no-bytes": "image 1: got NoneType; allowed: a file name or encoded bytes",
+    "2/no-bytes": "1 <image> marks for 0 images; allowed: as many marks as images",
     "2/unknown-role": "turn 1 is from 'robot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
                       "system, developer",
     "3/not-json": "messages is not JSON",
