@@ -4,7 +4,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; d
 BIN := .venv/bin
 RUN_DIR ?= runs/default
 
-.PHONY: install train test test-all lint clean
+.PHONY: install train test test-all lint docs clean
 
 install: .venv/installed
 
@@ -39,6 +39,11 @@ test-all: install lint
 	mkdir -p build/artifacts
 	DHP_RAY_TEST_ARTIFACTS=$(CURDIR)/build/artifacts $(BIN)/python -m pytest -n 2 -m 'not alone'
 	$(BIN)/python -m pytest -m alone
+
+# README's pages in docs/ as a site: build/site/index.html.
+docs: install
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

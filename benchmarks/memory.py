@@ -57,7 +57,7 @@ def row(name: str, gibibytes: int) -> str:
 
 
 def table() -> str:
-    """The table of README.md."""
+    """The table of docs/memory.md."""
     head = f"| model, device | {' | '.join(f'{count} devices' for count in NUM_DEVICES)} |"
     rows = [row(name, gibibytes) for name in MODELS for gibibytes in DEVICES]
     return "\n".join([head, "|" + "---|" * (len(NUM_DEVICES) + 1), *rows])

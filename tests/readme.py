@@ -1,4 +1,4 @@
-"""README.md as tests read it: its sections, tables and blocks, and the commands in them."""
+"""README.md and the pages of docs/ as tests read them: sections, tables and blocks, and the commands in them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import shlex
 from dhp_ray.config import CONF
 
 ROOT = CONF.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCUMENTS = "\n".join(PAGES.values())
 CUT = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = [(match[1], match[2]) for match in CUT.finditer(README)]
+BLOCKS = [(match[1], match[2]) for match in CUT.finditer(DOCUMENTS)]
 SHELL = [block for language, block in BLOCKS if not language]
 COMMANDS = [line for block in SHELL for line in block.splitlines()]
-COMMANDS += re.findall(r"`((?:python|ray|tensorboard|make|hf|pip) [^`]+)`", README)
+COMMANDS += re.findall(r"`((?:python|ray|tensorboard|make|hf|pip) [^`]+)`", DOCUMENTS)
 
 
 def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    """What stands below a heading: the whole page if it is that of a page, else up to the next one."""
+    for page in PAGES.values():
+        if page.startswith(f"# {title}\n"):
+            return page.partition("\n")[2]
+    return DOCUMENTS.partition(f"\n## {title}\n")[2].partition("\n## ")[0].partition("\n# ")[0]
 
 
 def rows_of(table_in: str) -> list[list[str]]:

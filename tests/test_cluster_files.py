@@ -19,7 +19,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from dhp_ray.config import CONF, ConfigError, load
-from tests.readme import README, ROOT
+from tests.readme import DOCUMENTS, ROOT
 
 LAUNCH = sorted((CONF / "cluster" / "launch").glob("*.yaml"))
 RAY_UP = [ROOT / "cluster.yaml", *(path for path in LAUNCH if not path.name.startswith("kuberay"))]
@@ -212,7 +212,7 @@ def test_a_job_asks_for_the_workers_that_its_cluster_has() -> None:
 
 
 def test_what_is_the_users_own_stays_here() -> None:
-    """The folders that the README's commands make go neither with a job, nor to the nodes, nor into an image."""
+    """The folders that the documented commands make go neither with a job, nor to the nodes, nor into an image."""
     kept = {".venv", "runs", "my"}
     for file in (".gitignore", ".rayignore", ".dockerignore"):
         assert kept <= {line.rstrip("/") for line in (ROOT / file).read_text().splitlines()}, file
@@ -236,7 +236,7 @@ def test_versions_are_pinned_and_the_projects(path: Path) -> None:
     for package, version in pins.items():
         assert wanted[package].specifier.contains(version), (package, version)
     assert pins["ray"] == "2.60.0", "one Ray version in all files"
-    assert f'`pip install "ray[default,train]=={pins["ray"]}"`' in README, "and where jobs are submitted from"
+    assert f'`pip install "ray[default,train]=={pins["ray"]}"`' in DOCUMENTS, "and where jobs are submitted from"
 
 
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)

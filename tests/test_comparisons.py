@@ -1,5 +1,5 @@
-"""The comparisons in README.md and benchmarks/README.md agree with each other, and with what benchmarks/comparisons.py
-computes.
+"""The comparisons in README.md, docs/other-trainers.md and benchmarks/README.md agree with each other, and with what
+benchmarks/comparisons.py computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.comparisons import row_of
 from benchmarks.planner import PEERS, published_cost
 from benchmarks.planner_cases import MEMORIES
 from dhp_ray.planner.cost import SYNCS
-from tests.readme import ROOT, rows_of
+from tests.readme import ROOT, rows_of, section
 
 TABLES = (ROOT / "benchmarks" / "README.md").read_text()
 BEST, LAST, MODE = "best baseline over dhp", "last resort over dhp", "mode"
@@ -61,7 +61,7 @@ def test_the_summary_is_the_tables() -> None:
         assert (row[BEST], row[LAST]) == (reach(BEST, row["mode"], memory), reach(LAST, row["mode"], memory))
 
 
-def test_readme_says_what_the_tables_say() -> None:
+def test_the_comparison_says_what_the_tables_say() -> None:
     cells = {row[0]: row[1] for row in rows_of("Compared with others")}
     found = re.findall(r"[\d.]+ to [\d.]+", cells["modelled step time, beside baselines"])
     assert found == [reach(BEST, "step"), reach(BEST, "micro_batch")]
@@ -74,6 +74,16 @@ def test_readme_says_what_the_tables_say() -> None:
                                                                                 "the script (`PEERS`)")]
     assert re.findall(r"[\d.]+ to [\d.]+",
                       cells["modelled step time, beside other planners"]) == [f"{min(ratios)} to {max(ratios)}"]
+
+
+def test_readme_says_what_the_comparison_says() -> None:
+    """Every figure of README's short table stands in the long one."""
+    figures = [figure for row in rows_of("What it does that others do not")
+               if row[-1].startswith(("modelled", "measured"))
+               for cell in row for figure in re.findall(r"\d[\d,]*\.\d+|\d+ ms", cell)]
+    compared = section("Compared with others")
+    assert len(figures) > 10
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}", compared)] == []
 
 
 def test_the_command_runs_in_a_checkout() -> None:

@@ -1,4 +1,4 @@
-"""README.md's table of what fits is what benchmarks/memory.py prints."""
+"""The table of docs/memory.md is what benchmarks/memory.py prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dhp_ray.planner.cost import SYNCS
 from tests.readme import section
 
 
-def test_readme_has_the_table_that_the_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_table_that_the_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert table() in section("What fits")
     assert main(["--help"]) == 0
     assert "none of these devices has been measured" in capsys.readouterr().out

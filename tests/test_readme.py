@@ -1,5 +1,5 @@
-"""What README.md shows, tried: its commands are read by the code that they go to, its examples are data and programs
-that work, its errors are ours.
+"""What README.md and docs/ show, tried: their commands are read by the code that they go to, their examples are data
+and programs that work, their errors are ours.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dhp_ray.config import CONF, check_evaluation, load
 from dhp_ray.constraints import walk
@@ -27,7 +28,7 @@ from dhp_ray.schema import Config, Model
 from dhp_ray.simulate.settings import load_simulation
 from tests.checkout import copy_checkout, job_of
 from tests.data.samples import picture, read_all
-from tests.readme import COMMANDS, README, ROOT, SHELL, jobs, rows_of, section, the_block
+from tests.readme import COMMANDS, DOCUMENTS, PAGES, ROOT, SHELL, jobs, rows_of, section, the_block
 from tests.report.runs import write_run
 
 OWN_DATA = jobs("train.py", [line for line in section("Train on your data").splitlines() if line.startswith("python")])
@@ -106,14 +107,40 @@ def test_targets_files_and_links_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in {match[1] for line in COMMANDS for match in re.finditer(r"^make ([a-z-]+)", line)}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for name in {*re.findall(r"\]\(([^):]+)\)", README), *re.findall(r"ray up (\S+\.yaml)", README),
-                 *re.findall(r"apply -f (\S+\.yaml)", README)}:
+    for name in {*re.findall(r"ray up (\S+\.yaml)", DOCUMENTS), *re.findall(r"apply -f (\S+\.yaml)", DOCUMENTS),
+                 *re.findall(r"`((?!\S*NAME)(?:benchmarks|conf|dhp_ray|jobs|tests)/[\w/.]+\.(?:md|py|yaml))`",
+                             DOCUMENTS)}:
         assert (ROOT / name).exists(), name
     for cell in [row[0] for row in rows_of("Layout")[1:]]:
         paths = re.findall(r"`([^`]+)`", cell)
         folder = Path(paths[0]).parent if not paths[0].endswith("/") else Path(paths[0])
         for path in paths:
             assert (ROOT / path).exists() or (ROOT / folder / path).exists(), path
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    """Those of a page of docs/ also stay in docs/, since the site holds nothing else."""
+    for page, text in PAGES.items():
+        for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.is_file(), f"{page.name}: {link}"
+            assert page.parent == ROOT or target.parent == ROOT / "docs", f"{page.name}: {link}"
+            assert not anchor or anchor in map(anchor_of, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), (
+                f"{page.name}: {link}")
+
+
+def test_readme_is_short_and_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.encode()) <= 12_000
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = sorted(path.name for path in PAGES if path.parent.name == "docs")
+    assert sorted(site) == pages
+    assert [name for name in pages if name != "index.md" and f"(docs/{name})" not in readme] == []
 
 
 def test_conversations_as_shown_are_read(user_folder: Path) -> None:
@@ -249,7 +276,7 @@ def test_what_a_run_leaves_is_listed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_from_a_clone_to_a_model_of_ones_own(tmp_path: Path) -> None:
-    """The five commands of the README on a folder of twenty pictures, from a repository with the files of this
+    """The five commands of docs/fine-tuning.md on a folder of twenty pictures, from a repository with the files of this
     checkout.
 
     Between the first and the second the clone gets the pictures, and this environment in place of the one that `make

@@ -74,7 +74,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
 
     q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the order of `layout.index(member)`; L may
     be 0. H is a multiple of Hk. scale: factor of the products of queries and keys, commonly D ** -0.5. Returns
-    (1, L, H, D). All members must call this, forward and backward; README.md has an example.
+    (1, L, H, D). All members must call this, forward and backward; docs/parts.md has an example.
 
     Raises:
         ValueError: q, k or v do not have this member's number of tokens.

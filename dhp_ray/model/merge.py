@@ -159,7 +159,8 @@ def read_adapter(path: str) -> Adapter:
     folder = Path(path)
     settings = _settings(folder)
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if (not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float)
+            or bool in (type(rank), type(alpha))):
         raise ModelError(f"adapter: {folder / ADAPTER_SETTINGS} has r={rank!r} and lora_alpha={alpha!r}; allowed: "
                          "numbers, r at least 1")
     try:

@@ -1,4 +1,4 @@
-"""The commands of README's fine-tuning section, with a small folder of each family."""
+"""The commands of docs/fine-tuning.md, with a small folder of each family."""
 
 from __future__ import annotations
 

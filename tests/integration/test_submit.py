@@ -1,5 +1,5 @@
-"""The user's path: the README's `ray job submit` to a running cluster of two nodes, its logs, stopping, submitting
-again, and what is left behind.
+"""The user's path: `ray job submit` of docs/clusters.md to a running cluster of two nodes, its logs, stopping,
+submitting again, and what is left behind.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SMALL = ("data.synthetic.num_samples=48", "data.synthetic.max_tokens=700", "data
 # the first is the job manager's, the second each rank's
 VARIABLES = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120", "GLOO_LOG_LEVEL": "INFO"}}'
 MODE, GENERATE, _, SUBMIT, _ = the_block("", "ray start --head").splitlines()
-"""The README's commands for a cluster of this machine. `ray start` and `ray stop` are not run: they would take this
-machine's other clusters along.
+"""The commands of docs/clusters.md for a cluster of this machine. `ray start` and `ray stop` are not run: they would
+take this machine's other clusters along.
 """
 WORDS = shlex.split(SUBMIT)
 OPTIONS, ENTRYPOINT = WORDS[3:WORDS.index("--")], WORDS[WORDS.index("--") + 1:]
@@ -155,7 +155,7 @@ def wait_for_agents(cluster: SubmitCluster, timeout_s: float = 300.0) -> None:
 
 @pytest.fixture(scope="module")
 def arguments(checkout: Path) -> list[str]:
-    """The README's entry point on a small set, for a run of 24 steps on two workers; `run.dir` may follow once more."""
+    """The documented entry point on a small set, for a run of 24 steps on two workers; `run.dir` may follow again."""
     shown = [word.replace("$PWD", str(checkout)) for word in ENTRYPOINT]
     [data] = [word for word in shown if word.startswith("data.path=")]
     subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), data, *SMALL], check=True,
@@ -177,7 +177,7 @@ def test_what_is_uploaded(cluster: SubmitCluster) -> None:
 def test_submitted_watched_stopped_and_submitted_again(
     cluster: SubmitCluster, arguments: list[str], tmp_path: Path
 ) -> None:
-    undisturbed = cluster.checkout / "runs" / "submitted"  # the README's run.dir
+    undisturbed = cluster.checkout / "runs" / "submitted"  # the documented run.dir
     whole = cluster.submit("whole", *arguments)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "step 24/24 loss" in whole.stdout

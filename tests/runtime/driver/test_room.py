@@ -100,7 +100,7 @@ def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> Non
 def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     tmp_path: Path, num_ranks: int, host_gib: float
 ) -> None:
-    """The README's commands were refused on 24 GB: packs alone would have taken all of that."""
+    """The documented commands were refused on 24 GB: packs alone would have taken all of that."""
     config = config_of(str(tmp_path), "planner.tokens_per_rank=auto")
     group = group_of(num_ranks, host_gib, config, "cpu")
     for member in group.members:

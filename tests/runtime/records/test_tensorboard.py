@@ -186,8 +186,8 @@ def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest
 
 
 def test_tensorboard_reads_a_bucket(object_store: str, tmp_path: Path) -> None:
-    """As the README has it: `tensorboard --logdir s3://bucket/runs` while the run is going. Its reader finds the server
-    by S3_ENDPOINT, through boto3.
+    """As docs/monitoring.md has it: `tensorboard --logdir s3://bucket/runs` while the run is going. Its reader finds
+    the server by S3_ENDPOINT, through boto3.
     """
     pytest.importorskip("boto3")
     log = ScalarLog(Folder(f"s3://bucket/{tmp_path.name}/first/tensorboard{object_store}"), first_step=1)
