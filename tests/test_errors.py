@@ -6,9 +6,7 @@ import pytest
 
 from dhp_ray.credentials import shown
 from dhp_ray.errors import first_line, first_line_of, named_line, printable
-from dhp_ray.measure.observations import MeasureError
 from dhp_ray.planner import PlanError
-from dhp_ray.report.run_files import NoRunError
 from dhp_ray.schema import ConfigError
 
 
@@ -26,6 +24,6 @@ def test_what_is_shown_has_no_control_characters_and_is_short() -> None:
     assert shown("s3://KEY:" + "y" * 500 + "@bucket") == "s3://***@bucket"
 
 
-@pytest.mark.parametrize("kind", [ConfigError, MeasureError, NoRunError, PlanError])
+@pytest.mark.parametrize("kind", [ConfigError, PlanError])
 def test_errors_hold_nothing_that_a_terminal_obeys(kind: type[Exception]) -> None:
     assert str(kind("a\x1b]0;title\x07\nb")) == "a\\x1b]0;title\\x07 b"

@@ -20,7 +20,6 @@ from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_texts, scan_fi
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragments, FragmentWriter
-from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.names import Names
 from dhp_ray.schema import Data
 
@@ -74,7 +73,7 @@ def check_form(data: Data) -> None:
     raise _no_rows(data)
 
 
-def check_answers(fragments: Fragments, max_bytes: int = MediaLimits().max_file_bytes) -> None:
+def check_answers(fragments: Fragments, max_bytes: int) -> None:
     """Refuse held-out samples if none of them has an answer. Reads rows up to the first one that has an answer.
 
     Raises:

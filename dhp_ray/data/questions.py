@@ -13,7 +13,6 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.formats.stored_rows import Row, conversation_of
 from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Encoded, Processor
 from dhp_ray.data.reader import contents_of
 
@@ -47,9 +46,7 @@ def question_of(row: Row, processor: Processor, image_root: str) -> Question:
     return Question(text, prompt, references_of(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
 
 
-def references_in(
-    fragments: Iterable[Fragment], max_bytes: int = MediaLimits().max_file_bytes
-) -> dict[str, tuple[str, ...]]:
+def references_in(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
     """The right answers by row id, for the rows that have some and can be used, of at most `max_bytes`.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dhp_ray.errors import printable
+from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.measure.rounds import Spec, rounds_of
 from dhp_ray.measure.timings import PackTiming, PartResult, StepTiming
 from dhp_ray.planner.plan import Plan
@@ -19,7 +19,7 @@ class MeasureError(ValueError):
     """Measurements to which no cost can be fitted; the message is one line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 @dataclass(frozen=True)

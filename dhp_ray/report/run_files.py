@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dhp_ray.errors import printable
+from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.run_folder import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -24,7 +24,7 @@ class NoRunError(ValueError):
     """There is no run in the folder; the message is one line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(shown(message, MOST_OF_ERROR))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
         {"id": "a", "conversations": talk("Is it?", "Yes.", "Sure?", "Yes, sure.")}, {"id": "b", "conversations": []},
         {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
     data = held_out(Data(format="llava"), str(path))
-    assert references_in(index_fragments(data)) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
+    assert references_in(index_fragments(data), 2**20) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
 
 
 def test_answers_of_rows_above_the_limit_do_not_count(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_answers_of_rows_above_the_limit_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ask", [references_in, check_answers])
-def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments], object], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments, int], object], tmp_path: Path) -> None:
     """Its answers would be missed once a model has answered."""
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")}])
     fragments = index_fragments(held_out(Data(format="llava"), str(path)))
     path.unlink()
     with pytest.raises(DataError) as caught:
-        ask(fragments)
+        ask(fragments, 2**20)
     assert str(caught.value) == f"data.path: {path} cannot be read: No such file or directory"
 
 

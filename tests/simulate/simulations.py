@@ -11,8 +11,8 @@ from dhp_ray.simulate.simulation import Simulated, prepared
 
 SMALL = ["model=qwen3_vl_2b", "workload=llava_video", "cluster.num_ranks=8", "cluster.ranks_per_node=4",
          "global_samples=24", "num_batches=6", "planners=[dhp_paper]", "planning.encoder=group"]
-"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds. The planner takes a
-tenth of the time of `dhp`.
+"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds. The planner is a
+quick one: what is tested is what happens around its plans.
 """
 
 QUICK = ["faults.worker.seen_s=1", "faults.worker.form_s=2", "faults.worker.return_s=50", "faults.node.seen_s=2",

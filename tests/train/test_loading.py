@@ -186,11 +186,12 @@ def train(
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_training_from_shards_is_training_from_the_whole(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("most", [1, pytest.param(len(MIXED), marks=pytest.mark.slow)])
+def test_training_from_shards_is_training_from_the_whole(tmp_path: Path, precision: str, most: int) -> None:
     path = published(tmp_path / "model", tie=True, older=True)
     for file in path.glob("*.safetensors"):  # values that a narrower type does not hold
         save_file({name: value.float() * 1.001 for name, value in load_file(file).items()}, file, {"format": "pt"})
-    plan, payloads = make_plan(3, MIXED[:1])
+    plan, payloads = make_plan(3, MIXED[:most])
     found, wanted = (run_ranks(train, 3, 3, str(path), in_shards, precision, plan, payloads)
                      for in_shards in (True, False))
     assert found == wanted

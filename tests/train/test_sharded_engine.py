@@ -271,8 +271,9 @@ def losses_in_bf16(rank: int, plan: Plan, payloads: dict[str, Payload], precisio
     return [result.loss_sum / result.num_valid_tokens for result in results]
 
 
-def test_bf16_stays_near_fp32() -> None:
-    plan, payloads = make_plan(3, MIXED[:2])
+@pytest.mark.parametrize("most", [2, pytest.param(len(MIXED), marks=pytest.mark.slow)])
+def test_bf16_stays_near_fp32(most: int) -> None:
+    plan, payloads = make_plan(3, MIXED[:most])
     narrow, wide = (run_ranks(losses_in_bf16, 3, plan, payloads, precision)[0] for precision in ("bf16", "fp32"))
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide

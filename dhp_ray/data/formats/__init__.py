@@ -65,7 +65,7 @@ def read_rows(
     return _named(fragment, numbers, FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes))
 
 
-def read_texts(fragment: Fragment, max_bytes: int = MediaLimits().max_file_bytes) -> list[Row]:
+def read_texts(fragment: Fragment, max_bytes: int) -> list[Row]:
     """Like `read_rows`, but without the bytes of images and videos: for code that goes through a whole set.
 
     Raises:

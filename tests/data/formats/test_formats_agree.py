@@ -238,13 +238,13 @@ def test_every_format_gives_the_same_sequences_pixels_and_losses(
 @pytest.mark.parametrize("write", [write_llava, write_parquet, write_saved_set, write_hub_folder, write_shards])
 def test_texts_are_read_without_images_and_videos(write: Callable[[Path], Data], tmp_path: Path) -> None:
     fragments = index_fragments(write(tmp_path))
-    texts = [row for fragment in fragments for row in read_texts(fragment)]
+    texts = [row for fragment in fragments for row in read_texts(fragment, 2**20)]
     assert sorted(row.id for row in texts) == [row["id"] for row in rows()]
     for row in texts:
         stored = pickle.dumps((row.fields, row.members))
         assert not any(content in stored for content in (PICTURES | FILM).values())
     answers = {row["id"]: (row["conversations"][-1]["value"],) for row in rows()}
-    assert references_in(fragments) == answers
+    assert references_in(fragments, 2**20) == answers
 
 
 def test_the_losses_are_those_of_plain_transformers(
