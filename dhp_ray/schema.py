@@ -284,7 +284,6 @@ class Train:
         "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
         choices=("auto", "off"),
     )
-    bucket_mb: float = key(64.0, "megabytes of gradients reduced in one collective", above=0, maximum=1e6)
 
 
 @dataclass(kw_only=True)

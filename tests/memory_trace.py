@@ -233,7 +233,7 @@ def traced(
         adapter.module.to_empty(device="cpu")
         adapter.module.tie_weights()
         if settings.sync == "step":
-            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+            engine: Any = FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision)
         else:
             assert dist.group.WORLD is not None
             narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files

@@ -79,7 +79,7 @@ def engine_of(adapter: ModelAdapter, settings: MemorySettings) -> Any:
     adapter.module.to_empty(device="cpu")
     adapter.module.tie_weights()
     if settings.sync == "step":
-        return FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision, settings.bucket_bytes)
+        return FlatEngine(adapter.module, optimizer, None, 1, 0, settings.precision)
     assert dist.group.WORLD is not None
     narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files
     return ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)

@@ -102,12 +102,13 @@ def test_adapters_are_of_a_folder(bare: list[str]) -> None:
 
 def test_a_key_that_is_gone_is_passed_over_where_it_changed_nothing(bare: list[str], tmp_path: Path) -> None:
     """As the config.yaml of an older run has it."""
-    (tmp_path / "config.yaml").write_text(dump(load(bare)) + "  sharding: whole\n")
+    (tmp_path / "config.yaml").write_text(dump(load(bare)) + "  sharding: whole\n  bucket_mb: 64.0\n")
     assert load(["--config", str(tmp_path / "config.yaml")]) == load(bare)
     assert load([*bare, "train.sharding=auto"]) == load(bare)
     assert refused([*bare, "train.sharding=node"]) == (
         "train.sharding: got 'node' (the command line), which no longer exists; allowed: planner.sync=micro_batch, "
         "which shards over all ranks")
+    assert refused([*bare, "train.bucket_mb=32"]).endswith(", which no longer exists; allowed: 64, which is fixed")
 
 
 def test_a_name_is_a_list_of_one(bare: list[str], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from dataclasses import replace
 
 from dhp_ray.planner.activation_memory import ActivationMemory
 from dhp_ray.planner.layer_share import LEAST_LAYERS
-from dhp_ray.planner.memory_terms import Memory, MemorySettings, PackLoad, Terms
+from dhp_ray.planner.memory_terms import BUCKET_BYTES, Memory, MemorySettings, PackLoad, Terms
 from dhp_ray.planner.model_shape import LayerShape, ModelShape
 
 LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
@@ -189,7 +189,7 @@ class MemoryModel(ActivationMemory):
                     "rest of the encoder": c * (shape.vision_rest - shape.vision_projector) * trains_vision * (
                         1 + self._trains_weights["vision"])}
         if not self._sharded:
-            bucket = min(self.settings.bucket_bytes / 4, self.settings.num_trained(self.shape))
+            bucket = min(BUCKET_BYTES / 4, self.settings.num_trained(self.shape))
             # the rank's slice and three copies of it
             found["update"] = {"buckets": bucket * (4 + 3 * c) / self.settings.world_size}
         return found

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dhp_ray.planner.model_shape import ModelShape
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+BUCKET_BYTES = 64 * 2**20  # gradients (fp32) that one collective of sync=step reduces
 
 Terms = dict[str, float]
 
@@ -29,7 +30,6 @@ class MemorySettings:
     recomputes: bool
     frozen: tuple[str, ...] = ()
     device: str = "cuda"
-    bucket_bytes: int = 64 * 2**20
     mirror_every_steps: str = "0"
     largest_image: int = 4096
     image_limit: int | None = None

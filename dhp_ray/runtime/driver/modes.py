@@ -171,8 +171,7 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     limit = planner.max_image_tokens or (None if planner.tokens_per_rank == "auto" else int(planner.tokens_per_rank))
     memory = MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
-        frozen=tuple(train.freeze), device=device.name, bucket_bytes=int(train.bucket_mb * 2**20),
-        mirror_every_steps=config.elastic.mirror_every_steps,
+        frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
         largest_image=largest_image_of(config, shape), image_limit=limit,
         communicators_bytes=num_groups * device.group_bytes, adapters=described.get("adapters", {}),
         drops=train.lora.dropout > 0))

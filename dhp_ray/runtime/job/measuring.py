@@ -102,7 +102,7 @@ def memory_here(
     return MemoryModel(size.shape, MemorySettings(
         sync=sync, world_size=num_ranks, precision=train.precision,
         recomputes=train.activation_checkpointing == "true", frozen=tuple(train.freeze), device=accelerator.name,
-        bucket_bytes=int(train.bucket_mb * 2**20), largest_image=config.data.max_pixels // size.shape.token_pixels,
+        largest_image=config.data.max_pixels // size.shape.token_pixels,
         adapters=size.adapters, drops=train.lora.dropout > 0))
 
 

@@ -227,11 +227,9 @@ class Rank:
         originals: Mapping[str, Tensor] | None,
         progress: Progress,
     ) -> Engine:
-        train = self.config.train
         return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size,
-                          self.membership.rank,
-                          train.precision, int(train.bucket_mb * 2**20), initialize, originals, progress,
-                          self.adapter.weights, self.device)
+                          self.membership.rank, self.config.train.precision, initialize=initialize, originals=originals,
+                          progress=progress, weights=self.adapter.weights, device=self.device)
 
     def _sharded_engine(self, initialize: bool, progress: Progress) -> Engine:
         assert dist.group.WORLD is not None
