@@ -118,6 +118,19 @@ def test_targets_files_and_links_are_there() -> None:
             assert (ROOT / path).exists() or (ROOT / folder / path).exists(), path
 
 
+def test_the_tour_names_files_that_are_there() -> None:
+    """CONTRIBUTING.md gives paths from the checkout or from dhp_ray/, and draws every package."""
+    tour = (ROOT / "CONTRIBUTING.md").read_text()
+    names = re.findall(r"`([\w/.]+(?:\.(?:md|py|toml|yaml)|/))`", tour)
+    assert len(names) > 40
+    assert [name for name in names if not ((ROOT / name).exists() or (ROOT / "dhp_ray" / name).exists()
+                                           or "NAME" in name)] == []
+    drawn = tour.partition("\njobs/ ")[2].partition("\n```")[0]
+    packages = {path.parent.name for path in (ROOT / "dhp_ray").glob("*/__init__.py")}
+    assert packages <= set(re.findall(r"(\w+)/", drawn))
+    assert len(tour.splitlines()) <= 110
+
+
 def anchor_of(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
