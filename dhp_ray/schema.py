@@ -226,11 +226,10 @@ class Elastic:
     hang_factor: float = key(60.0, "or within so many times the predicted seconds of a layer, if longer", minimum=1)
     evict_below: float = key(
         0.2,
-        "a worker slower than this share of the others' speed is replaced, once in its place; 0: never",
+        "a worker slower than this share of the others' speed for 20 steps is replaced, once in its place; 0: never",
         minimum=0,
         below=1,
     )
-    patience: int = key(20, "steps in a row that it must be so slow for", minimum=1)
 
 
 @dataclass(kw_only=True)

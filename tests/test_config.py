@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from dhp_ray.config import CHOICES, CONF, Config, ConfigError, _types, check_device, dump, help_text, load
+from dhp_ray.config import CHOICES, CONF, GONE, Config, ConfigError, _types, check_device, dump, help_text, load
 from dhp_ray.constraints import make_absolute, places, walk
 from dhp_ray.credentials import full_uri
 from dhp_ray.schema import Source
@@ -102,9 +103,11 @@ def test_adapters_are_of_a_folder(bare: list[str]) -> None:
 
 def test_a_key_that_is_gone_is_passed_over_where_it_changed_nothing(bare: list[str], tmp_path: Path) -> None:
     """As the config.yaml of an older run has it."""
-    (tmp_path / "config.yaml").write_text(dump(load(bare)) + "  sharding: whole\n  bucket_mb: 64.0\n")
-    assert load(["--config", str(tmp_path / "config.yaml")]) == load(bare)
-    assert load([*bare, "train.sharding=auto"]) == load(bare)
+    tree = OmegaConf.create(dump(load(bare)))
+    for name, (neutral, _) in GONE.items():
+        OmegaConf.update(tree, name, neutral[0])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(tree))
+    assert load(["--config", str(tmp_path / "config.yaml")]) == load([*bare, "train.sharding=auto"]) == load(bare)
     assert refused([*bare, "train.sharding=node"]) == (
         "train.sharding: got 'node' (the command line), which no longer exists; allowed: planner.sync=micro_batch, "
         "which shards over all ranks")

@@ -88,7 +88,7 @@ class SimulatedRun:
                           self.place.training.cost, self._layout_batches)
         self.dispatcher = Dispatcher(planner, PoolBook(self.machine.pool_groups), self.settings.planning,
                                      self.settings.data)
-        self.meter = SpeedMeter(generation.size, Elastic().evict_below, Elastic().patience)
+        self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()
         if self._mirrors and generation.size > 1:
             generation.mirrored.append((generation.first, self.now_s + self.place.copy_s))

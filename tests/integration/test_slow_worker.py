@@ -54,7 +54,7 @@ def test_a_worker_far_too_slow_is_replaced_once(start: Start) -> None:
     """Its successor, which is as slow, is kept: where it runs must be what is slow, and a third one would be no faster.
     """
     run = start("cluster.num_workers=2", "batch.global_samples=24", "planner.tokens_per_rank=4096",
-                "elastic.evict_below=0.6", "elastic.patience=3")
+                "elastic.evict_below=0.6")
     run.wait_for_step(6)
     moment, victim = time.time(), run.pids[1]
     with slowed(victim):

@@ -174,7 +174,7 @@ class Session:
         ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload,
                                        recomputation=limits.recomputation)
-        self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below, self.config.elastic.patience)
+        self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below)
         self.mirroring.enter()
         # one for all plans that the ranks are told to run
         pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)

@@ -53,7 +53,7 @@ class SpeedMeter:
 
     num_ranks: int
     evict_below: float = 0.0
-    patience: int = 1
+    patience: int = 20
     _ranks: list[_Rank] = field(init=False, repr=False)
     _measured: tuple[float, ...] = field(init=False, repr=False)
     _typical: float = field(init=False, repr=False, default=1.0)
