@@ -221,9 +221,8 @@ class Elastic:
         "auto (as often as takes 2 % of the time); 0: never, a lost worker then costs a rollback",
     )
     hang_s: float = key(
-        10.0, "a rank that computes and gets no further is given up within so many seconds", above=0, maximum=MONTH_S
-    )
-    hang_factor: float = key(60.0, "or within so many times the predicted seconds of a layer, if longer", minimum=1)
+        10.0, "a rank that computes and gets no further is given up within so many seconds, or within 60 times the "
+        "predicted seconds of a layer, if longer", above=0, maximum=MONTH_S)
     evict_below: float = key(
         0.2,
         "a worker slower than this share of the others' speed for 20 steps is replaced, once in its place; 0: never",

@@ -38,6 +38,7 @@ STUCK_SHARE = 0.75
 """A rank counts as stuck after this share of the time within which it must be found, because health checks come only
 now and then.
 """
+HANG_LAYERS = 60  # a rank may stand still for as long as so many layers should take
 LOOKS_PER_HANG = 8
 """The number of health checks in `elastic.hang_s` seconds while a step runs."""
 
@@ -124,14 +125,14 @@ class Session:
         """Return how long a rank may stand still in a step: many times as long as a layer takes, once measured steps
         tell how good predictions are; `comm.timeout_s` until then.
         """
-        elastic, scale = self.config.elastic, self.history.scale
+        scale = self.history.scale
         if not scale.ratios:
             return self.config.comm.timeout_s
         longest_s = max((group.predicted_time_s for group in plan.groups), default=0.0)
         if apart := apart_timeline(plan):
             longest_s = max(longest_s, float(apart.encoded_s.max()), float((apart.end_s - apart.backward_s).max()))
         layer_s = scale.value * longest_s / self.group.num_layers
-        return STUCK_SHARE * max(elastic.hang_s, elastic.hang_factor * layer_s)
+        return STUCK_SHARE * max(self.config.elastic.hang_s, HANG_LAYERS * layer_s)
 
     def leaving(self) -> dict[int, Condition]:
         """Return the ranks that should leave the group although they work: they are too slow, or Ray is taking their
