@@ -50,6 +50,7 @@ from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E4
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample  # noqa: E402
+from dhp_ray.runtime.driver import session as session_module  # noqa: E402
 from dhp_ray.runtime.driver.arrivals import Arrivals  # noqa: E402
 from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
@@ -158,11 +159,11 @@ def ready_driver(
     folder.mkdir(parents=True, exist_ok=True)
     cost_file = folder / "cost.yaml"
     cost_file.write_text(yaml.safe_dump(cost.to_json()))
+    session_module.RANKS_PER_RELAY = relays or max(num_ranks, 2)
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
                    f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", f"planner.cost={cost_file}",
                    f"planner.tokens_per_rank={cluster.tokens_per_rank}",
                    f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}",
-                   f"cluster.ranks_per_relay={relays or max(num_ranks, 2)}",
                    "planner.refit=false",  # the ranks make their seconds up
                    "elastic.hang_s=600"])  # few actors that stand for many ranks are slow to say how these are
     compiled: Future[float] = Future()

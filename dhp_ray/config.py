@@ -45,8 +45,9 @@ class Layout:
     own: Sequence[str] = ()
 
 
-GONE = {"elastic.hang_factor": ((60,), "60, which is fixed"),
-        "elastic.patience": ((20,), "20, which is fixed"), "train.bucket_mb": ((64,), "64, which is fixed"),
+GONE = {"cluster.ranks_per_relay": ((256,), "256, which is fixed"),
+        "elastic.hang_factor": ((60,), "60, which is fixed"), "elastic.patience": ((20,), "20, which is fixed"),
+        "train.bucket_mb": ((64,), "64, which is fixed"),
         "train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks")}
 """Keys that no longer exist: values that files of older runs may still have, because they mean what is done now, and
 what to use in place of others.

@@ -147,8 +147,6 @@ class Cluster:
                            maximum=100_000)
     device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
     cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", minimum=0.0001, maximum=10_000)
-    ranks_per_relay: int = key(256, "ranks that one relay process calls at most; the driver itself calls a group no "
-                               "larger", minimum=2, maximum=100_000)
     start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (set 600 or so with an autoscaler)",
                                  above=0, maximum=MONTH_S)
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 
 import pytest
 
+from dhp_ray.runtime.driver import session
 from tests.integration.faults import Start, check, children, end, kill, lose_a_worker, seconds_since
+from tests.integration.jobs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 
-def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(start: Start, undisturbed: list[float]) -> None:
-    run = start("cluster.ranks_per_relay=2")
+def use_small_relays() -> None:
+    """Ray calls this in every worker process of the job, the driver's too."""
+    session.RANKS_PER_RELAY = 2
+
+
+def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(
+    start: Start, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = {"worker_process_setup_hook": "tests.integration.test_relays.use_small_relays",
+               "env_vars": {"PYTHONPATH": str(ROOT)}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime}))
+    run = start()
     run.wait_for_step(3)
     assert len(children("Relay")) == 2
     lose_a_worker(run)
