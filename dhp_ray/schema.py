@@ -67,11 +67,11 @@ PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dh
 
 @dataclass(kw_only=True)
 class Run:
-    dir: str = key("runs/default", "folder or URI of the run's files; every node must reach it",
+    dir: str = key("runs/default", "folder or URI for the run's files; every node must reach it",
                    path="folder or URI")
     steps: int = key(0, "optimizer steps in all; 0: as many as `run.epochs` take", minimum=0)
     epochs: int = key(1, "passes over the data when run.steps is 0", minimum=1)
-    resume: str = key("auto", "auto continues the run in run.dir; never refuses a folder that holds one",
+    resume: str = key("auto", "auto: continue the run in run.dir; never: refuse a folder that holds a run",
                       choices=("auto", "never"))
 
 
@@ -92,122 +92,124 @@ class Synthetic:
 class Source:
     path: str = key("", "file or folder of this source", path="file or folder")
     weight: float = key(1.0, "share of this source in the mixture", above=0)
-    format: str = key("", "layout of this source's samples; empty: data.format", choices=("", *FORMATS))
+    format: str = key("", "format of this source's samples; empty: data.format", choices=("", *FORMATS))
 
 
 @dataclass(kw_only=True)
 class Data:
-    format: str = key("synthetic", "layout of the samples", choices=FORMATS)
+    format: str = key("synthetic", "format of the samples", choices=FORMATS)
     path: str = key("", "file or folder of the samples", path="file or folder")
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path", path="folder")
     sources: list[Source] = key([],
-                                "several sources mixed by weight, in place of data.path: [{path: a, weight: 1}, ...]")
+                                "several sources mixed by weight, instead of data.path: [{path: a, weight: 1}, ...]")
     min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
     max_decoded_pixels: int = key(
         64_000_000,
-        "an image, or a video's frames, with more pixels than this is refused, before it is decoded",
+        "most pixels of an image, or of a video's frames; larger ones are refused before decoding",
         minimum=1,
     )
-    max_file_mb: float = key(512.0, "a larger image or video, or a row of more, is refused", above=0)
+    max_file_mb: float = key(512.0, "largest image, video or row in megabytes; a larger one is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
-    max_frames: int = key(768, "frames taken from a video at most; a longer one's are further apart", minimum=4)
-    max_video_seconds: float = key(3600.0, "a longer video is refused", above=0)
+    max_frames: int = key(768, "most frames taken from a video; those of a longer video are further apart", minimum=4)
+    max_video_seconds: float = key(3600.0, "longest video in seconds; a longer one is refused", above=0)
     shuffle_window: int = key(
         4096,
-        "rows that lie open at a time, from which batches are mixed; 0: rows are shuffled within fragments alone",
+        "rows from which the next one is drawn at random; 0: rows are shuffled within fragments only",
         minimum=0,
     )
-    shuffle_window_mb: float = key(2048.0, "and about so much payload at most: larger rows shorten the window", above=0)
+    shuffle_window_mb: float = key(2048.0, "most megabytes of rows in that window, about; large rows shorten it",
+                                   above=0)
     decoders: int = key(0, "threads of a worker that decode images and videos; 0: as many as cluster.cpus_per_worker",
                         minimum=0, maximum=256)
-    on_error: str = key("skip", "a bad sample is left out and listed in skipped.jsonl, or ends the run",
+    on_error: str = key("skip", "skip: leave bad samples out and list them in skipped.jsonl; fail: end the run",
                         choices=("skip", "fail"))
     synthetic: Synthetic = field(default_factory=Synthetic)
 
 
 @dataclass(kw_only=True)
 class Batch:
-    global_samples: int = key(16, "samples of one optimizer step (per device x accumulation x devices elsewhere)",
+    global_samples: int = key(16, "samples of one optimizer step (elsewhere: per device x accumulation x devices)",
                               minimum=1, maximum=10**7)
-    drop_last: bool = key(False, "leave out an epoch's last batch when it is not full")
+    drop_last: bool = key(False, "leave out the last batch of an epoch if it is not full")
 
 
 @dataclass(kw_only=True)
 class Model:
-    preset: str = key("", "a model built from a configuration of ours, with fresh weights (see conf/model)")
+    preset: str = key("", "name of a built-in model with random weights (see conf/model)")
     path: str = key("", "local Hugging Face folder with safetensors, tokenizer and image processor", path="folder")
 
 
 @dataclass(kw_only=True)
 class Cluster:
     num_workers: int = key(2, "workers (ranks) at start", minimum=1, maximum=100_000)
-    min_workers: int = key(1, "a run already going waits for capacity below this many", minimum=1)
-    max_workers: int = key(0, "a run already going grows to at most this many; 0: cluster.num_workers", minimum=0,
+    min_workers: int = key(1, "a running job waits for capacity while it has fewer workers than this", minimum=1)
+    max_workers: int = key(0, "a running job grows to at most this many workers; 0: cluster.num_workers", minimum=0,
                            maximum=100_000)
     device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
     cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", minimum=0.0001, maximum=10_000)
-    start_timeout_s: float = key(10.0, "seconds to wait for room for num_workers (set 600 or so with an autoscaler)",
+    start_timeout_s: float = key(10.0, "seconds to wait at the start for num_workers (with an autoscaler: 600)",
                                  above=0, maximum=MONTH_S)
 
 
 @dataclass(kw_only=True)
 class Planner:
-    name: str = key("dhp", "planner", choices=PLANNERS)
-    sync: str = key("step", "ranks meet at the end of each step, or at every layer; auto: what fits and is "
-                    "fastest, fixed at the run's first start", choices=("step", "micro_batch", "auto"))
-    encoder: str = key("auto", "who encodes images: group: the ranks of their own pack, in it; world: any rank, apart "
-                       "from the packs (where memory allows); auto: what makes the plan shorter",
+    name: str = key("dhp", "which planner makes the plans", choices=PLANNERS)
+    sync: str = key("step", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: "
+                    "the one that fits and is fastest, chosen at the run's first start",
+                    choices=("step", "micro_batch", "auto"))
+    encoder: str = key("auto", "where images are encoded; group: in their pack, by its ranks; world: apart from the "
+                       "packs, by any rank, if memory allows; auto: whichever plan is shorter",
                        choices=("group", "world", "auto"))
-    cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measured before the "
-                    "run's first step, kept in run.dir; empty: derived from model and device, on the CPU "
-                    "conf/cost/cpu.yaml", path="file")
-    refit: str = key("auto", "fit the costs of compute to what packs take, as the run goes on; auto: measured "
-                     "costs only where their error stays high", choices=("auto", "true", "false"))
+    cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measure before the "
+                    "run's first step and keep the file in run.dir; empty: derive costs from model and device, on "
+                    "the CPU take conf/cost/cpu.yaml", path="file")
+    refit: str = key("auto", "fit the costs of compute to the measured pack times during the run; auto: measured "
+                     "costs only if their error stays high", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
-                               "most tokens of one pack on one rank: a number, or auto (from the device's memory)")
+                               "most tokens of a pack on one rank: a number, or auto (what the device's memory holds)")
     max_sequence_tokens: int = key(
         0,
-        "longest sequence admitted, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
+        "longest sequence allowed, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
         minimum=0,
     )
-    max_image_tokens: int = key(0, "vision tokens of the largest image admitted, fixed for the run; 0: tokens_per_rank "
-                                "or, if that is auto, what there is room for", minimum=0)
+    max_image_tokens: int = key(0, "most vision tokens of an image, fixed for the run; 0: tokens_per_rank or, if that "
+                                "is auto, as many as there is room for", minimum=0)
 
 
 @dataclass(kw_only=True)
 class Comm:
-    transport: str = key("pool", "process groups made for each plan, or the ring over one parent group",
+    transport: str = key("pool", "pool: process groups of each plan; parent: one group of all ranks for all packs",
                          choices=("pool", "parent"))
     pool_groups: str = key(
         "auto",
-        "process groups kept at most: a number, or auto (as many as 5 % of the device's memory hold, 64 at most); "
-        "further ones of a plan use the parent group",
+        "most process groups to keep: a number, or auto (as many as 5 % of the device's memory hold, at most 64); "
+        "further groups of a plan use the parent group",
     )
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
 
 @dataclass(kw_only=True)
 class Checkpoint:
-    every_steps: int = key(20, "save after this many steps; 0: only at the end", minimum=0)
-    keep: int = key(2, "newest checkpoints kept", minimum=1)
+    every_steps: int = key(20, "save a checkpoint every so many steps; 0: only at the end", minimum=0)
+    keep: int = key(2, "how many of the newest checkpoints to keep", minimum=1)
     scratch: str = key(
         "",
-        "folder of each node from which checkpoints are uploaded to an object store; "
-        "empty: the system's temporary one. Not used where run.dir is a folder",
+        "folder on each node from which checkpoints are uploaded to an object store; "
+        "empty: the system's temporary folder. Not used if run.dir is a folder",
         path="folder",
     )
 
 
 @dataclass(kw_only=True)
 class Eval:
-    path: str = key("", "held-out samples, in the form of data.format", path="file or folder")
-    every_steps: int = key(0, "evaluate after this many steps; 0: never", minimum=0)
-    generate: bool = key(False, "generate answers to the held-out samples and score them, beside the loss")
-    max_new_tokens: int = key(128, "tokens of an answer at most", minimum=1, maximum=1_000_000)
-    ranks_per_model: int = key(1, "jobs/evaluate.py: workers that hold a model together, each a part of every layer, "
-                                  "and go in step; 1: each holds the whole", minimum=1, maximum=100_000)
-    output: str = key("predictions.jsonl", "jobs/evaluate.py: file for a line a sample: prompt, references, "
+    path: str = key("", "file or folder of held-out samples, in data.format", path="file or folder")
+    every_steps: int = key(0, "evaluate every so many steps; 0: never", minimum=0)
+    generate: bool = key(False, "also generate answers to the held-out samples and score them")
+    max_new_tokens: int = key(128, "most tokens of an answer", minimum=1, maximum=1_000_000)
+    ranks_per_model: int = key(1, "jobs/evaluate.py: workers that share a model, each with a part of every layer; "
+                                  "1: each worker holds the whole model", minimum=1, maximum=100_000)
+    output: str = key("predictions.jsonl", "jobs/evaluate.py: file with a line for each sample: prompt, references, "
                       "prediction, scores, loss", path="output file")
 
 
@@ -215,15 +217,16 @@ class Eval:
 class Elastic:
     mirror_every_steps: str = key(
         "auto",
-        "copy each rank's state to another rank after so many steps, which a lost worker costs at most: a number, or "
-        "auto (as often as takes 2 % of the time); 0: never, a lost worker then costs a rollback",
+        "copy each rank's state to another rank every so many steps, the most that a lost worker can cost: a number, "
+        "or auto (as often as 2 % of the time allows); 0: never, and a lost worker returns the run to a checkpoint",
     )
     hang_s: float = key(
-        10.0, "a rank that computes and gets no further is given up within so many seconds, or within 60 times the "
-        "predicted seconds of a layer, if longer", above=0, maximum=MONTH_S)
+        10.0, "replace a rank that computes without progress after so many seconds, or after 60 times the predicted "
+        "seconds of a layer, if longer", above=0, maximum=MONTH_S)
     evict_below: float = key(
         0.2,
-        "a worker slower than this share of the others' speed for 20 steps is replaced, once in its place; 0: never",
+        "replace a worker, once in its place, if it is slower than this share of the others' speed for 20 steps; "
+        "0: never",
         minimum=0,
         below=1,
     )
@@ -233,7 +236,7 @@ class Elastic:
 class Watch:
     every_steps: int = key(
         20,
-        "show the plan and what really happened in TensorBoard and trace/ at step 1 and after this many steps; "
+        "draw the plan and what really happened for TensorBoard and trace/ at step 1 and every so many steps; "
         "0: never",
         minimum=0,
     )
@@ -241,13 +244,13 @@ class Watch:
 
 @dataclass(kw_only=True)
 class Lora:
-    rank: int = key(0, "train low-rank adapters of this rank (LoRA) in place of the weights; 0: the weights themselves",
+    rank: int = key(0, "train low-rank adapters (LoRA) of this rank instead of the weights; 0: train the weights",
                     minimum=0, maximum=100_000)
-    alpha: float = key(16.0, "what an adapter adds is scaled by alpha / rank", above=0, maximum=LARGEST)
+    alpha: float = key(16.0, "an adapter's output is scaled by alpha / rank", above=0, maximum=LARGEST)
     targets: list[str] = key(["all-linear"], "linear layers that get an adapter, by the ends of their names (q_proj); "
-                             "all-linear: all but the head, in the parts that train.freeze leaves")
-    dropout: float = key(0.0, "share of an adapter's inputs that a step drops, by sample, position and step: the same "
-                              "under any plan; in the language model alone", minimum=0, below=1)
+                             "all-linear: all except the head and the parts in train.freeze")
+    dropout: float = key(0.0, "share of an adapter's inputs to drop, chosen by sample, position and step, so the same "
+                              "under any plan; only in the language model", minimum=0, below=1)
 
 
 @dataclass(kw_only=True)
@@ -257,27 +260,29 @@ class Train:
                                       minimum=0, maximum=LARGEST)
     warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
     schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    min_learning_rate_ratio: float = key(0.1, "where the cosine ends, as a share of the peak", minimum=0, maximum=1)
-    weight_decay: float = key(0.01, "AdamW's decay of matrices; biases and norms have none", minimum=0, maximum=LARGEST)
+    min_learning_rate_ratio: float = key(0.1, "share of the peak at which the cosine ends", minimum=0, maximum=1)
+    weight_decay: float = key(0.01, "AdamW's weight decay of matrices; biases and norms have none", minimum=0,
+                              maximum=LARGEST)
     adam_beta1: float = key(0.9, "AdamW's first beta", minimum=0, below=1)
     adam_beta2: float = key(0.95, "AdamW's second beta", minimum=0, below=1)
     adam_eps: float = key(1e-8, "AdamW's epsilon", above=0, maximum=LARGEST)
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
-    freeze: list[str] = key([], "parts left as they are: vision, language")
+    freeze: list[str] = key([], "parts that are not trained: vision, language")
     lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
-        "false", "recompute activations in the backward pass: true: of all layers; packs: of each pack that needs it "
-        "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU; not of packs "
-        "that move activations to host memory); auto: packs or true, what fits and is fastest, for each generation",
+        "false", "recompute activations in the backward pass; true: in all layers; packs: in as few layers of a pack "
+        "as make it fit, if the planner finds that faster than more ranks (CUDA, NPU; not in packs that move "
+        "activations to host memory); auto: packs or true, whichever fits and is faster, chosen for each generation",
         choices=("true", "false", "packs", "auto"))
     activation_offload: str = key(
-        "off", "keep activations in host memory until the backward pass wants them: off; auto: of a pack that needs it "
-        "the least share of layers that makes it fit, where the planner finds that faster (CUDA, NPU); a number: this "
+        "off", "keep activations in host memory until the backward pass needs them; off: never; auto: those of as few "
+        "layers of a pack as make it fit, if the planner finds that faster than more ranks (CUDA, NPU); a number: this "
         "share of every pack")
-    deterministic: bool = key(False, "the same bits for the same plans on as many ranks; slower on CUDA and NPU")
+    deterministic: bool = key(False, "give the same bits for the same plans on the same number of ranks; slower on "
+                              "CUDA and NPU")
     fused_operators: str = key(
-        "auto", "norms, rotations and SwiGLU by fused operators: on NPU, and on CUDA where Liger is installed",
+        "auto", "auto: fused norms, rotary embeddings and SwiGLU on NPU, and on CUDA if Liger is installed",
         choices=("auto", "off"),
     )
 
