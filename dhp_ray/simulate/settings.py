@@ -22,12 +22,12 @@ class ClusterSettings:
     num_ranks: int = key(64, "ranks, a device each", minimum=1, maximum=100_000)
     ranks_per_node: int = key(8, "ranks of a node", minimum=1, maximum=100_000)
     kind: str = key("cuda", "what the devices are to torch", choices=("cpu", "cuda", "npu"))
-    device: str = key("h100", "description of the device, a file of conf/device")
+    device: str = key("h100", "description of the device: a file of conf/device")
     memory_gib: float = key(80.0, "memory of a device", above=0, maximum=1e6)
-    node_memory_gib: float = key(1024.0, "memory of a node, which activations may go to", above=0, maximum=1e6)
+    node_memory_gib: float = key(1024.0, "memory of a node, to which activations may go", above=0, maximum=1e6)
     links_per_node: int = key(0, "links of a node to the others, each as fast as the device's inter_bytes_per_s; 0: "
                               "one for each of its ranks", minimum=0, maximum=100_000)
-    oversubscription: float = key(1.0, "what all nodes can send at a time over what the network between them carries",
+    oversubscription: float = key(1.0, "bandwidth of all nodes together over that of the network between them",
                                   minimum=1, maximum=1000)
     cost: str = key("", "cost file; empty: derived from the model and the device, with fused operators", path="file")
 
@@ -35,36 +35,34 @@ class ClusterSettings:
 @dataclass(kw_only=True)
 class TrainSettings:
     precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
-    activation_checkpointing: str = key("auto", "recompute activations in the backward pass: true: of all layers; "
-                                        "packs: of packs that fit in no other way or are faster this way; auto: packs "
-                                        "or true, what fits and is fastest",
+    activation_checkpointing: str = key("auto", "recompute activations in the backward pass; true: in all layers; "
+                                        "packs: in packs that fit only with it or are faster with it; auto: packs "
+                                        "or true, whichever fits and is faster",
                                         choices=("true", "false", "packs", "auto"))
-    activation_offload: str = key("off", "move activations to host memory: off; auto: of packs that fit in no other "
-                                  "way or are shorter so; or a share, of every pack")
-    freeze: list[str] = key([], "parts left as they are: vision, language")
+    activation_offload: str = key("off", "move activations to host memory; off: never; auto: those of packs that "
+                                  "fit only with it or are faster with it; a number: this share of every pack")
+    freeze: list[str] = key([], "parts that are not trained: vision, language")
     tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's "
                                "memory)")
 
 
 @dataclass(kw_only=True)
 class PlanningSettings:
-    encoder: str = key("auto", "who encodes images", choices=("group", "world", "auto"))
-    item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch "
-                        "(benchmarks/README.md, Planning time: 3 to 9 microseconds, with unequal speeds up to 39, with "
-                        "baselines tuned up to 1,400)",
-                        minimum=0, maximum=1)
-    last_resort_item_s: float = key(5e-6, "the same of the planner that runs where a plan is late", minimum=0,
+    encoder: str = key("auto", "where images are encoded, as in planner.encoder", choices=("group", "world", "auto"))
+    item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch, as "
+                        "benchmarks/planner.py time measures them", minimum=0, maximum=1)
+    last_resort_item_s: float = key(5e-6, "the same for the planner that runs if a plan is late", minimum=0,
                                     maximum=1)
-    between_s: float = key(0.0, "seconds from the end of a step to the begin of the next, where nothing is waited for",
+    between_s: float = key(0.0, "seconds from the end of a step to the start of the next, if nothing is late",
                            minimum=0, maximum=3600)
-    measured: bool = key(False, "count the seconds that planning takes on this machine instead: then two runs differ")
+    measured: bool = key(False, "use the seconds that planning takes on this machine instead; two runs then differ")
 
 
 @dataclass(kw_only=True)
 class DataSettings:
-    samples_per_s: float = key(0.0, "samples that are read and tokenized in a second; 0: as fast as they are wanted",
+    samples_per_s: float = key(0.0, "samples read and tokenized a second; 0: as fast as needed",
                                minimum=0)
-    patches_per_s: float = key(0.0, "patches that a rank decodes in a second, those of its own images; 0: likewise",
+    patches_per_s: float = key(0.0, "patches of its own images that a rank decodes a second; 0: as fast as needed",
                                minimum=0)
 
 
@@ -72,11 +70,11 @@ class DataSettings:
 class FaultKind:
     """A kind of fault: how often it occurs among the others, and how long recovery takes."""
 
-    share: float = key(0.0, "how often this kind is drawn, beside the others", minimum=0)
+    share: float = key(0.0, "how often this kind is drawn, relative to the others", minimum=0)
     seen_s: float = key(0.0, "seconds until it is noticed", minimum=0, maximum=MONTH_S)
-    form_s: float = key(0.0, "seconds from then until the ranks that are left stand as a group, their state moved",
+    form_s: float = key(0.0, "seconds from then until the remaining ranks form a group and hold the state",
                         minimum=0, maximum=MONTH_S)
-    return_s: float = key(0.0, "seconds from then until what was lost has been replaced and can join", minimum=0,
+    return_s: float = key(0.0, "seconds from then until the replacement of what was lost can join", minimum=0,
                           maximum=YEARS_S)
 
 
@@ -86,24 +84,24 @@ class Event:
 
     time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
     kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
-    rank: int = key(0, "the rank at the run's begin, or one of the node; nothing happens if it, or all of the node, "
-                       "is gone by then", minimum=0, maximum=100_000)
+    rank: int = key(0, "a rank's number at the start of the run, or that of any rank of the node; nothing happens "
+                       "if that rank, or the whole node, is gone by then", minimum=0, maximum=100_000)
 
 
 @dataclass(kw_only=True)
 class Slow:
     """Ranks that are slow for a while."""
 
-    ranks: str = key("", "their numbers, comma-separated; empty: drawn")
-    share: float = key(0.0, "share of the ranks that is drawn, where no numbers are given", minimum=0, maximum=1)
+    ranks: str = key("", "their numbers, comma-separated; empty: drawn at random")
+    share: float = key(0.0, "share of the ranks to draw, if no numbers are given", minimum=0, maximum=1)
     speed: float = key(1.0, "their speed; 1: nominal", above=0, maximum=100)
-    first_step: int = key(1, "from this step on", minimum=1)
-    last_step: int = key(0, "up to this step; 0: to the end", minimum=0)
+    first_step: int = key(1, "first step in which they are slow", minimum=1)
+    last_step: int = key(0, "last step in which they are slow; 0: to the end", minimum=0)
 
 
 @dataclass(kw_only=True)
 class FaultSettings:
-    every_s: float = key(0.0, "mean time from one fault to the next, drawn; 0: only `events` happen", minimum=0,
+    every_s: float = key(0.0, "mean seconds from one drawn fault to the next; 0: only `events` happen", minimum=0,
                          maximum=YEARS_S)
     worker: FaultKind = field(default_factory=FaultKind)
     stopped: FaultKind = field(default_factory=FaultKind)
@@ -111,25 +109,26 @@ class FaultSettings:
     driver: FaultKind = field(default_factory=FaultKind)
     all: FaultKind = field(default_factory=FaultKind)
     events: list[Event] = key([], "faults at given times: [{time_s: 60, kind: node, rank: 3}, ...]")
-    policy: str = key("elastic", "what a fault makes of the run: elastic: those that are left go on, from memory; "
-                      "restart: all begin again from the last checkpoint, once all ranks are there; "
+    policy: str = key("elastic", "what happens after a fault; elastic: the remaining ranks go on from memory; "
+                      "restart: all ranks start again from the last checkpoint, once all are there, and "
                       "slow ranks stay",
                       choices=("elastic", "restart"))
-    min_workers: int = key(1, "ranks below which the run waits for others, as it does where the "
-                           "next batches need more", minimum=1)
-    join_s: float = key(0.0, "seconds that a change takes by which nothing was lost: ranks that join, or leave for "
-                        "being slow", minimum=0, maximum=MONTH_S)
-    load_s: float = key(0.0, "seconds to load a checkpoint, beside forming", minimum=0, maximum=MONTH_S)
-    mirror_every_steps: str = key("auto", "copy each rank's state to another rank after so many steps: a number, or "
+    min_workers: int = key(1, "the run waits while it has fewer ranks than this, or fewer than the "
+                           "next batches need", minimum=1)
+    join_s: float = key(0.0, "seconds of a change in which nothing is lost: ranks join, or leave because they "
+                        "are slow", minimum=0, maximum=MONTH_S)
+    load_s: float = key(0.0, "seconds to load a checkpoint, after forming the group", minimum=0,
+                          maximum=MONTH_S)
+    mirror_every_steps: str = key("auto", "copy each rank's state to another rank every so many steps: a number, or "
                                   "auto; 0: never")
-    copy_s: float = key(0.0, "seconds that a copy of the state takes; 0: its bytes over a link between nodes",
+    copy_s: float = key(0.0, "seconds of a copy of the state; 0: its bytes over the speed of a link between nodes",
                         minimum=0, maximum=MONTH_S)
-    checkpoint_every_s: float = key(0.0, "a checkpoint so often, after the next step; 0: never", minimum=0,
+    checkpoint_every_s: float = key(0.0, "seconds between checkpoints, each after the next step; 0: never", minimum=0,
                                     maximum=YEARS_S)
     stage_s: float = key(0.0, "seconds for which a checkpoint holds up the steps", minimum=0, maximum=MONTH_S)
-    write_s: float = key(0.0, "seconds until it is written, beside steps", minimum=0, maximum=MONTH_S)
+    write_s: float = key(0.0, "seconds until a checkpoint is written, while steps run", minimum=0, maximum=MONTH_S)
     slow: list[Slow] = key([], "ranks that are slow: [{share: 0.1, speed: 0.5}, ...]")
-    spread: float = key(0.0, "spread of every rank's speed (sigma of its logarithm), drawn once", minimum=0, maximum=2)
+    spread: float = key(0.0, "spread of the ranks' speeds (sigma of their logarithm), drawn once", minimum=0, maximum=2)
     noise: float = key(0.0, "spread of the time of each pack's computing (sigma of its logarithm)", minimum=0,
                        maximum=2)
 
@@ -138,12 +137,12 @@ class FaultSettings:
 class Simulation:
     """All settings of a simulation."""
 
-    model: str = key("qwen2_5_vl_7b", "shape of the model, a file of conf/model_shape")
-    planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners that are compared")
-    sync: str = key("step", "ranks meet at the end of each step, or at every layer; auto: what fits and is "
-                    "fastest", choices=("step", "micro_batch", "auto"))
-    num_batches: int = key(20, "global batches", minimum=1, maximum=10**7)
-    duration_s: float = key(0.0, "simulate for so long instead, with batches as long as there is time", minimum=0,
+    model: str = key("qwen2_5_vl_7b", "shape of the model: a file of conf/model_shape")
+    planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners to compare")
+    sync: str = key("step", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: the "
+                    "one that fits and is fastest", choices=("step", "micro_batch", "auto"))
+    num_batches: int = key(20, "number of global batches", minimum=1, maximum=10**7)
+    duration_s: float = key(0.0, "seconds to simulate, with as many batches as fit; 0: num_batches", minimum=0,
                             maximum=YEARS_S)
     global_samples: int = key(512, "samples of a batch", minimum=1, maximum=10**7)
     seed: int = key(0, "seed of samples, faults and speeds", minimum=0, maximum=2**32 - 1)
