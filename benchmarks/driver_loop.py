@@ -161,7 +161,8 @@ def ready_driver(
     cost_file.write_text(yaml.safe_dump(cost.to_json()))
     session_module.RANKS_PER_RELAY = relays or max(num_ranks, 2)
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
-                   f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", f"planner.cost={cost_file}",
+                   f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", "planner.sync=step",
+                   f"planner.cost={cost_file}",
                    f"planner.tokens_per_rank={cluster.tokens_per_rank}",
                    f"planner.max_sequence_tokens={16 * cluster.tokens_per_rank}",
                    "planner.refit=false",  # the ranks make their seconds up

@@ -155,7 +155,7 @@ class Cluster:
 @dataclass(kw_only=True)
 class Planner:
     name: str = key("dhp", "which planner makes the plans", choices=PLANNERS)
-    sync: str = key("step", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: "
+    sync: str = key("auto", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: "
                     "the one that fits and is fastest, chosen at the run's first start",
                     choices=("step", "micro_batch", "auto"))
     encoder: str = key("auto", "where images are encoded; group: in their pack, by its ranks; world: apart from the "

@@ -107,7 +107,7 @@ def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], pres
     wanted = plain(preset, tmp_path)
     assert len({tuple(answer) for answer in wanted.values()}) > 3
     config = load(["data.path=x", f"model.path={tmp_path}", f"run.dir={tmp_path}", "cluster.device=cpu",
-                   f"cluster.num_workers={num_ranks}", *settings])
+                   f"cluster.num_workers={num_ranks}", "planner.sync=step", *settings])
     encoder = "world" if APART in settings else "group"
     [plan] = plans_of([[sample for sample, _ in asked(preset)]], num_ranks, "dhp", config.planner.sync, encoder=encoder)
     assert plan.vision.layout == encoder

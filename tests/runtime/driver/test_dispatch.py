@@ -68,7 +68,7 @@ def group(ray_cluster: None) -> Iterator[WorkerGroup]:
 @pytest.fixture
 def dispatcher(group: WorkerGroup) -> Iterator[Dispatcher]:
     group.call("forget")
-    config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3"])
+    config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3", "planner.sync=step"])
     written: dict[int, Any] = {}
     cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
     made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, PoolBook(4), 3,

@@ -53,7 +53,7 @@ class Rows:
 @pytest.fixture
 def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
     monkeypatch.setitem(PLANNERS, "dhp", PLANNERS[LAST_RESORT])  # it has less to compile
-    config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=2"])
+    config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=2", "planner.sync=step"])
     stream: Any = Rows()
     group = WorkerGroup([Member(slot, ACTOR) for slot in range(2)])
     made = Dispatcher(stream, group, ClusterSpec(2, 2, 64), COST, config, PoolBook(4), 3, scale=lambda: 1.0)
