@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
-import pyarrow as pa
 import ray
 import ray.data
 
-from dhp_ray.data.blocks import Origin, start_server
+from dhp_ray.data.blocks import Origin
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import read_payloads
 from dhp_ray.data.source_stream import Entry, SourceStream
 from dhp_ray.planner.plan import Sample
@@ -189,24 +187,3 @@ def check_digest(saved: int, digest: int, where: str) -> None:
             f"{where}: it has as many rows as the saved run's data, but other files, other contents or other row "
             "groups; allowed: the same data, or another run.dir"
         )
-
-
-def start_readers(data: Data, model: Model) -> None:
-    """Let Ray start the processes that the first batch is read with, and these import what they need: a reading task's,
-    and the server of blocks of this node. Otherwise the batch waits for one after the other.
-    """
-    server = start_server(ray.get_runtime_context().get_node_id())
-    one = ray.data.from_items([{"row": 0}], override_num_blocks=1)
-    one.context.enable_progress_bars = False
-    one.context.print_on_execution_start = False
-    spec = ProcessorSpec.of(model, data)
-    # as the reading stage does it: see SourceStream
-    one.map_batches(partial(ready, spec=spec), batch_size=None, batch_format="pyarrow", num_cpus=0,
-                    compute=ray.data.TaskPoolStrategy(size=1)).materialize()
-    ray.get(server.__ray_ready__.remote())
-
-
-def ready(items: pa.Table, spec: ProcessorSpec) -> pa.Table:
-    """Return `items` once this process has all that reading takes."""
-    spec.load()
-    return items

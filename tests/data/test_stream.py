@@ -11,12 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from ray.exceptions import RayError
 
-from dhp_ray.data.blocks import start_server
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.stream import Batch, Stream, read_payloads, start_readers
+from dhp_ray.data.stream import Batch, Stream, read_payloads
 from dhp_ray.schema import Data, Model
 from tests.data.samples import picture, talk, write_rows
 
@@ -185,14 +183,6 @@ def test_resuming_on_changed_data_of_as_many_rows_is_refused(
         "groups; allowed: the same data, or another run.dir")
     changed.close()
     copied.close()
-
-
-def test_what_reads_the_first_batch_can_be_started_before_it(ray_cluster: None, rows: Path) -> None:
-    start_readers(Data(format="llava", path=str(rows)), TINY)
-    server = start_server(ray.get_runtime_context().get_node_id())
-    assert ray.wait([server.__ray_ready__.remote()], timeout=10)[0]
-    with pytest.raises(RayError, match="no folder /nowhere"):  # the reading tasks have imported what they need
-        start_readers(Data(format="llava", path=str(rows)), Model(preset="", path="/nowhere"))
 
 
 def test_the_last_batch_is_left_out_when_it_is_not_full(ray_cluster: None, rows: Path) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from copy import copy
 from threading import Thread
 from typing import Any
 
-from ray.exceptions import RayError
-
 from dhp_ray.config import Config, dump
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
-from dhp_ray.data.stream import Stream, start_readers
+from dhp_ray.data.stream import Stream
 from dhp_ray.planner import warm_up
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.plan import Sample
@@ -74,8 +71,6 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
-    if not takes_over:
-        _start_readers(config)
     # before the workers report how much space is free
     not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
     if not takes_over:
@@ -189,16 +184,6 @@ def _compiled() -> Future[float]:
 
     Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
     return done
-
-
-def _start_readers(config: Config) -> None:
-    """Start what reads the first batch, in a thread: by the time the workers are up, it is too."""
-
-    def start() -> None:
-        with suppress(RayError):  # the reading of the batch then fails too, and says why
-            start_readers(sources_of(config.data)[0], config.model)
-
-    Thread(target=start, name="start-readers", daemon=True).start()
 
 
 def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample]:
