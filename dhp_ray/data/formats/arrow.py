@@ -22,6 +22,7 @@ from dhp_ray.data.formats.stored_rows import (
     Row,
     check_columns,
     check_unchanged,
+    ids_of,
     new_names,
     row_of,
 )
@@ -74,29 +75,25 @@ def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[F
     check_columns(arrow_schema(path), path)
     first = 0
     for start, stop, batch in batches_of(path, progress):
-        # The file is mapped, and offsets that point outside of it would be followed.
-        batch.select([name for name in batch.schema.names if name == "id"]).validate(full=True)
         num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * batch.num_rows // (stop - start)))
         for offset in range(0, batch.num_rows, num_rows):
             part = batch.slice(offset, num_rows)
-            ids = part["id"].to_pylist() if "id" in part.schema.names else [None] * part.num_rows
             yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0,
                            offset, ((start, stop),),
-                           new_names(ids, names, path, first))
+                           new_names(ids_of(part), names, path, first))
             first += part.num_rows
 
 
 def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
-    batch = read_batch(fragment.path, *fragment.spans[0]).slice(fragment.offset, fragment.num_rows)
-    batch = batch.select([name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in batch.schema.names])
-    batch.validate(full=True)  # the file is mapped, and offsets outside of it would be followed
+    columns = ROW_COLUMNS if media else TEXT_COLUMNS
+    batch = read_batch(fragment.path, *fragment.spans[0], columns).slice(fragment.offset, fragment.num_rows)
     check_unchanged(fragment, batch.num_rows)
     for number in numbers:
         yield row_of(batch, number, max_bytes)
 
 
 def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-    """(start, stop, batch) of every record batch of an Arrow stream; `batch` is mapped.
+    """(start, stop, ids) of every record batch of an Arrow stream; the ids are mapped.
 
     Raises:
         DataError: the file is of another kind.
@@ -111,7 +108,7 @@ def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int
                 except EOFError:  # the end of the stream is a message too
                     return
                 progress(start)
-                yield start, source.tell(), pa.ipc.read_record_batch(message, schema)
+                yield start, source.tell(), _columns_of(message, schema, ["id"])
     except (pa.ArrowException, OSError, EOFError) as error:
         raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
 
@@ -125,12 +122,25 @@ def arrow_schema(path: str) -> pa.Schema:
         raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
 
 
-def read_batch(path: str, start: int, stop: int) -> pa.RecordBatch:
-    """The record batch in this byte range of an Arrow stream, mapped."""
+def read_batch(path: str, start: int, stop: int, columns: Sequence[str]) -> pa.RecordBatch:
+    """Those of the columns that the record batch in this byte range of an Arrow stream has, mapped."""
     source = pa.memory_map(path)
     schema = pa.ipc.read_schema(pa.ipc.read_message(source))
     source.seek(start)
-    return pa.ipc.read_record_batch(pa.ipc.read_message(source.read_buffer(stop - start)), schema)
+    return _columns_of(pa.ipc.read_message(source.read_buffer(stop - start)), schema, columns)
+
+
+def _columns_of(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) -> pa.RecordBatch:
+    """Those of the named columns that there are.
+
+    Raises:
+        ArrowException: offsets point outside of the mapped file; they would be followed. Strings are checked as bytes:
+            one that is not UTF-8 costs its row alone.
+    """
+    present = [name for name in names if name in schema.names]
+    as_bytes = pa.schema([field.with_type(_as_bytes(field.type)) for field in schema])
+    pa.ipc.read_record_batch(message, as_bytes).select(present).validate(full=True)
+    return pa.ipc.read_record_batch(message, schema).select(present)
 
 
 def _schema(source: pa.MemoryMappedFile, path: str) -> pa.Schema:
@@ -139,6 +149,21 @@ def _schema(source: pa.MemoryMappedFile, path: str) -> pa.Schema:
     if encoded is not None:
         raise DataError(f"data.path: {path}: column {encoded} is dictionary-encoded; allowed: plain columns")
     return schema
+
+
+def _as_bytes(stored: pa.DataType) -> pa.DataType:
+    """The type with binary in place of strings."""
+    if pa.types.is_string(stored):
+        return pa.binary()
+    if pa.types.is_large_string(stored):
+        return pa.large_binary()
+    if pa.types.is_list(stored):
+        return pa.list_(stored.value_field.with_type(_as_bytes(stored.value_type)))
+    if pa.types.is_large_list(stored):
+        return pa.large_list(stored.value_field.with_type(_as_bytes(stored.value_type)))
+    if pa.types.is_struct(stored):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in stored])
+    return stored
 
 
 def _read(path: str) -> dict[str, Any] | None:

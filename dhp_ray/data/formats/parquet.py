@@ -21,6 +21,7 @@ from dhp_ray.data.formats.stored_rows import (
     Row,
     check_columns,
     check_unchanged,
+    ids_of,
     new_names,
     row_of,
 )
@@ -98,7 +99,7 @@ def _ids(file: pq.ParquetFile, path: str, group: int) -> Iterator[Any]:
         yield from [None] * file.metadata.row_group(group).num_rows
         return
     for batch in _batches(file, path, group, ["id"]):
-        yield from batch["id"].to_pylist()
+        yield from ids_of(batch)
 
 
 def _batches(file: pq.ParquetFile, path: str, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -113,12 +113,22 @@ def row_of(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
     """A row of columns; a bad row if it has more than `max_bytes`."""
     row = batch.slice(number, 1)
     if (error := too_large(row.nbytes, max_bytes)):
-        return Row(row["id"][0].as_py() if "id" in row.schema.names else "", {}, error)
+        return Row(ids_of(row)[0], {}, error)
     try:
         [fields] = row.to_pylist()
     except UnicodeDecodeError as raised:  # Arrow takes the bytes of strings as they are
-        return Row("", {}, f"a string of the row is not UTF-8: {first_line(raised)}")
+        return Row(ids_of(row)[0], {}, f"a string of the row is not UTF-8: {first_line(raised)}")
     return Row(fields.get("id", ""), fields)
+
+
+def ids_of(batch: pa.RecordBatch) -> list[Any]:
+    """The given ids of rows; None where there is none, or one that is not UTF-8."""
+    if "id" not in batch.schema.names:
+        return [None] * batch.num_rows
+    try:
+        return batch["id"].to_pylist()
+    except UnicodeDecodeError:
+        return [ids_of(batch.slice(number, 1))[0] for number in range(batch.num_rows)] if batch.num_rows > 1 else [None]
 
 
 def too_large(num_bytes: int, max_bytes: int) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,6 @@ def test_parts_of_a_row_group_are_its_rows(tmp_path: Path) -> None:
         assert [dict(row.fields) for row in read_rows(fragment)] == expected
     assert abs(int(fragments.num_bytes[:3].sum())
                - pq.ParquetFile(tmp_path / "rows.parquet").metadata.row_group(0).total_byte_size) < 3
-
-
-def test_a_string_that_is_not_utf_8_makes_one_bad_row(tmp_path: Path) -> None:
-    texts = [json.dumps(talk("a", "b")).encode(), b"\xff\xfe", json.dumps(talk("c", "d")).encode()]
-    strings = pa.Array.from_buffers(pa.string(), 3, pa.array(texts).buffers())  # as other writers leave them
-    pq.write_table(pa.table({"conversations": strings}), tmp_path / "rows.parquet")
-    [fragment] = index_fragments(Data(format="parquet", path=str(tmp_path)))
-    assert [row.error.partition(":")[0] for row in read_rows(fragment)] == ["", "a string of the row is not UTF-8", ""]
 
 
 def zeros(path: Path, **options: Any) -> Fragment:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.stored_rows import check_columns, conversation_of
+from dhp_ray.data.index import index_fragments
+from dhp_ray.schema import Data
 from tests.data.samples import talk
 
 
@@ -52,3 +57,36 @@ def test_columns_may_hold_mappings(column: str, value: object) -> None:
 def test_columns_that_hold_no_media_are_refused(column: str, value: object) -> None:
     with pytest.raises(DataError, match=f"column {column} holds .*; allowed: bytes, string, struct with bytes or path"):
         check_columns(pa.Table.from_pylist([{"messages": "[]", column: value}]).schema, "a.parquet")
+
+
+def as_strings(values: list[bytes]) -> pa.Array:
+    """As writers leave them that do not look."""
+    return pa.array(values, pa.binary()).view(pa.string())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("turns", ["text", "structs"])
+def test_a_string_that_is_not_utf_8_makes_one_bad_row(kind: str, turns: str, tmp_path: Path) -> None:
+    """Also where it lies in a list of structs; as an id, the row has none."""
+    bad = b"\xff\xfe"
+    texts = [b"first", bad, b"third", b"fourth"]
+    column = as_strings([text if text == bad else json.dumps(talk("a", text.decode())).encode() for text in texts])
+    if turns == "structs":
+        ends = pa.array(range(len(texts) + 1), pa.int32())
+        column = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays(
+            [pa.array(["gpt"] * len(texts)), as_strings(texts)], ["from", "value"]))
+    table = pa.table({"id": as_strings([b"one", b"two", bad, b"four"]), "conversations": column})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "rows.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "rows.arrow"}]}))
+    [fragment] = index_fragments(Data(format="huggingface", path=str(tmp_path)))
+    rows = list(read_rows(fragment))
+    assert [row.id for row in rows] == ["one", "two", "rows#000002", "four"]
+    said = "a string of the row is not UTF-8"
+    assert [row.error.partition(":")[0] for row in rows] == ["", said, said, ""]
+    few_bytes = list(read_rows(fragment, max_bytes=1))
+    assert [row.id for row in few_bytes] == [row.id for row in rows]
+    assert all(row.error.startswith("the row has ") for row in few_bytes)
