@@ -52,7 +52,7 @@ def train(config: Config, lease: Lease, ending: Ending) -> int:
         with waits.on("the Ray cluster"):
             connect()
         ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        last = run(config, lease, console, waits, ending)
+        last = run(config, lease, console, waits, ending, leaves=True)
         if last.error:
             print(f"error: {last.error}", file=sys.stderr)
         return last.status
@@ -71,9 +71,12 @@ def train(config: Config, lease: Lease, ending: Ending) -> int:
 
 
 def run(
-    config: Config, lease: Lease, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None
+    config: Config, lease: Lease, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None,
+    *, leaves: bool
 ) -> RunFinished:
-    """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`.
+    """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`. `leaves`:
+    whether the process leaves the cluster at once, which ends the workers when their output is no longer shown: one
+    that still imports prints a traceback.
 
     Raises:
         ConfigError, RunError: the run cannot begin, or its drivers die; one line.
@@ -102,7 +105,8 @@ def run(
         )
     finally:
         console.close()
-        roster.close()
+        if not leaves:
+            roster.close()
         stores.clear()
 
 

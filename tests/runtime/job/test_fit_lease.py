@@ -22,7 +22,8 @@ def test_a_process_that_is_interrupted_while_it_leaves_the_cluster_can_train_aga
     """A notebook's process lives on: it must not go on to hold the lease of the run folder."""
     for name in ("check_here", "connect"):
         monkeypatch.setattr(fit_module, name, lambda *_: None)
-    monkeypatch.setattr(fit_module, "run", lambda *_: RunFinished("", "stopped"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # another test of this process may have joined a cluster
+    monkeypatch.setattr(fit_module, "run", lambda *_, **__: RunFinished("", "stopped"))
     monkeypatch.setattr(fit_module, "disconnect", interrupted)
     settings = ["data.format=synthetic", "data.path=unused", f"run.dir={tmp_path / 'run'}"]
     with pytest.raises(KeyboardInterrupt):
