@@ -9,6 +9,7 @@ again too, but only seconds later, when its head has noticed that the node is go
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.data.errors import DataError
@@ -60,10 +61,6 @@ class BlockServer:
     def columns(self, reference: list[ray.ObjectRef], names: list[str]) -> pa.Table:
         return ray.get(reference[0]).select(names)
 
-    def read(self, origin: Origin) -> pa.Table:
-        """Read a lost block; the answer's reference is that of the block from then on."""
-        return read_again(origin)
-
 
 GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
 """A server died or cannot be started, or its answer was lost, most likely with its node."""
@@ -76,7 +73,7 @@ _lost: set[str] = set()
 """Nodes that this process was told are gone."""
 
 LOOK_S = 0.2
-"""Seconds after which a wait for a server looks whether its node is gone."""
+"""Seconds after which a wait looks whether a node is gone."""
 
 
 def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
@@ -101,17 +98,32 @@ def start_server(node: str) -> ActorHandle:
     return _servers[node]
 
 
+def unnoticed_loss() -> bool:
+    """Whether a node is gone and Ray does not know it yet: tasks wait there, and further ones may be sent there."""
+    return bool(_lost) and any(node["Alive"] and node["NodeID"] in _lost and not _accepts(node) for node in ray.nodes())
+
+
+def _accepts(node: Mapping[str, Any]) -> bool:
+    """Whether the raylet of a node accepts connections."""
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), LOOK_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def columns_of(
-    reference: ray.ObjectRef, origin: Origin, names: list[str]
+    reference: ray.ObjectRef | None, origin: Origin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, Origin]:
     """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
-    and the block itself. If its node is gone, that is another one, read again on this node.
+    and the block itself. If its node is gone, or there is no block yet (None), that is another one, read in this
+    process: a server might have to be started first.
 
     Raises:
         DataError: the file of a block that is read again is gone or damaged.
     """
     node = origin.node or _here()
-    if node not in _lost:
+    if reference is not None and node not in _lost:
         answer: ray.ObjectRef = start_server(node).columns.remote([reference], names)
         while node not in _lost and not ray.wait([answer], timeout=LOOK_S)[0]:
             pass  # another thread may be told that the node is gone, long before Ray is
@@ -120,14 +132,8 @@ def columns_of(
                 return ray.get(answer), reference, origin
         except GONE:
             _servers.pop(node, None)
-    here = _here()
-    again: ray.ObjectRef = start_server(here).read.remote(origin)
-    try:
-        return ray.get(again).select(names), again, origin._replace(node=here)
-    except RayTaskError as error:
-        if isinstance(error.cause, DataError):
-            raise error.cause from None
-        raise
+    table = read_again(origin)
+    return table.select(names), ray.put(table), origin._replace(node=_here())
 
 
 def read_again(origin: Origin, rows: Sequence[int] | None = None) -> pa.Table:

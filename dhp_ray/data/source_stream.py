@@ -21,7 +21,8 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ import ray.data
 from ray.exceptions import RayError
 
 from dhp_ray.data.bad_rows import BadRows
-from dhp_ray.data.blocks import Origin, columns_of
+from dhp_ray.data.blocks import LOOK_S, Origin, columns_of, unnoticed_loss
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
@@ -87,7 +88,7 @@ class SourceStream:
         self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
-        self._parts: deque[Iterator[tuple[ray.ObjectRef, Origin]]] = deque()
+        self._parts: deque[Iterator[tuple[ray.ObjectRef | None, Origin]]] = deque()
         self._bad_rows = BadRows(data.path, self.num_rows)
         # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
@@ -196,8 +197,8 @@ class SourceStream:
             else:
                 self._entries.append(row)
 
-    def _blocks(self, numbers: range, tasks: int) -> Iterator[tuple[ray.ObjectRef, Origin]]:
-        """Start to read these shares; gives the references of their blocks, in order, and the blocks' origins.
+    def _blocks(self, numbers: range, tasks: int) -> PartBlocks:
+        """Start to read these shares.
 
         This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
         themselves here.
@@ -213,7 +214,7 @@ class SourceStream:
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
         entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
-        return _with_origins(entries, ray.put((reader, items)), shares)
+        return PartBlocks(entries, ray.put((reader, items)), shares)
 
     def _item(self, share: Share) -> dict[str, Any]:
         """A share as ReadFragments takes it."""
@@ -222,16 +223,52 @@ class SourceStream:
                                     for part, number in zip(share.parts, numbers)])
 
 
-def _with_origins(
-    entries: Iterable[Any], source: ray.ObjectRef, shares: dict[int, Share]
-) -> Iterator[tuple[ray.ObjectRef, Origin]]:
-    """The blocks of these shares, each with where it was made."""
-    entries = iter(entries)
-    for number, share in shares.items():
-        first = 0
-        while first < share.num_rows:
-            entry = next(entries)
-            stop = first + entry.metadata.num_rows
-            node = entry.metadata.exec_stats.node_id if entry.metadata.exec_stats else ""
-            yield entry.ref, Origin(node, source, number, (first, stop))
-            first = stop
+class PartBlocks:
+    """The blocks of some shares, in order, as Ray Data reads them.
+
+    Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
+    caught up, a share that has not come is given without a block: `columns_of` reads it in this process. What Ray Data
+    gives of it later is dropped.
+    """
+
+    def __init__(self, entries: Iterable[Any], source: ray.ObjectRef, shares: Mapping[int, Share]) -> None:
+        self._entries, self._source = iter(entries), source
+        self._left = deque((number, share.num_rows) for number, share in shares.items())
+        self._first = 0  # row of the next share with which the next block begins
+        self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
+        self._thread = ThreadPoolExecutor(1, "blocks")
+        self._coming: Future[Any] | None = None
+
+    def __iter__(self) -> PartBlocks:
+        return self
+
+    def __next__(self) -> tuple[ray.ObjectRef | None, Origin]:
+        """The next block, and where it was made."""
+        if not self._left:
+            raise StopIteration
+        number, num_rows = self._left[0]
+        entry = self._entry()
+        if entry is None:
+            reference, node, stop = None, "", num_rows
+            self._dropped += num_rows - self._first
+        else:
+            made = entry.metadata.exec_stats
+            reference, node, stop = entry.ref, made.node_id if made else "", self._first + entry.metadata.num_rows
+        origin = Origin(node, self._source, number, (self._first, stop))
+        self._first = stop
+        if stop == num_rows:
+            self._left.popleft()
+            self._first = 0
+        return reference, origin
+
+    def _entry(self) -> Any:
+        """Ray Data's next block; None if it has to be read here."""
+        while True:
+            self._coming = self._coming or self._thread.submit(next, self._entries)
+            while not wait([self._coming], LOOK_S).done:
+                if self._dropped or unnoticed_loss():
+                    return None
+            entry, self._coming = self._coming.result(), None
+            if not self._dropped:
+                return entry
+            self._dropped -= entry.metadata.num_rows

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray
 
 from dhp_ray.data import blocks
-from dhp_ray.data.blocks import LOST, BlockRows, Origin, columns_of, fetch_rows, located, lose_nodes, start_server
+from dhp_ray.data.blocks import (
+    LOST,
+    BlockRows,
+    Origin,
+    columns_of,
+    fetch_rows,
+    located,
+    lose_nodes,
+    start_server,
+    unnoticed_loss,
+)
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import LENGTH_COLUMNS
 from dhp_ray.data.stream import Batch, Stream
@@ -135,28 +145,43 @@ def test_blocks_of_lost_nodes_are_read_again_until_these_have_members() -> None:
     assert located(origins) == origins  # type: ignore[arg-type]
 
 
-def test_a_wait_for_a_server_ends_once_its_node_is_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would let it wait until its own head has noticed. Ray is not asked here."""
-    calls = []
+def test_a_wait_for_a_server_ends_once_its_node_is_known_to_be_gone(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would let it wait until its own head has noticed."""
+    batch = batch_of(tmp_path)
+    here = ray.get_runtime_context().get_node_id()
+    [block, *_] = wanted_of(batch, "far")
+    asked = []
 
-    def call(of: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: calls.append((of, *arguments)) or of)
-
-    def wait(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
+    def columns(*arguments: Any) -> ray.ObjectRef:
+        asked.append(arguments)
         lose_nodes({"far"}, ())  # as the thread of the recovery does
-        return [], answers
+        return never.remote()
 
     monkeypatch.setattr(blocks, "_lost", set())
-    monkeypatch.setattr(blocks, "_here", lambda: "near")
-    monkeypatch.setattr(blocks, "start_server", lambda node: SimpleNamespace(
-        columns=call(f"columns of {node}"), read=call(f"read on {node}")))
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", lambda answer: pa.table({"id": [answer], "row": [0]}))
-    origin = Origin("far", None, 3)  # type: ignore[arg-type]
-    lengths, block, where = columns_of("lost", origin, ["id"])  # type: ignore[arg-type]
-    assert calls == [("columns of far", ["lost"], ["id"]), ("read on near", origin)]
-    assert lengths == pa.table({"id": ["read on near"]})
-    assert (block, where) == ("read on near", origin._replace(node="near"))
+    monkeypatch.setattr(blocks, "_servers", {"far": SimpleNamespace(columns=SimpleNamespace(remote=columns))})
+    lengths, again, origin = columns_of(block.reference[0], block.origin, LENGTH_COLUMNS)
+    assert asked == [(block.reference, LENGTH_COLUMNS)]
+    assert lengths == ray.get(block.reference[0]).select(LENGTH_COLUMNS)
+    assert ray.get(again) == ray.get(block.reference[0])
+    assert origin == block.origin._replace(node=here)
+
+
+def test_ray_notices_a_loss_later_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has lost its workers may be there all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        port = raylet.getsockname()[1]
+        there = {"NodeID": "far", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+        monkeypatch.setattr(ray, "nodes", lambda: [there | {"Alive": alive}])
+        monkeypatch.setattr(blocks, "_lost", set())
+        alive = True
+        assert not unnoticed_loss()
+        lose_nodes({"far"}, ())
+        assert not unnoticed_loss()
+    assert unnoticed_loss()
+    alive = False
+    assert not unnoticed_loss()
 
 
 def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dhp_ray.data import bad_rows, source_stream
 from dhp_ray.data.blocks import LOST, BlockRows, columns_of, fetch_rows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture, open_stream
+from dhp_ray.data.source_stream import PartBlocks
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import picture, talk, write_rows
@@ -86,6 +88,45 @@ def test_fragments_of_several_blocks_give_the_same_rows(ray_cluster: None, tmp_p
         assert found["input_ids"].tolist() == again["input_ids"].tolist()
         _, block, _ = columns_of(reference, origin._replace(node="ab" * 28), ["id"])
         assert ray.get(block) == ray.get(reference)
+    stream.close()
+
+
+def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray Data gives nothing until its head has noticed, then all that it owes."""
+    rows = [{"id": f"r{number}", "conversations": talk("Count.", f"a{number}")} for number in range(200)]
+    data = Data(format="llava", path=str(write_rows(tmp_path / "rows.json", rows)))
+    calm = Stream(data, Model(preset="tiny"), seed=0)
+    expected = [sample.id for sample in calm.next_batch(200).samples]
+    calm.close()
+    noticed = Event()
+
+    def held_up(entries: Iterator[Any]) -> Iterator[Any]:
+        for number, entry in enumerate(entries):
+            if number == 2:
+                assert noticed.wait(LIMIT_S)
+            yield entry
+
+    class HeldUp(PartBlocks):
+        def __init__(self, entries: Iterable[Any], *others: Any) -> None:
+            super().__init__(held_up(iter(entries)), *others)
+
+    monkeypatch.setattr(source_stream, "PartBlocks", HeldUp)
+    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: not noticed.is_set())
+    stream = Stream(data, Model(preset="tiny"), seed=0)
+    stream._rows._reader = replace(stream._rows._reader, most_bytes=3000)  # several blocks a share
+    batches = [stream.next_batch(20) for _ in range(5)]
+    read_here = {origin.item for batch in batches for origin in batch.origins.values()
+                 if origin.rows == (0, stream._rows._share(origin.item).num_rows)}
+    assert read_here, "as a single block"
+    noticed.set()
+    batches += [stream.next_batch(20) for _ in range(5)]
+    assert [sample.id for batch in batches for sample in batch.samples] == expected
+    for batch in batches:
+        for name, (reference, row) in batch.payload.items():
+            [found] = fetch_rows([BlockRows([reference], [row], batch.origins[reference])])
+            assert found["id"] == name
     stream.close()
 
 
