@@ -9,8 +9,7 @@ again too, but only seconds later, when its head has noticed that the node is go
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.lost_nodes import LOOK_S, lost
 from dhp_ray.data.reader import UNREADABLE, EncodedGrids, cut_out, read_payloads
 
 LOST = "lost"
@@ -69,22 +69,9 @@ _servers: dict[str, ActorHandle] = {}
 """By node, the servers that this process has started or asked. A server lives as long as the process that started it.
 """
 
-_lost: set[str] = set()
-"""Nodes that this process was told are gone."""
-
-LOOK_S = 0.2
-"""Seconds after which a wait looks whether a node is gone."""
-
-
-def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
-    """Read blocks of the nodes in `gone` again, from now on and until they are in `members`."""
-    _lost.update(gone)
-    _lost.difference_update(members)
-
-
 def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Origin]:
     """The origins of blocks, with LOST for nodes that are gone, as `fetch_rows` of another process takes them."""
-    return {reference: origin._replace(node=LOST) if origin.node in _lost else origin
+    return {reference: origin._replace(node=LOST) if origin.node in lost else origin
             for reference, origin in origins.items()}
 
 
@@ -98,20 +85,6 @@ def start_server(node: str) -> ActorHandle:
     return _servers[node]
 
 
-def unnoticed_loss() -> bool:
-    """Whether a node is gone and Ray does not know it yet: tasks wait there, and further ones may be sent there."""
-    return bool(_lost) and any(node["Alive"] and node["NodeID"] in _lost and not _accepts(node) for node in ray.nodes())
-
-
-def _accepts(node: Mapping[str, Any]) -> bool:
-    """Whether the raylet of a node accepts connections."""
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), LOOK_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def columns_of(
     reference: ray.ObjectRef | None, origin: Origin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, Origin]:
@@ -123,12 +96,12 @@ def columns_of(
         DataError: the file of a block that is read again is gone or damaged.
     """
     node = origin.node or _here()
-    if reference is not None and node not in _lost:
+    if reference is not None and node not in lost:
         answer: ray.ObjectRef = start_server(node).columns.remote([reference], names)
-        while node not in _lost and not ray.wait([answer], timeout=LOOK_S)[0]:
+        while node not in lost and not ray.wait([answer], timeout=LOOK_S)[0]:
             pass  # another thread may be told that the node is gone, long before Ray is
         try:
-            if node not in _lost:
+            if node not in lost:
                 return ray.get(answer), reference, origin
         except GONE:
             _servers.pop(node, None)

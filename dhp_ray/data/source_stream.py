@@ -32,9 +32,10 @@ import ray.data
 from ray.exceptions import RayError
 
 from dhp_ray.data.bad_rows import BadRows
-from dhp_ray.data.blocks import LOOK_S, Origin, columns_of, unnoticed_loss
+from dhp_ray.data.blocks import Origin, columns_of
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import image_root, index_fragments
+from dhp_ray.data.lost_nodes import LOOK_S, unnoticed_loss
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, item_of

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,10 @@ from dhp_ray.data.blocks import (
     columns_of,
     fetch_rows,
     located,
-    lose_nodes,
     start_server,
-    unnoticed_loss,
 )
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.lost_nodes import lose_nodes
 from dhp_ray.data.reader import LENGTH_COLUMNS
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model
@@ -156,32 +154,16 @@ def test_a_wait_for_a_server_ends_once_its_node_is_known_to_be_gone(
 
     def columns(*arguments: Any) -> ray.ObjectRef:
         asked.append(arguments)
-        lose_nodes({"far"}, ())  # as the thread of the recovery does
+        lost.add("far")  # as the thread of the recovery does
         return never.remote()
 
-    monkeypatch.setattr(blocks, "_lost", set())
+    monkeypatch.setattr(blocks, "lost", lost := set())
     monkeypatch.setattr(blocks, "_servers", {"far": SimpleNamespace(columns=SimpleNamespace(remote=columns))})
     lengths, again, origin = columns_of(block.reference[0], block.origin, LENGTH_COLUMNS)
     assert asked == [(block.reference, LENGTH_COLUMNS)]
     assert lengths == ray.get(block.reference[0]).select(LENGTH_COLUMNS)
     assert ray.get(again) == ray.get(block.reference[0])
     assert origin == block.origin._replace(node=here)
-
-
-def test_ray_notices_a_loss_later_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that has lost its workers may be there all the same."""
-    with socket.create_server(("127.0.0.1", 0)) as raylet:
-        port = raylet.getsockname()[1]
-        there = {"NodeID": "far", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
-        monkeypatch.setattr(ray, "nodes", lambda: [there | {"Alive": alive}])
-        monkeypatch.setattr(blocks, "_lost", set())
-        alive = True
-        assert not unnoticed_loss()
-        lose_nodes({"far"}, ())
-        assert not unnoticed_loss()
-    assert unnoticed_loss()
-    alive = False
-    assert not unnoticed_loss()
 
 
 def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from dhp_ray.data.lost_nodes import unnoticed
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
@@ -29,7 +30,9 @@ GRACE_S = 5.0
 """When a rank is killed, its peers raise first; Ray learns of its death a little later."""
 
 AGAIN_S = 0.3
-"""Seconds that a worker may take to answer that has just failed to answer for SURVEY_S."""
+"""Seconds after which a worker that does not answer is suspected, and which one has that has just failed to answer for
+SURVEY_S.
+"""
 
 IDLE_LOOK_S = 1.0
 """Seconds between health checks of workers that wait for data and have no call that would fail."""
@@ -224,15 +227,20 @@ class WorkerGroup:
                 last = monotonic()
 
     def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. `silent`
-        ranks, which have just failed to answer a query, get less time, unless no rank answered: then this process
-        itself may have been held up.
+        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. A worker that
+        does not answer at once is dead if its node is gone, which Ray may learn later. `silent` ranks, which have just
+        failed to answer a query, get less time, unless no rank answered: then this process itself may have been held
+        up.
         """
         calls = self.each("status")
-        others = [call for rank, call in enumerate(calls) if rank not in silent]
-        ray.wait(others or calls, num_returns=len(others or calls), timeout=SURVEY_S)
-        ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)
-        return [_health_of(call) for call in calls]
+        late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])
+        gone = unnoticed({node for call, node in zip(calls, self.nodes) if call in late}) if late else set()
+        left = {rank: call for rank, call in enumerate(calls) if self.nodes[rank] not in gone}
+        others = [call for rank, call in left.items() if rank not in silent] or [*left.values()]
+        ray.wait(others, num_returns=len(others), timeout=SURVEY_S)
+        ray.wait([*left.values()], num_returns=len(left), timeout=AGAIN_S)
+        return [_health_of(call) if rank in left else (HealthReport(dead=True), Status())
+                for rank, call in enumerate(calls)]
 
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 
+from dhp_ray.runtime.driver.calls import SURVEY_S
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
 
@@ -113,6 +115,23 @@ def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) ->
     with pytest.raises(GroupError, match=rf"^rank 2 \(pid {stopped} on node a\) answers no more$"):
         group.collect(calls, look_s=0.5)
     os.kill(stopped, signal.SIGCONT)
+
+
+def test_a_rank_is_dead_once_the_raylet_of_its_node_is_gone(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's head takes the node for alive for some seconds more."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        address = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
+    monkeypatch.setattr(ray, "nodes", lambda: [address | {"NodeID": "a", "Alive": True}])
+    stopped = pids(group)[2]
+    os.kill(stopped, signal.SIGSTOP)
+    begun = time.monotonic()
+    found = [(report.dead, status.call) for report, status in group.survey()]
+    took_s = time.monotonic() - begun
+    os.kill(stopped, signal.SIGCONT)
+    assert found == [(False, "act"), (False, "act"), (True, "")]
+    assert took_s < SURVEY_S
 
 
 def test_a_rank_that_stands_still_is_named(group: WorkerGroup) -> None:
