@@ -155,10 +155,11 @@ def always(cost: CostModel) -> CostModel:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_no_plan_is_longer_than_without_recomputation_or_with_all(sync: str) -> None:
+@pytest.mark.parametrize("first", [7000, pytest.param(7012, marks=pytest.mark.slow)])
+def test_no_plan_is_longer_than_without_recomputation_or_with_all(first: int, sync: str) -> None:
     """Random batches on small clusters, of sequences that also fit without it."""
     recomputed = 0
-    for seed in range(7000, 7025):
+    for seed in range(first, first + 12):
         batch = random_batch(seed, unequal=seed % 3 == 0, images=seed % 2 == 0, recomputation=True)
         cluster, cost = batch.cluster, batch.cost
         held, most = cluster.tokens_per_rank, cluster.recomputation.tokens_per_rank
@@ -170,7 +171,7 @@ def test_no_plan_is_longer_than_without_recomputation_or_with_all(sync: str) -> 
         recomputed += max(recomputed_of(plan)) > 0
         assert plan.lower_bound_s * (1 - 1e-9) <= plan.predicted_time_s <= without.predicted_time_s * (1 + 1e-9), seed
         assert plan.predicted_time_s <= with_all.predicted_time_s * (1 + 1e-9), seed
-    assert recomputed > 5
+    assert recomputed > 2
 
 
 @pytest.mark.parametrize("sync", SYNCS)
