@@ -9,7 +9,7 @@ again too, but only seconds later, when its head has noticed that the node is go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +73,12 @@ def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Orig
     """The origins of blocks, with LOST for nodes that are gone, as `fetch_rows` of another process takes them."""
     return {reference: origin._replace(node=LOST) if origin.node in lost else origin
             for reference, origin in origins.items()}
+
+
+def start_servers(nodes: Iterable[str] = ()) -> None:
+    """Start the servers of this node and of these: each takes seconds, for which the first block there would wait."""
+    for node in {_here(), *nodes}:
+        start_server(node)
 
 
 def start_server(node: str) -> ActorHandle:

@@ -214,8 +214,12 @@ class SourceStream:
         reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
-        entries = (entry for bundle in blocks.iter_internal_ref_bundles() for entry in bundle.blocks)
-        return PartBlocks(entries, ray.put((reader, items)), shares)
+
+        def entries() -> Iterator[Any]:  # Ray Data starts with the first one that is asked for, and waits for it
+            for bundle in blocks.iter_internal_ref_bundles():
+                yield from bundle.blocks
+
+        return PartBlocks(entries(), ray.put((reader, items)), shares)
 
     def _item(self, share: Share) -> dict[str, Any]:
         """A share as ReadFragments takes it."""
@@ -225,7 +229,7 @@ class SourceStream:
 
 
 class PartBlocks:
-    """The blocks of some shares, in order, as Ray Data reads them.
+    """The blocks of some shares, in order, as Ray Data reads them from now on.
 
     Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
     caught up, a share that has not come is given without a block: `columns_of` reads it in this process. What Ray Data
@@ -238,7 +242,7 @@ class PartBlocks:
         self._first = 0  # row of the next share with which the next block begins
         self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
         self._thread = ThreadPoolExecutor(1, "blocks")
-        self._coming: Future[Any] | None = None
+        self._coming: Future[Any] | None = self._thread.submit(next, self._entries)
 
     def __iter__(self) -> PartBlocks:
         return self

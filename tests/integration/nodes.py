@@ -13,7 +13,7 @@ from typing import Any
 from tests.integration.faults import descendants, kill
 
 SYSTEM = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5, "worker_niceness": 0}
-"""As in cluster.yaml: what a lost node was reading ahead is read again only once Ray's head has noticed."""
+"""As in cluster.yaml."""
 
 
 class Nodes:

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import ray
 
+from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.lost_nodes import lose_nodes
 from dhp_ray.runtime.driver.elastic import (
     Condition,
@@ -120,6 +121,7 @@ def form_anew(
     session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
     lose_nodes({str(seen.member.described["node_id"]) for seen in workers
                 if seen.condition in (Condition.DEAD, Condition.SILENT)}, session.group.nodes)
+    start_servers(session.group.nodes)
     session.current.number = generation
     calls = session.group.join(generation, session.store, session.replica_ranks, session.pool_groups,
                                session.choose_mode(), [origins[member.slot] for member in session.group.members], step)

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from dhp_ray.config import Config, dump
+from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
@@ -71,6 +72,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
+    start_servers()
     # before the workers report how much space is free
     not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
     if not takes_over:
