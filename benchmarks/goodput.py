@@ -72,7 +72,7 @@ def goodput() -> None:
     print("\n## An hour at 1,024 ranks with a fault every ten minutes, modelled\n")
     print("| system | goes on after a lost worker, node [s] | source | checkpoint every [s] | steps | run again | "
           "tokens a second, of those without faults |\n|---|---|---|---|---|---|---|")
-    base = load_simulation(["cluster.num_ranks=1024", "global_samples=8192", f"duration_s={HOUR_S}",
+    base = load_simulation(["sync=step", "cluster.num_ranks=1024", "global_samples=8192", f"duration_s={HOUR_S}",
                             "planning.encoder=group", "planners=[dhp]"])
     calm = rate_of(run_of(base, FaultSettings(mirror_every_steps="0")))
     for system in SYSTEMS:
@@ -111,7 +111,7 @@ def stragglers(num_batches: int = 60) -> None:
     print("\n## Slow ranks among 64, modelled\n")
     print("| situation | rates | allowed | dhp, of the speed without slow ranks | of what is allowed | static_best | "
           "of what is allowed |\n|---|---|---|---|---|---|---|")
-    base = load_simulation([f"num_batches={num_batches}", "planning.encoder=group"])
+    base = load_simulation([f"num_batches={num_batches}", "sync=step", "planning.encoder=group"])
     calm = {planner: known_rate(base, (), planner) for planner in ("dhp", "static_best")}
     for name, rates in SITUATIONS.items():
         allowed = (64 - len(rates) + sum(1 / rate for rate in rates)) / 64

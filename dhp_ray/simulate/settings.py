@@ -139,7 +139,7 @@ class Simulation:
 
     model: str = key("qwen2_5_vl_7b", "shape of the model: a file of conf/model_shape")
     planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners to compare")
-    sync: str = key("step", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: the "
+    sync: str = key("auto", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: the "
                     "one that fits and is fastest", choices=("step", "micro_batch", "auto"))
     num_batches: int = key(20, "number of global batches", minimum=1, maximum=10**7)
     duration_s: float = key(0.0, "seconds to simulate, with as many batches as fit; 0: num_batches", minimum=0,
