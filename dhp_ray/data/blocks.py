@@ -69,6 +69,7 @@ _servers: dict[str, ActorHandle] = {}
 """By node, the servers that this process has started or asked. A server lives as long as the process that started it.
 """
 
+
 def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Origin]:
     """The origins of blocks, with LOST for nodes that are gone, as `fetch_rows` of another process takes them."""
     return {reference: origin._replace(node=LOST) if origin.node in lost else origin
@@ -76,7 +77,9 @@ def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Orig
 
 
 def start_servers(nodes: Iterable[str] = ()) -> None:
-    """Start the servers of this node and of these: each takes seconds, for which the first block there would wait."""
+    """Start the servers of this node and of these. A server takes seconds to start, and the first block on its node
+    would wait for it.
+    """
     for node in {_here(), *nodes}:
         start_server(node)
 

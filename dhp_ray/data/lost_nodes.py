@@ -19,13 +19,13 @@ lost: set[str] = set()
 
 
 def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
-    """Read blocks of the nodes in `gone` again, from now on and until they are in `members`."""
+    """Take the nodes in `gone` for lost, until they are in `members`."""
     lost.update(gone)
     lost.difference_update(members)
 
 
 def unnoticed_loss() -> bool:
-    """Whether a node is gone and Ray does not know it yet: tasks wait there, and further ones may be sent there."""
+    """Whether a node is gone and Ray does not know it yet: its tasks wait there, and it may send more."""
     return bool(lost) and bool(unnoticed(lost))
 
 
@@ -33,7 +33,7 @@ def unnoticed(nodes: Collection[str]) -> set[str]:
     """Those of the nodes that Ray takes for alive and whose raylet accepts no connection."""
     alive = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()
              if node["Alive"] and node["NodeID"] in nodes}
-    with ThreadPoolExecutor(max(1, len(alive)), "raylets") as threads:
+    with ThreadPoolExecutor(32, "raylets") as threads:
         return {node for node, accepts in zip(alive, threads.map(_accepts, alive.values())) if not accepts}
 
 

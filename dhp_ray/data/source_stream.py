@@ -22,8 +22,9 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -215,7 +216,7 @@ class SourceStream:
         blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
 
-        def entries() -> Iterator[Any]:  # Ray Data starts with the first one that is asked for, and waits for it
+        def entries() -> Iterator[Any]:  # Ray Data starts when the first is asked for, and returns once it is there
             for bundle in blocks.iter_internal_ref_bundles():
                 yield from bundle.blocks
 
@@ -233,16 +234,16 @@ class PartBlocks:
 
     Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
     caught up, a share that has not come is given without a block: `columns_of` reads it in this process. What Ray Data
-    gives of it later is dropped.
+    gives of it later is dropped; if that is not the whole share, all that is left is read here.
     """
 
     def __init__(self, entries: Iterable[Any], source: ray.ObjectRef, shares: Mapping[int, Share]) -> None:
-        self._entries, self._source = iter(entries), source
+        self._entries: Iterator[Any] | None = iter(entries)
+        self._source = source
         self._left = deque((number, share.num_rows) for number, share in shares.items())
         self._first = 0  # row of the next share with which the next block begins
         self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
-        self._thread = ThreadPoolExecutor(1, "blocks")
-        self._coming: Future[Any] | None = self._thread.submit(next, self._entries)
+        self._coming: Future[Any] | None = _next_of(self._entries)
 
     def __iter__(self) -> PartBlocks:
         return self
@@ -268,12 +269,32 @@ class PartBlocks:
 
     def _entry(self) -> Any:
         """Ray Data's next block; None if it has to be read here."""
-        while True:
-            self._coming = self._coming or self._thread.submit(next, self._entries)
+        while self._entries is not None:
+            self._coming = self._coming or _next_of(self._entries)
             while not wait([self._coming], LOOK_S).done:
                 if self._dropped or unnoticed_loss():
                     return None
-            entry, self._coming = self._coming.result(), None
+            coming, self._coming = self._coming, None
             if not self._dropped:
-                return entry
-            self._dropped -= entry.metadata.num_rows
+                return coming.result()
+            try:
+                self._dropped -= coming.result().metadata.num_rows
+            except (RayError, StopIteration):
+                self._entries = None
+            if self._dropped < 0:  # of a share that was unreadable there, only some rows came
+                self._entries = None
+        return None
+
+
+def _next_of(entries: Iterator[Any]) -> Future[Any]:
+    """The next entry, from a thread for which the interpreter does not wait when it ends."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(next(entries))
+        except BaseException as error:  # for the code that waits for it
+            answer.set_exception(error)
+
+    Thread(target=ask, name="blocks", daemon=True).start()
+    return answer

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,11 +101,12 @@ def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
     calm = Stream(data, Model(preset="tiny"), seed=0)
     expected = [sample.id for sample in calm.next_batch(200).samples]
     calm.close()
-    noticed = Event()
+    lost, noticed = Event(), Event()
 
     def held_up(entries: Iterator[Any]) -> Iterator[Any]:
         for number, entry in enumerate(entries):
             if number == 2:
+                lost.set()
                 assert noticed.wait(LIMIT_S)
             yield entry
 
@@ -112,14 +114,19 @@ def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
         def __init__(self, entries: Iterable[Any], *others: Any) -> None:
             super().__init__(held_up(iter(entries)), *others)
 
+    read_here = []
+
+    def asked(reference: Any, *others: Any) -> Any:
+        read_here.append(reference is None)
+        return columns_of(reference, *others)
+
+    monkeypatch.setattr(source_stream, "columns_of", asked)
     monkeypatch.setattr(source_stream, "PartBlocks", HeldUp)
-    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: not noticed.is_set())
+    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: lost.is_set() and not noticed.is_set())
     stream = Stream(data, Model(preset="tiny"), seed=0)
-    stream._rows._reader = replace(stream._rows._reader, most_bytes=3000)  # several blocks a share
     batches = [stream.next_batch(20) for _ in range(5)]
-    read_here = {origin.item for batch in batches for origin in batch.origins.values()
-                 if origin.rows == (0, stream._rows._share(origin.item).num_rows)}
-    assert read_here, "as a single block"
+    assert not any(read_here[:2])
+    assert all(read_here[2:])
     noticed.set()
     batches += [stream.next_batch(20) for _ in range(5)]
     assert [sample.id for batch in batches for sample in batch.samples] == expected
@@ -128,6 +135,37 @@ def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
             [found] = fetch_rows([BlockRows([reference], [row], batch.origins[reference])])
             assert found["id"] == name
     stream.close()
+
+
+def entry(num_rows: int) -> Any:
+    return SimpleNamespace(ref="block", metadata=SimpleNamespace(num_rows=num_rows, exec_stats=None))
+
+
+def failing(*entries: Any) -> Iterator[Any]:
+    yield from entries
+    raise OutOfMemoryError("Task was killed")
+
+
+@pytest.mark.parametrize("late", [lambda: iter([entry(3), entry(10)]), failing, lambda: failing(entry(4)),
+                                  lambda: iter([])], ids=["too few rows", "fails", "fails later", "ends"])
+def test_what_ray_gives_late_of_a_share_ends_nothing(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second share began with four rows of Ray's when the node was lost; from there on all is read here."""
+    noticed = Event()
+
+    def entries() -> Iterator[Any]:
+        yield from (entry(10), entry(4))
+        assert noticed.wait(LIMIT_S)
+        yield from late()
+
+    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: not noticed.is_set())
+    shares: Any = {number: SimpleNamespace(num_rows=10) for number in range(4)}
+    blocks = PartBlocks(entries(), None, shares)  # type: ignore[arg-type]
+    found = [next(blocks) for _ in range(3)]
+    noticed.set()
+    found += blocks
+    assert [(origin.item, origin.rows) for _, origin in found] == [
+        (0, (0, 10)), (1, (0, 4)), (1, (4, 10)), (2, (0, 10)), (3, (0, 10))]
+    assert [reference for reference, _ in found] == ["block", "block", None, None, None]
 
 
 def take_all(stream: Stream | Mixture) -> None:

@@ -30,8 +30,8 @@ GRACE_S = 5.0
 """When a rank is killed, its peers raise first; Ray learns of its death a little later."""
 
 AGAIN_S = 0.3
-"""Seconds after which a worker that does not answer is suspected, and which one has that has just failed to answer for
-SURVEY_S.
+"""Seconds that a worker has to answer before its node is looked at; also the time given to one that has just failed to
+answer for SURVEY_S.
 """
 
 IDLE_LOOK_S = 1.0
@@ -227,14 +227,15 @@ class WorkerGroup:
                 last = monotonic()
 
     def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
-        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. A worker that
-        does not answer at once is dead if its node is gone, which Ray may learn later. `silent` ranks, which have just
-        failed to answer a query, get less time, unless no rank answered: then this process itself may have been held
-        up.
+        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Workers of a
+        node of which none answers at once are dead if it is gone, which Ray may learn later; `silent` ranks, which have
+        just failed to answer a query, get less time. Neither if no rank answers: then this process itself may have been
+        held up, or cut off.
         """
         calls = self.each("status")
         late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])
-        gone = unnoticed({node for call, node in zip(calls, self.nodes) if call in late}) if late else set()
+        answered_there = {node for call, node in zip(calls, self.nodes) if call not in late}
+        gone = unnoticed(set(self.nodes) - answered_there) if late and answered_there else set()
         left = {rank: call for rank, call in enumerate(calls) if self.nodes[rank] not in gone}
         others = [call for rank, call in left.items() if rank not in silent] or [*left.values()]
         ray.wait(others, num_returns=len(others), timeout=SURVEY_S)

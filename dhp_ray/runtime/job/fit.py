@@ -71,7 +71,7 @@ def fit(overrides: Overrides = ()) -> Result:
                 connect()
         if trial:
             trial.resume()
-        error = run(config, lease, shown, waits, Ending(), trial.room if trial else None, leaves=joined).error
+        error = run(config, lease, shown, waits, Ending(), trial.room if trial else None, leaves=False).error
     except RunError as failure:
         error = str(failure)
     finally:

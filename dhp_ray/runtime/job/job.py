@@ -75,7 +75,7 @@ def run(
     *, leaves: bool
 ) -> RunFinished:
     """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`. `leaves`:
-    whether the process leaves the cluster at once, which ends the workers when their output is no longer shown: one
+    whether this process leaves the cluster and ends. That ends the workers, when their output is no longer shown: one
     that still imports prints a traceback.
 
     Raises:

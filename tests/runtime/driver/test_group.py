@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 
+import dhp_ray.runtime.driver.group as group_module
 from dhp_ray.runtime.driver.calls import SURVEY_S
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
@@ -132,6 +133,13 @@ def test_a_rank_is_dead_once_the_raylet_of_its_node_is_gone(
     os.kill(stopped, signal.SIGCONT)
     assert found == [(False, "act"), (False, "act"), (True, "")]
     assert took_s < SURVEY_S
+    # a node with a rank that answers is there, however slow its raylet is
+    monkeypatch.setattr(ray, "nodes", lambda: [address | {"NodeID": "b", "Alive": True}])
+    monkeypatch.setattr(group_module, "SURVEY_S", 0.5)
+    os.kill(pids(group)[0], signal.SIGSTOP)
+    found = [(report.dead, report.answered) for report, _ in group.survey()]
+    os.kill(pids(group)[0], signal.SIGCONT)
+    assert found == [(False, False), (False, True), (False, True)]
 
 
 def test_a_rank_that_stands_still_is_named(group: WorkerGroup) -> None:
