@@ -77,7 +77,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize(("name", "module"), [
     ("train", "omegaconf"), ("evaluate", "omegaconf"), ("prepare_data", "omegaconf"), ("measure", "omegaconf"),
     ("export", "dhp_ray.config"), ("report", "dhp_ray.config"), ("merge", "dhp_ray.constraints"),
-    ("plan", "dhp_ray.schema"), ("plan", "numba"), ("simulate", "dhp_ray.config")])
+    ("plan", "dhp_ray.schema"), ("plan", "numba"), ("prepare_data", "pyarrow.parquet"), ("simulate", "dhp_ray.config")])
 def test_ctrl_c_while_a_command_imports_is_one_line(name: str, module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     (tmp_path / "lengths.csv").write_text("num_tokens\n7\n")
@@ -99,7 +99,10 @@ def test_ctrl_c_while_a_command_imports_is_one_line(name: str, module: str, tmp_
     (["measure.py", "model=tiny", "cluster.device=cpu", "out={folder}/file/x.yaml"], "{folder}/file/x.yaml: Not a dir"),
     (["merge.py", "adapter={folder}/none", "out={folder}/new"], "adapter: {folder}/none/adapter_config.json cannot "),
     (["export.py", "run.dir={folder}/file"], "run.dir: {folder}/file is a file; allowed: a folder or URI"),
-    (["export.py", "run.dir={folder}/run"], "out: {folder}/run/exports/step_000020 exists and is not an empty folder")])
+    (["export.py", "run.dir={folder}/run"], "out: {folder}/run/exports/step_000020 exists and is not an empty folder"),
+    (["export.py", "run.dir={folder}/run", "checkpoint=latest"],
+     "out: {folder}/run/exports/step_000020 exists and is not an empty folder"),
+    (["export.py", "run.dir={folder}/run", "checkpoint=last"], "checkpoint: got 'last'; allowed: latest, or the step")])
 def test_refusals_come_before_torch_and_ray(words: list[str], line: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "model").mkdir()

@@ -83,7 +83,6 @@ COVERED_BY = {
     "runtime/worker/held_shards.py": "integration/test_faults.py",
     "runtime/worker/rank.py": "train/test_random_plans.py",
     "runtime/job/fit.py": "integration/test_fit.py",
-    "runtime/job/trial.py": "integration/test_fit.py",
     "runtime/worker/run_model.py": "train/test_lora_plans.py",
     "runtime/worker/worker.py": "integration/test_faults.py",
     "train/export.py": "runtime/worker/test_export.py",

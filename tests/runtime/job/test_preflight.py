@@ -384,6 +384,15 @@ def test_an_evaluation_with_a_wrong_path(words: list[str], line: str, model: Pat
     assert str(caught.value) == line.format(folder=tmp_path)
 
 
+def test_an_evaluation_of_a_model_with_more_token_ids_than_rows(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    add_words(folder)
+    arguments = [f"model.path={folder}", f"eval.path={write_rows(tmp_path / 'rows.json', ROWS)}", "data.format=llava",
+                 f"eval.output={tmp_path / 'out'}", "cluster.num_workers=1"]
+    with pytest.raises(ConfigError, match=f"^model.path: {folder}: its tokenizer has token ids up to 264, "):
+        check_evaluation_here(load(arguments, CONF / "evaluate.yaml", check_evaluation))
+
+
 def test_a_run_goes_on_whether_its_paths_were_relative_or_not(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
