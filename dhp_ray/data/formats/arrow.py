@@ -74,11 +74,11 @@ def saved_files(path: str) -> list[str]:
 def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
     check_columns(arrow_schema(path), path)
     first = 0
-    for start, stop, batch in batches_of(path, progress):
-        num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * batch.num_rows // (stop - start)))
-        for offset in range(0, batch.num_rows, num_rows):
-            part = batch.slice(offset, num_rows)
-            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // batch.num_rows, 0,
+    for start, stop, ids in batches_of(path, progress):
+        num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * ids.num_rows // (stop - start)))
+        for offset in range(0, ids.num_rows, num_rows):
+            part = ids.slice(offset, num_rows)
+            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // ids.num_rows, 0,
                            offset, ((start, stop),),
                            new_names(ids_of(part), names, path, first))
             first += part.num_rows
