@@ -10,9 +10,10 @@ from dhp_ray.simulate.settings import load_simulation
 from dhp_ray.simulate.simulation import Simulated, prepared
 
 SMALL = ["model=qwen3_vl_2b", "workload=llava_video", "cluster.num_ranks=8", "cluster.ranks_per_node=4",
-         "global_samples=24", "num_batches=6", "planners=[dhp_paper]", "planning.encoder=group", "sync=step"]
-"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds. The planner is a
-quick one: what is tested is what happens around its plans.
+         "global_samples=24", "num_batches=6", "planners=[dhp_paper]", "planning.encoder=group", "planning.item_s=0",
+         "sync=step", "train.activation_checkpointing=packs"]
+"""Eight ranks on two nodes, six batches of 24 samples with a video each: steps of some seconds. What is tested is what
+happens around the plans, so that the planner is a quick one, no plan is late and no second mode is compared.
 """
 
 QUICK = ["faults.worker.seen_s=1", "faults.worker.form_s=2", "faults.worker.return_s=50", "faults.node.seen_s=2",

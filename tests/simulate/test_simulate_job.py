@@ -17,11 +17,11 @@ from tests.simulate.simulations import SMALL
 
 ROOT = Path(__file__).parents[2]
 job = job_of("simulate")
-WORDS = [*SMALL, "num_batches=4", "planners=[dhp,static]"]
+WORDS = [*SMALL, "num_batches=4", "global_samples=12", "planners=[dhp,static]"]
 
 
 def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fault = "faults.events=[{time_s: 2, kind: worker, rank: 2}]"
+    fault = "faults.events=[{time_s: 0.6, kind: worker, rank: 2}]"
     assert job.main([*WORDS, f"out={tmp_path}", fault, "faults.worker.return_s=50"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("qwen3_vl_2b on 8 h100, 4 a node: step, ")
@@ -36,7 +36,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     assert trace["otherData"] == {"simulated": True, "planner": "dhp", "steps": [1, 2, 3]}
     packs = [event for event in trace["traceEvents"] if event.get("cat") == "pack"]
     assert min(event["ts"] for event in packs) >= 0
-    assert max(event["ts"] for event in packs) > 1e6 * tree["steps"]["dhp"][2]["begin_s"]
+    assert max(event["ts"] + event["dur"] for event in packs) > 1e6 * tree["steps"]["dhp"][2]["begin_s"]
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     assert "All of it is modelled, nothing measured." in page
