@@ -5,6 +5,7 @@ of its inputs works on that device alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -77,13 +78,18 @@ def run(adapter: ModelAdapter, inputs: PackInputs, ranks: tuple[int, ...], encod
     without_reads(lambda: pack_loss(adapter, inputs, link, encodes).backward())  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("freeze", [[], ["vision"], ["language"]], ids=["", "vision frozen", "language frozen"])
-@pytest.mark.parametrize("degree", [1, 2, 3])
+QUICK = [(1, "", False), (1, "language", True), (2, "language", False), (2, "vision", True), (3, "vision", False),
+         (3, "", True)]
+"""Each degree and each frozen part, kept and recomputed."""
+
+
+@pytest.mark.parametrize(("degree", "frozen", "recomputes"), [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in product((1, 2, 3), ("", "vision", "language"), (False, True))])
 def test_a_pack_reads_nothing_of_its_device(
-    degree: int, freeze: list[str], recomputes: bool, on_cpu: ModelAdapter, on_meta: ModelAdapter
+    degree: int, frozen: str, recomputes: bool, on_cpu: ModelAdapter, on_meta: ModelAdapter
 ) -> None:
-    on_meta.freeze(freeze)
+    on_meta.freeze([frozen] if frozen else [])
     if recomputes:
         on_meta.set_activation_checkpointing()
     pack = make_pack(0, range(degree), [sample for sample, _ in SAMPLES])

@@ -143,14 +143,16 @@ def test_activation_checkpointing() -> None:
     compare(4, MIXED, checkpointing=True)
 
 
+# what is slow of these two is in test_sharded_engine.py, on three ranks
 @pytest.mark.parametrize(("part", "transport"), [
-    ("vision", "pool"), ("language", "parent"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("vision", "parent"), ("language", "pool")))])
+    ("language", "parent"),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("vision", "pool"), ("vision", "parent"), ("language", "pool")))])
 def test_a_frozen_part(part: str, transport: str) -> None:
     compare(4, MIXED, freeze=[part], transport=transport)
 
 
-@pytest.mark.parametrize("part", ["vision", "language"])
+@pytest.mark.parametrize("part", ["vision", pytest.param("language", marks=pytest.mark.slow)])
 def test_a_frozen_part_recomputed(part: str) -> None:
     compare(4, MIXED, freeze=[part], checkpointing=True)
 
@@ -162,9 +164,9 @@ def test_members_without_an_image_and_shards_without_an_image_token(freeze: list
 
 
 @pytest.mark.parametrize(("freeze", "checkpointing"), [
-    ([], True), (["language"], False), (["vision"], True),
+    ([], True), (["language"], False),
     *(pytest.param(*case, marks=pytest.mark.slow)
-      for case in (([], False), (["language"], True), (["vision"], False)))])
+      for case in (([], False), (["language"], True), (["vision"], False), (["vision"], True)))])
 def test_members_without_a_token(freeze: list[str], checkpointing: bool) -> None:
     compare(5, [([0, 1, 2, 3, 4], [[3]], None), ([4, 3, 2, 1, 0], [[(1, 2, 2), 1]], [3]),
                 ([0, 1, 2, 3, 4], [[2], [4]], None)],

@@ -52,7 +52,7 @@ def test_two_hundred_random_plans_of_each_mode(reference: Path, world: World) ->
 @pytest.mark.parametrize("sync", [SYNCS[0], pytest.param(SYNCS[1], marks=pytest.mark.slow)])
 def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
     world = World(5, sync, "pool")
-    plans = [random_plan(seed, world) for seed in range(1000, 1005)]
+    plans = [random_plan(seed, world) for seed in range(1002, 1005)]
     assert max(len(plan.process_groups()) for plan in plans) > 2
     pools = check(reference, world, plans, "comm.pool_groups=2")
     assert pools[0]["evictions"] > 0
@@ -61,7 +61,10 @@ def test_more_groups_than_the_pool_holds(reference: Path, sync: str) -> None:
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", [pytest.param(SYNCS[0], marks=pytest.mark.slow), SYNCS[1]])
-def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport: str) -> None:
+@pytest.mark.parametrize("degrees", [(1, 3, 5), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_a_video_in_packs_of_every_degree(
+    reference: Path, sync: str, transport: str, degrees: tuple[int, ...]
+) -> None:
     """Its pieces in time are encoded by different ranks; the ranks beside its pack have another video, text, or
     nothing.
     """
@@ -69,7 +72,7 @@ def test_a_video_in_packs_of_every_degree(reference: Path, sync: str, transport:
         (tuple((rank + 1) % 5 for rank in range(degree)), ("film", "text"), tuple(piece % degree for piece in range(4)),
          0),
         *([(tuple((rank + 1) % 5 for rank in range(degree, 5)), ("reel",), (0,), 0)] if degree < 5 else []),
-        ((0,), ("image", "word"), (0,), 1)], sync) for degree in (1, 2, 3, 4, 5)])
+        ((0,), ("image", "word"), (0,), 1)], sync) for degree in degrees])
 
 
 def plan_of(

@@ -163,7 +163,7 @@ def test_a_frozen_part(freeze: list[str], checkpointing: bool) -> None:
 
 
 def test_activation_checkpointing() -> None:
-    compare(3, MIXED, checkpointing=True, num_steps=2)
+    compare(3, MIXED, checkpointing=True)
 
 
 FIVE: list[Groups] = [
@@ -251,7 +251,7 @@ def evaluate_and_train(rank: int, plan: Plan, payloads: dict[str, Payload]) -> t
 
 
 def test_evaluation_between_steps() -> None:
-    plan, payloads = make_plan(3, MIXED)
+    plan, payloads = make_plan(3, MIXED[1:3])  # text alone, and an image beside ranks without a pack
     for error, difference, untouched, evaluated, trained in run_ranks(evaluate_and_train, 3, plan, payloads):
         assert error < TOLERANCE
         assert difference == 0
@@ -265,7 +265,7 @@ def losses_in_bf16(rank: int, plan: Plan, payloads: dict[str, Payload], precisio
     stepper = make_step(rough_model(), rank, 3, precision=precision)
     rank_plan = plan.rank_plan(1, rank)
     inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
-    results = [stepper.run(inputs, 1.0) for _ in range(4)]
+    results = [stepper.run(inputs, 1.0) for _ in range(3)]
     assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
                for parameter in stepper.engine.parameters.values())
     return [result.loss_sum / result.num_valid_tokens for result in results]
@@ -277,7 +277,7 @@ def test_bf16_stays_near_fp32(most: int) -> None:
     narrow, wide = (run_ranks(losses_in_bf16, 3, plan, payloads, precision)[0] for precision in ("bf16", "fp32"))
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide
-    assert wide[3] < wide[0]
+    assert wide[2] < wide[0]
 
 
 def refuse(rank: int) -> list[str]:
