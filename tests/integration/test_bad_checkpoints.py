@@ -48,6 +48,7 @@ def copied(whole_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
+@pytest.mark.slow  # of one worker, in make test: test_evaluation.py
 def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> None:
     """As after a crash in the midst of a save; the steps after the one before it are run again, and are the same."""
     before = losses(copied)

@@ -11,7 +11,7 @@ import yaml
 
 from tests.integration.jobs import Ended, lines, losses, run, train
 
-STEPS = 12
+STEPS = 9
 METRICS = {"step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
            "planning_time_s",
            "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",

@@ -5,11 +5,15 @@ losses are.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.integration.jobs import lines, losses, run, train
+
+EVALUATED = ["eval.every_steps=2", "cluster.num_workers=1", "planner.tokens_per_rank=2048",
+             "checkpoint.every_steps=3", "checkpoint.keep=2"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def one_worker(
     ray_cluster: None, conversations: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    ended = train(folder, *conversations, "eval.every_steps=2", "cluster.num_workers=1", "planner.tokens_per_rank=2048")
+    ended = train(folder, *conversations, *EVALUATED)
     return folder, ended.output
 
 
@@ -53,6 +57,21 @@ def test_it_is_written_after_every_so_many_steps(one_worker: tuple[Path, str]) -
     events.Reload()
     assert [(point.step, point.value)
             for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
+
+
+def test_it_is_the_same_after_a_half_written_checkpoint(
+    one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path
+) -> None:
+    """Which is ignored, as after a crash in the midst of a save: the last step is run again, and evaluated again."""
+    folder = Path(shutil.copytree(one_worker[0], tmp_path / "run"))
+    (folder / "checkpoints/step_000004/manifest.json").unlink()
+    next((folder / "checkpoints/step_000004").glob("*/__0_0.distcp")).unlink()
+    ended = train(folder, *conversations, *EVALUATED, "run.steps=4")
+    assert "resuming after step 3" in ended.output
+    assert losses(folder) == pytest.approx(losses(one_worker[0]), rel=1e-5)
+    assert eval_losses(folder)[3] == pytest.approx(eval_losses(one_worker[0])[3], rel=1e-5)
+    assert [line["step"] for line in lines(folder, "ledger.jsonl")] == [1, 2, 3, 4]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
 
 
 @pytest.mark.slow

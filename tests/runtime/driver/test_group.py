@@ -109,7 +109,10 @@ def test_calls_may_take_longer_than_a_look_while_all_get_on(group: WorkerGroup) 
     assert group.collect(group.start("act", {}), look_s=0.05) == pids(group)
 
 
-def test_a_worker_that_answers_no_more_is_found_by_a_look(group: WorkerGroup) -> None:
+def test_a_worker_that_answers_no_more_is_found_by_a_look(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "SURVEY_S", 1.5)
     stopped = pids(group)[2]
     calls = group.start("act", {})
     os.kill(stopped, signal.SIGSTOP)
@@ -157,8 +160,9 @@ def test_ranks_that_wait_for_one_another_for_too_long_are_given_up(group: Worker
         group.collect(calls, look_s=0.1)
 
 
-def test_a_wait_ends_with_the_run(group: WorkerGroup) -> None:
+def test_a_wait_ends_with_the_run(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks go on beside it: the poll for the end is the shorter one."""
+    monkeypatch.setattr(group_module, "SURVEY_S", 1.5)
     begun = time.monotonic()
     calls = group.start("act", {pids(group)[0]: "sleep"})
     with pytest.raises(StoppingError):
