@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.build import build_model
+from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.presets import preset_config
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan
 from dhp_ray.planner.rank_plan import encoded_images
@@ -25,6 +26,8 @@ from tests.model.paper_positions import paper_positions
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
 """A preset of each family, and the values of its patches."""
+NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2}
+"""Of the language model; presets of the latter two have one more, which shows nothing new."""
 ROUNDING = 1e-6
 """Of fp32 sums, as a share of the largest gradient."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
@@ -124,13 +127,20 @@ def _grids(plan: Plan) -> list[Grid]:
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:
-    """A tiny preset with weights far from their start, so that attention is not uniform and no bias is zero."""
-    adapter = build_model(preset, "", TOKEN_IDS, seed)
-    if not tie_word_embeddings:
-        config = type(adapter.module.config).from_dict(adapter.module.config.to_dict() | {"tie_word_embeddings": False})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            adapter = type(adapter)(type(adapter.module)(config))  # type: ignore[call-arg]
+    """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
+    zero.
+    """
+    config, number = preset_config(preset, TOKEN_IDS), NUM_LAYERS[preset]
+    tree = config.to_dict()
+    text = tree["text_config"]
+    text["num_hidden_layers"] = number
+    if text.get("layer_types"):  # all alike
+        text["layer_types"] = text["layer_types"][:number]
+    config = type(config).from_dict(tree | {"tie_word_embeddings": tie_word_embeddings})
+    family = FAMILIES[config.model_type]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapter = family(family.model_class(config))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in adapter.module.parameters():

@@ -37,10 +37,10 @@ def test_what_faults_cost_a_simulated_run(tmp_path, seconds, back_s):
     step takes 1 s, and 1.8 s on one rank.
     """
     losses = [Loss(kind, 2.0, 3.0, 5.0 + back_s, 5.0) for kind in set(KINDS)]
-    calibration = Calibration([BATCH], scaled(COST, 2.0), 0.0, 0.0, 1e6, losses)
+    calibration = Calibration([BATCH], scaled(COST, 4.0), 0.0, 0.0, 1e6, losses)
     calm, faulty = (simulated(calibration, tmp_path, seconds, with_faults) for with_faults in (False, True))
-    assert calm == pytest.approx(800 * seconds, rel=0.01)
-    stands_s = 5 * (2 + 3 + 5) + 5 * 1 / 2  # half a step is lost with each fault
+    assert calm == pytest.approx(400 * seconds, rel=0.01)
+    stands_s = 5 * (2 + 3 + 5) + 5 * 2 / 2  # half a step is lost with each fault
     alone_s = 5 * back_s
     assert faulty / calm == pytest.approx((seconds - stands_s - alone_s * (1 - 1 / 1.8)) / seconds, abs=12 / seconds)
     assert seconds / (len(KINDS) + 1) > NODE_AFTER_S

@@ -25,6 +25,7 @@ QUICK = [FEW[2], FEW[4], FEW[5]]  # as FEW[3]: test_more_groups_than_the_pool_ho
 FAMILIES = [World(5, sync, "pool", recomputes, freeze, preset) for preset in PATCH_DIMS if preset != "tiny"
             for sync, recomputes, freeze in (("step", False, ""), ("step", True, "language"),
                                              ("micro_batch", True, ""))]
+QUICK_FAMILIES = [FAMILIES[2], FAMILIES[4]]
 
 
 @pytest.mark.parametrize("world", [
@@ -33,12 +34,12 @@ def test_random_plans(reference: Path, world: World) -> None:
     check(reference, world, [random_plan(seed, world) for seed in seeds(world, 24 // len(FEW))])
 
 
-@pytest.mark.parametrize("world", [  # a mode of each family; others are in test_random_plans_apart.py
-    world if number in (2, 4) else pytest.param(world, marks=pytest.mark.slow)
-    for number, world in enumerate(FAMILIES)], ids=str)
+@pytest.mark.parametrize("world", [  # a mode of each family in make test; others are in test_random_plans_apart.py
+    world if world in QUICK_FAMILIES else pytest.param(world, marks=pytest.mark.slow) for world in FAMILIES], ids=str)
 def test_random_plans_of_other_families(reference: Path, world: World) -> None:
     first = 10_000 + 100 * FAMILIES.index(world)
-    check(reference, world, [random_plan(seed, world) for seed in range(first, first + 3)])
+    count = 2 if world in QUICK_FAMILIES else 3
+    check(reference, world, [random_plan(seed, world) for seed in range(first, first + count)])
 
 
 @pytest.mark.slow
