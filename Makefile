@@ -4,6 +4,9 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; d
 BIN := .venv/bin
 RUN_DIR ?= runs/default
 
+# Some images set it: each of many processes would then compile the package, and each test's assertions, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install train test test-all lint docs clean
 
 install: .venv/installed
