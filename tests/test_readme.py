@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,6 +29,7 @@ from dhp_ray.schema import Config, Model
 from dhp_ray.simulate.settings import load_simulation
 from tests.checkout import copy_checkout, job_of
 from tests.data.samples import picture, read_all
+from tests.ranks import run_processes
 from tests.readme import COMMANDS, DOCUMENTS, PAGES, ROOT, SHELL, jobs, rows_of, section, the_block
 from tests.report.runs import write_run
 
@@ -227,7 +229,23 @@ def test_a_batch_is_planned_as_shown(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 3))])
+def attention_as_shown(rank: int, port: int, code: str, num_ranks: int) -> tuple[int, bool]:
+    """Run it with the environment that torchrun gives it; the tokens of this rank, and whether gradients are finite."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["out"].shape[1], bool(names["q"].grad.isfinite().all())
+
+
+def test_attention_as_shown_works_on_ranks() -> None:
+    found = run_processes(attention_as_shown, 2, the_block("python", "ring_attention"), 2)
+    assert sum(tokens for tokens, _ in found) == 2001
+    assert {finite for _, finite in found} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_attention_as_shown_works(num_ranks: int, tmp_path: Path) -> None:
     said = f"open({str(tmp_path)!r} + f'/rank{{rank}}', 'w')"
     said += ".write(f'{out.shape[1]} {bool(q.grad.isfinite().all())}')\n"
