@@ -14,6 +14,7 @@ import pytest
 from dhp_ray.config import CONF, check_evaluation, load
 from dhp_ray.data.answers import scores_of
 from dhp_ray.runtime.evaluate.evaluation import pixels_warning
+from tests.checkout import job_of
 from tests.data.samples import picture, talk, write_rows
 from tests.integration.faults import children, kill
 from tests.integration.jobs import Ended, run, start
@@ -240,11 +241,17 @@ def test_a_worker_that_dies(ranks_per_model: int, ray_cluster: None, tiny: Path,
     (["cluster.num_workers=3", "eval.ranks_per_model=2"], "eval.ranks_per_model: got 2; allowed: what divides "
      "cluster.num_workers (3)"),
     (["cluster.num_workers=0"], "cluster.num_workers: got 0; allowed: at least 1")])
-def test_what_is_wrong_is_told_in_one_line(words: list[str], line: str, tiny: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_in_one_line(
+    words: list[str], line: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Name a colour.", "Blue.")}])
     write_rows(tmp_path / "silent.json", [{"conversations": talk("Hello?")}, {"conversations": []},
                                           {"conversations": talk("Is it?")}])
     (tmp_path / "link.json").symlink_to(tmp_path / "rows.json")
-    given = [f"model.path={tiny}", f"eval.path={tmp_path / 'rows.json'}",
+    given = [f"model.path={tiny}", f"eval.path={tmp_path / 'rows.json'}", "cluster.device=cpu",
              *(word.format(folder=tmp_path) for word in words)]
-    assert refused(2, *given).startswith(line.format(folder=tmp_path))
+    assert job_of("evaluate").main(given) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.startswith(f"error: {line.format(folder=tmp_path)}")
+    assert errors.count("\n") == 1

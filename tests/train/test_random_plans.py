@@ -31,7 +31,8 @@ QUICK_FAMILIES = [FAMILIES[2], FAMILIES[4]]
 @pytest.mark.parametrize("world", [
     world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in FEW], ids=str)
 def test_random_plans(reference: Path, world: World) -> None:
-    check(reference, world, [random_plan(seed, world) for seed in seeds(world, 24 // len(FEW))])
+    """The first of those below."""
+    check(reference, world, [random_plan(seed, world) for seed in seeds(world, 2)])
 
 
 @pytest.mark.parametrize("world", [  # a mode of each family in make test; others are in test_random_plans_apart.py

@@ -40,22 +40,28 @@ SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world", 
     (5, "micro_batch", "pool", False, "", "tiny_internvl"))]
 
 
+QUICK = [APART[7], SPLIT[5], SPLIT[6]]
+
+
+def count(world: World) -> int:
+    """Of plans: four have images kept and not, and every number of passes."""
+    return 4 if world in QUICK else 6
+
+
 @pytest.mark.parametrize("world", [
-    world if number == 7 else pytest.param(world, marks=pytest.mark.slow)
-    for number, world in enumerate(APART)], ids=str)
+    world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in APART], ids=str)
 def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
     first = 20_000 + 100 * APART.index(world)
-    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    plans = [random_plan(seed, world) for seed in range(first, first + count(world))]
     assert {plan.vision.keeps for plan in plans} == {True, False}
     check(reference, world, plans)
 
 
 @pytest.mark.parametrize("world", [
-    world if number in (5, 6) else pytest.param(world, marks=pytest.mark.slow)
-    for number, world in enumerate(SPLIT)], ids=str)
+    world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in SPLIT], ids=str)
 def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: World) -> None:
     first = 30_000 + 100 * SPLIT.index(world)
-    plans = [random_plan(seed, world) for seed in range(first, first + 6)]
+    plans = [random_plan(seed, world) for seed in range(first, first + count(world))]
     assert any(group.splits for plan in plans for group in plan.groups)
     check(reference, world, plans)
 
