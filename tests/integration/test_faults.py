@@ -229,7 +229,7 @@ def test_mirrors_every_few_steps_cost_those_steps_at_most(start: Start, undistur
 
 
 def test_a_worker_that_runs_out_of_memory_is_replaced(start: Start, undisturbed: list[float]) -> None:
-    """It raises in a step, or dies of it: the others go on, and the step that it failed is run again."""
+    """It raises in a step, dies of it or hangs: the others go on, and the step that it failed is run again."""
     run = start()
     run.wait_for_step(4)
     victim, survivors = run.pids[1], [run.pids[0], run.pids[2]]
@@ -239,7 +239,8 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(start: Start, undisturbed:
     run.wait_for_event(moment, "generation")
     lost = run.events_after(moment, "worker_lost")
     assert [event["pid"] for event in lost] == [victim]
-    assert lost[0]["condition"] in ("raised", "dead")
+    # stuck: Thread.start() waits forever for a thread that finds no memory for its first frame (CPython issue 140746)
+    assert lost[0]["condition"] in ("raised", "dead", "stuck")
     print(lost)
     assert set(survivors) <= set(run.pids)
     run.wait_for_ranks(3)
