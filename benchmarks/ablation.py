@@ -1,8 +1,8 @@
 """What each constant and each stage of the planner's search is worth: modelled seconds and planning time without it.
 
-    DHP_RAY_TEST_DATA=FOLDER python benchmarks/ablation.py    all of benchmarks/variants.py, each alone
-    ... benchmarks/ablation.py "step: one order" "pool: one slack"              these, each alone
-    ... benchmarks/ablation.py --together "step: one order" "pool: one slack"   these as one planner
+    DHP_RAY_TEST_DATA=FOLDER python benchmarks/ablation.py    all of VARIANTS, each alone
+    ... benchmarks/ablation.py "step: one order" "no ways"              these, each alone
+    ... benchmarks/ablation.py --together "step: one order" "no ways"   these as one planner
     ... benchmarks/ablation.py --table "small: step"    on the batches of this table alone (or of several)
     ... benchmarks/ablation.py --beside FOLDER          this checkout's planner over another checkout's, old or new
 
@@ -31,8 +31,30 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.planner_cases import UNEQUAL, Figures, Row, rows  # noqa: E402
-from benchmarks.variants import VARIANTS, Variant  # noqa: E402
+from benchmarks.planner_cases import Figures, Row, rows  # noqa: E402
+
+
+class Variant(NamedTuple):
+    """A name, a text that stands once in dhp_ray/planner, and what stands there instead."""
+
+    name: str
+    text: str
+    replacement: str
+
+
+VARIANTS = (
+    Variant("one least degree", "LEAST_DEGREES = (1, 2, 3, 4, 6, 8)", "LEAST_DEGREES = (1,)"),
+    Variant("no ways to relieve packs but the first two", "for tokens in sizes:", "for tokens in sizes[:0]:"),
+    Variant("step: no micro-batches as a start", "add(Rounds(way, way.machine)", "0 and add(Rounds(way, way.machine)"),
+    Variant("one start of a small batch is improved", "IMPROVED = 4", "IMPROVED = 1"),
+    Variant("micro_batch: nothing wide", "NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000",
+            "NARROW, LIMITS, WIDTH, WORK = 2, 24, 1, 60_000"),
+    Variant("micro_batch: no share for encoding", "ENCODE_FACTORS = (0.9, 1.0, 1.1)", "ENCODE_FACTORS = ()"),
+    Variant("step: one order", "SMALL, ORDERS = 2_000, 16", "SMALL, ORDERS = 2_000, 0"),
+    Variant("no improver", "TRIAL_S, MOST = 0.02,", "TRIAL_S, MOST = 0.0,"),
+    Variant("the improver takes nothing that is worse", "THRESHOLD, CYCLES = 0.2, 8", "THRESHOLD, CYCLES = 0.0, 8"),
+    Variant("step: no groups of the pool", "REUSE = ((3e-3, 1.0), (3e-3, 0.1), (9e-3, 0.01))", "REUSE = ()"),
+)
 
 AT_ONCE = 5
 """Variants whose processes are alive together."""
@@ -48,9 +70,9 @@ class VariantError(ValueError):
 class Planner:
     """A process that plans rows with one copy of the package."""
 
-    def __init__(self, package: Path, seeds: int) -> None:
+    def __init__(self, package: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "benchmarks" / "planner_cases.py"), str(seeds)]
+        command = [sys.executable, str(ROOT / "benchmarks" / "planner_cases.py")]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -86,11 +108,10 @@ def altered(package: Path, variants: Sequence[Variant]) -> None:
     digest = digest_of(package, cache)
     recompile = False
     for variant in variants:
-        for text, replacement in variant.edits:
-            path = file_with(text, variant.name, sources)
-            recompile |= "@compiled" in sources[path] or "@inner" in sources[path]
-            sources[path] = sources[path].replace(text, replacement)
-            path.write_text(sources[path])
+        path = file_with(variant.text, variant.name, sources)
+        recompile |= "@compiled" in sources[path] or "@inner" in sources[path]
+        sources[path] = sources[path].replace(variant.text, variant.replacement)
+        path.write_text(sources[path])
     if not recompile:  # the machine code of the other files is still right
         with cache.open("a") as file:
             file.write(f"\nDIGEST = {digest!r}\n")
@@ -113,17 +134,17 @@ def digest_of(package: Path, cache: Path) -> str:
 
 
 @contextmanager
-def planners(checkout: Path, altered_by: Sequence[Sequence[Variant]], seeds: int) -> Iterator[list[Planner]]:
+def planners(checkout: Path, altered_by: Sequence[Sequence[Variant]]) -> Iterator[list[Planner]]:
     """The planner of a checkout, and one for each list of variants."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         plain = copied(checkout, folder / "plain")
-        found = [Planner(plain, seeds)]
+        found = [Planner(plain)]
         stack.callback(found[0].close)
         for number, variants in enumerate(altered_by):
             package = copied(folder / "plain", folder / str(number))
             altered(package, variants)
-            found.append(Planner(package, seeds))
+            found.append(Planner(package))
             stack.callback(found[-1].close)
         yield found
 
@@ -215,11 +236,11 @@ def ablate(variants: Sequence[Variant], together: bool, names: Sequence[str]) ->
     ]
     print(line(head) + "\n" + "|---" * len(head) + "|", flush=True)
     lists = [list(variants)] if together else [[variant] for variant in variants]
-    numbers = [number for number, row in enumerate(rows(1)) if row.table in names]
-    tables = [rows(1)[number] for number in numbers]
+    numbers = [number for number, row in enumerate(rows()) if row.table in names]
+    tables = [rows()[number] for number in numbers]
     for begin in range(0, len(lists), AT_ONCE):
         now = lists[begin : begin + AT_ONCE]
-        with planners(ROOT, now, 1) as found:
+        with planners(ROOT, now) as found:
             before, *after = measured(found, numbers, 1)
         for chosen, figures in zip(now, after):
             by_table = losses(tables, before, figures)
@@ -231,8 +252,8 @@ def ablate(variants: Sequence[Variant], together: bool, names: Sequence[str]) ->
 
 def beside(checkout: Path) -> int:
     """Print this checkout's tables over another's, and the rows that got worse."""
-    tables = rows(3)
-    with planners(checkout, [], 3) as [old], planners(ROOT, [], 3) as [new]:
+    tables = rows()
+    with planners(checkout, []) as [old], planners(ROOT, []) as [new]:
         before, after = measured([old, new], range(len(tables)), 3)
     print_tables(losses(tables, before, after))
     num_longer = 0
@@ -255,7 +276,7 @@ def main(words: list[str]) -> int:
         help="all if none is named: " + "; ".join(variant.name for variant in VARIANTS).replace("%", "%%"),
     )
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--table", action="append", choices=list(dict.fromkeys(row.table for row in rows(1))))
+    parser.add_argument("--table", action="append", choices=list(dict.fromkeys(row.table for row in rows())))
     parser.add_argument("--beside", type=Path, metavar="FOLDER")
     options = parser.parse_args(words)
     if options.beside and options.table:
@@ -269,7 +290,7 @@ def main(words: list[str]) -> int:
             beside(options.beside.resolve())
             if options.beside
             else ablate([known[name] for name in options.variants] or VARIANTS, options.together,
-                        options.table or [row.table for row in rows(1) if row.table != UNEQUAL])
+                        options.table or [row.table for row in rows()])
         )
     except VariantError as error:
         print(f"ablation.py: {error}", file=sys.stderr)

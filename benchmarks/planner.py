@@ -1,8 +1,7 @@
-"""The planner's figures: modelled step times beside its peers', the gap to the lower bound, planning times, reuse of
-groups.
+"""The planner's figures: modelled step times beside its peers' and the baselines', planning times, reuse of groups.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
-    python benchmarks/planner.py [peers] [gap] [mode] [time] [speeds] [pool]    (none: all)
+    python benchmarks/planner.py [peers] [cases] [time] [pool]    (none: all)
 
 FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8
 ranks a node, unless said otherwise. The baselines are in benchmarks/comparisons.py.
@@ -15,18 +14,24 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Plan, Sample, plan_batch, warm_up
 
-CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf
+if TYPE_CHECKING:
+    from benchmarks.planner_cases import Row
+
 FOLDER = Path(os.environ.get("DHP_RAY_TEST_DATA", "data"))
 TOKENS_PER_RANK = 8192
+BASELINES = ("static", "static_best", "pow2", "dhp_paper", "megatron")
 
 # Modelled seconds of one run of each peer under the same cost file: Megatron main, Megatron dev, the DHP reference,
 # FlexSP (5 s of MILP). Megatron main's plans hold up to 4.8 times the token cap.
@@ -113,40 +118,30 @@ def peers(cost: CostModel) -> None:
         )
 
 
-def gap(cost: CostModel) -> None:
-    print("\n## Gap of sync=step to its lower bound, worst of 5 seeds, fixed costs left out\n")
-    print("| lengths | sequences a rank | 8 ranks | 64 ranks | 512 ranks | allowed |\n|---|---|---|---|---|---|")
-    for name in ("bimodal", "wikipedia", "internvl", "internvid"):
-        for each, allowed in ((2, 15), (4, 10), (8, 1), (16, 1)):
-            cells = [max(gap_of(planned(drawn(name, each * num_ranks, num_ranks, seed), num_ranks, cost), cost)
-                         for seed in range(5))
-                     for num_ranks in (8, 64, 512)]
-            print(f"| {name} | {each} | {' | '.join(f'{100 * cell:.2f} %' for cell in cells)} | {allowed} % |")
+def cases(cost: CostModel) -> None:
+    from benchmarks.planner_cases import figures_of, rows  # here: its batches are made of this module's
 
-
-def mode(cost: CostModel) -> None:
-    memory, tokens = CostModel.load(CONF / "cost" / "cuda.yaml"), 32768
-    micro_batch_tokens = memory.tokens_at_equal_memory(tokens, "step", "micro_batch")
-    print(
-        f"\n## What sync=step itself gains on devices of {memory.memory_bytes(tokens, 1, 'step') / 1e9:.0f} GB: step / "
-        "micro_batch seconds of dhp\n"
-    )
-    print(
-        f"`resident_bytes` plus `memory_bytes_per_token` of conf/cost/cuda.yaml leave room for {tokens:,} tokens a "
-        "rank in `step` "
-        f"and {micro_batch_tokens:,} in"
-    )
-    print("`micro_batch`. Per pack: this share of fixed_s for each pack, in both modes.\n")
-    print("| sequences/ranks | fixed_s alone | 10 % per pack | 50 % per pack | 100 % per pack |\n|---|---|---|---|---|")
-    for count, num_ranks in PEERS:
-        lengths, cells = bimodal(count, num_ranks), []
-        for share in (0.0, 0.1, 0.5, 1.0):
-            charged = replace(cost, pack_s=share * cost.fixed_s)
-            plans = (planned(lengths, num_ranks, charged, tokens_per_rank=room, sync=sync)
-                     for sync, room in (("step", tokens), ("micro_batch", micro_batch_tokens)))
-            step_s, micro_batch_s = (plan.predicted_time_s for plan in plans)
-            cells.append(f"{step_s:.2f} / {micro_batch_s:.2f} = {step_s / micro_batch_s:.2f}")
-        print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
+    print("\n## dhp over the best baseline and the bound, by family (benchmarks/planner_cases.py)\n")
+    print(f"Baselines: {', '.join(BASELINES)}, each at its best cap. Planning in thread seconds; its share of the step "
+          "is that of the worst row.\n")
+    print("| family | rows | over the best baseline, mean | worst (row) | over the bound, mean | planning, median | "
+          "share of the step | constructor alone over dhp, mean | worst |\n" + "|---" * 9 + "|")
+    by_family: dict[str, list[Row]] = defaultdict(list)
+    for row in rows():
+        by_family[row.table].append(row)
+    for family, members in by_family.items():
+        figures_of(members[0])  # the batch's arrays of this size, and what is still to be compiled
+        found = [figures_of(row) for row in members]
+        best_s = [min(figures_of(row, name).makespan_s for name in BASELINES) for row in members]
+        over = [figures.makespan_s / baseline_s for figures, baseline_s in zip(found, best_s)]
+        alone = [figures_of(row, LAST_RESORT).makespan_s / figures.makespan_s for row, figures in zip(members, found)]
+        above = statistics.mean(figures.makespan_s / figures.bound_s for figures in found)
+        planning_s = statistics.median(figures.planning_s for figures in found)
+        share = max(figures.planning_s / figures.makespan_s for figures in found)
+        worst = max(over)
+        print(f"| {family} | {len(members)} | {statistics.mean(over):.4f} | {worst:.4f} "
+              f"({members[over.index(worst)].name}) | {above:.4f} | {1e3 * planning_s:.0f} ms | {share:.3f} | "
+              f"{statistics.mean(alone):.4f} | {max(alone):.4f} |", flush=True)
 
 
 def time_it(cost: CostModel) -> None:
@@ -178,19 +173,6 @@ def time_it(cost: CostModel) -> None:
 def median_ms(lengths: np.ndarray, num_ranks: int, cost: CostModel, **options: Any) -> str:
     times = [1e3 * planned(lengths, num_ranks, cost, **options).planning_time_s for _ in range(21)][1:]
     return f"{statistics.median(times):.1f} ({min(times):.1f})"
-
-
-def speeds(cost: CostModel) -> None:
-    print("\n## Unequal speeds: gap of sync=step to its bound, worst of 5 seeds\n")
-    print("| lengths | sequences a rank | one of 8 ranks at a third | 64 ranks, 5 % spread |\n|---|---|---|---|")
-    for name in ("bimodal", "wikipedia", "internvl", "internvid"):
-        for each in (4, 8, 16):
-            slow = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2
-            third = max(gap_of(planned(drawn(name, each * 8, 8, seed), 8, cost, speeds=slow), cost)
-                        for seed in range(5))
-            spread = max(gap_of(planned(drawn(name, each * 64, 64, seed), 64, cost, speeds=tuple(
-                np.clip(np.random.default_rng(seed + 100).normal(1, 0.05, 64), 0.7, 1.3))), cost) for seed in range(5))
-            print(f"| {name} | {each} | {100 * third:.2f} % | {100 * spread:.2f} % |")
 
 
 def pool(cost: CostModel) -> None:
@@ -256,7 +238,8 @@ def weighed(
     return new_groups / batches, time_s / batches
 
 
-TABLES = {"peers": peers, "gap": gap, "mode": mode, "time": time_it, "speeds": speeds, "pool": pool}
+TABLES = {"peers": peers, "cases": cases, "time": time_it, "pool": pool}
+
 
 def main(names: list[str]) -> int:
     if {"-h", "--help"} & set(names):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +24,13 @@ from dhp_ray.planner.baselines.static_best import static_best
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.checks import PlanError, SequenceTooLongError
 from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.dhp import dhp
 from dhp_ray.planner.neighbours import neighbours, renamed, reordered
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 from dhp_ray.planner.pricing import PackTimes, groups_of, makespan_of, making_s, times_of
 from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
-from dhp_ray.planner.quick import dhp_quick
 from dhp_ray.planner.sample import samples_from_json
 from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.search.plan import dhp, dhp_quick
 from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
 from dhp_ray.planner.vision_plan import IN_PACKS
 from dhp_ray.planner.world import World, without_images, world_of
@@ -68,7 +68,7 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 }
 
 LAST_RESORT = "dhp_quick"
-"""The planner to use when time is up: quick (see `planner/quick.py`), balanced, and valid for every batch that can be
+"""The planner to use when time is up: the constructors of `dhp` without its improver; valid for every batch that can be
 planned at all.
 """
 
@@ -269,7 +269,8 @@ def warm_up() -> float:
     for sync in SYNCS:
         for speeds in ((), (1.0, 1.0, 1.0, 0.5)):
             plan_batch(samples, ClusterSpec(4, 4, 10, speeds), cost, sync=sync, encoder="auto")
-    plan_batch(samples, ClusterSpec(4, 4, 10), cost, planner="megatron")  # `dhp` asks it of larger batches only
+    for planner, sync in product(PLANNERS, SYNCS):
+        plan_batch(samples, ClusterSpec(4, 4, 10), cost, planner=planner, sync=sync)
     return time.perf_counter() - begin
 
 

@@ -14,7 +14,7 @@ from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage
 from dhp_ray.planner.primitives.list_schedule import list_schedule
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import encoding_s, running_s
-from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
+from dhp_ray.planner.schedule import Ranks, Schedule, crosses_nodes, firsts_of, flat, gathered
 
 
 class PackTimes(NamedTuple):
@@ -85,15 +85,20 @@ def time_of(problem: Problem, schedule: Schedule) -> float:
     return makespan_of(problem, schedule, times_of(problem, schedule))
 
 
+def new_groups(problem: Problem, schedule: Schedule) -> list[Ranks]:
+    """The process groups of a schedule that are not in the pool."""
+    ranks, first, pool = schedule.ranks.tolist(), schedule.first_rank.tolist(), set(problem.pool)
+    groups = dict.fromkeys(tuple(ranks[begin:end]) for begin, end in pairwise(first) if end - begin > 1)
+    return [group for group in groups if group not in pool]
+
+
 def making_s(problem: Problem, schedule: Schedule) -> float:
     """Seconds until every rank has made the process groups of a schedule that are not in the pool, in the schedule's
     order; the ranks of a group make it together.
     """
     if problem.cost.group_s == 0.0:
         return 0.0
-    ranks, first, pool = schedule.ranks.tolist(), schedule.first_rank.tolist(), set(problem.pool)
-    groups = dict.fromkeys(tuple(ranks[begin:end]) for begin, end in pairwise(first) if end - begin > 1)
-    made = [group for group in groups if group not in pool]
+    made = new_groups(problem, schedule)
     members, degrees = flat(made)
     times = np.full(len(made), problem.cost.group_s)
     return float(list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1].max())

@@ -43,6 +43,7 @@ def loaded(name: str, path: Path) -> ModuleType:
 def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Double:
     """Load the loop of SOURCE from a folder, as another process would, and call it."""
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # where no file may be long, Python writes a part of it
 
     def load(copy: str, source: str = SOURCE) -> tuple[int, int]:
         path = tmp_path / copy / "loop_of_test.py"

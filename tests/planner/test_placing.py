@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, Sample
-from dhp_ray.planner.micro_batch.placing import ranks_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.step.cached_groups import cached_groups_of
+from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
+from dhp_ray.planner.search.rounds import places_of
 
 
 def placed(degrees, cluster, pool=(), cost=ALL_TO_ALL):
     problem = problem_of([Sample("0", 5)], cluster, cost, "micro_batch", pool)
     first = firsts_of(degrees)
-    flat = ranks_of(first, problem.machine, cached_groups_of(problem)).tolist()
+    flat = ranks_of(first, problem.machine, places_of(problem.machine).rank, cached_groups_of(problem)).tolist()
     return [tuple(flat[begin:end]) for begin, end in pairwise(first)]
 
 

@@ -1,4 +1,4 @@
-"""The last resort: near `dhp` whatever the batch. With sync=micro_batch, and of small batches, it is `dhp`."""
+"""The last resort: near `dhp` whatever the batch."""
 
 from __future__ import annotations
 

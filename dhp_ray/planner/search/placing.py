@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dhp_ray.planner.items import Machine
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.step.cached_groups import CachedGroups
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import firsts_of
+
+
+class CachedGroups(NamedTuple):
+    """Group i is ranks[first[i]:first[i + 1]], ascending."""
+
+    ranks: np.ndarray
+    first: np.ndarray
+
+
+def cached_groups_of(problem: Problem) -> CachedGroups:
+    """Groups of the pool that fit this cluster, least recently used first."""
+    usable = [
+        ranks for ranks in problem.pool if len(ranks) > 1 and min(ranks) >= 0 and max(ranks) < problem.cluster.num_ranks
+    ]
+    return CachedGroups(
+        np.array([rank for ranks in usable for rank in sorted(ranks)], dtype=np.int64),
+        firsts_of([len(ranks) for ranks in usable]),
+    )
 
 
 @compiled
-def ranks_of(first: np.ndarray, machine: Machine, pool: CachedGroups) -> np.ndarray:
+def ranks_of(first: np.ndarray, machine: Machine, order: np.ndarray, pool: CachedGroups) -> np.ndarray:
     """The ranks of each group, ascending, one group after another; no rank twice. Group g has first[g + 1] - first[g]
     ranks.
 
     On a uniform machine, largest group first: a group of the pool whose ranks are all free (the most recently used
     one), but none that crosses nodes if that takes longer and a node has room; otherwise the node with the fewest free
     ranks that holds the group; otherwise whole nodes, and the rest from the node that it fills best. On any other
-    machine, group g has the ranks from place `first[g]` on in the order of speed, for which its time was predicted.
+    machine, group g has the ranks from place `first[g]` of `order` on, for which its time was predicted.
     O(groups x (nodes + pool)).
     """
     ranks, num_ranks = np.zeros(first[-1], dtype=np.int64), len(machine.speeds)
     if not machine.uniform:
-        by_speed = ascending(-machine.speeds)
         for group in range(len(first) - 1):
-            chosen = by_speed[first[group] : first[group + 1]]
-            ranks[first[group] : first[group + 1]] = chosen[ascending(chosen.astype(np.float64))]
+            ranks[first[group] : first[group + 1]] = np.sort(order[first[group] : first[group + 1]])
         return ranks
     free, num_free = np.ones(num_ranks, dtype=np.bool_), np.zeros(len(machine.first) - 1, dtype=np.int64)
     for node in machine.node:

@@ -1,0 +1,232 @@
+"""The search: starts by the constructor of the mode, then the improver on the shortest, until the plan is near the
+bound.
+
+A start has a way to relieve packs (`ways.py`), a least degree of packs, and what else the constructor may choose. The
+plain start is made first. Each other one must be shorter than the shortest plan so far, which one trial tells.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.items import Machine
+from dhp_ray.planner.pricing import making_s, new_groups, time_of
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.search.batch import Batch, batch_of, nodes_matter
+from dhp_ray.planner.search.improve import improve
+from dhp_ray.planner.search.placing import cached_groups_of
+from dhp_ray.planner.search.rounds import Rounds
+from dhp_ray.planner.search.state import schedule_of, state_of
+from dhp_ray.planner.search.targets import shortest_under_targets, with_groups_of_the_pool
+from dhp_ray.planner.search.ways import ways_of
+
+LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
+"""Packs have at least so many ranks, in a small batch (of SMALL sequences x ranks) also all ranks; with sync=step, both
+all packs and those of sequences that one rank does not end by the target."""
+
+SMALL, ORDERS = 2_000, 16
+"""Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
+
+IMPROVED = 4
+"""The shortest starts of a small batch that are improved; of a large batch only one."""
+
+NEAR, SHORTER = 2e-3, 5e-4
+"""A plan so close to the bound, as a share, is good enough. What a start must be shorter by."""
+
+STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
+"""Sequences x ranks of all starts."""
+
+NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
+"""The limits of each micro-batch, and partial plans that a wide search goes on with: at most so many, and no more than
+WORK limits x sequences x partial plans. A narrow search goes on with one; all but the first have a NARROWth of the
+limits."""
+
+BUDGET, TRIAL_S, MOST = 0.02, 2e-8, {"step": 10_000, "micro_batch": 3_000}
+"""The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
+
+REUSE = ((3e-3, 1.0), (3e-3, 0.1), (9e-3, 0.01))
+"""The share by which a plan may be longer to use groups of the pool, and the waste that one group may add for it, as a
+share of all ranks' time."""
+
+MAKING = (0.05, 0.1, 0.2, 0.4, 0.7)
+"""If creating a group costs `group_s`: the plan may be longer by these shares of the cost of its new groups."""
+
+THRESHOLD, CYCLES = 0.2, 8
+"""How much worse a change may make a small batch, and the cycles of the improver."""
+
+
+class Timed(NamedTuple):
+    """Seconds of a schedule, with those of making its groups."""
+
+    seconds: float
+    schedule: Schedule
+
+
+def dhp(problem: Problem) -> Schedule:
+    """The shortest schedule that is found, with groups of the pool where they make it hardly longer."""
+    return reused(problem, searched(problem, improves=True)).schedule
+
+
+def dhp_quick(problem: Problem) -> Schedule:
+    """The shortest start: the last resort if a plan is not ready when the ranks are."""
+    return searched(problem, improves=False).schedule
+
+
+def searched(problem: Problem, improves: bool) -> Timed:
+    """The shortest plan: of a batch as if no pack could be relieved of anything, or from a shorter start of another
+    way."""
+    unrelieved, *others = ways_of(problem)
+    starts_of, below_s, found = rounds_of if problem.sync == "micro_batch" else orders_of, np.inf, list[Timed]()
+    for whole, ways in ((unrelieved, [unrelieved]), (problem, others)):
+        if ways and (starts := starts_of(problem, ways, near_s(whole), below_s)):
+            starts.sort(key=seconds_of)
+            found.append(starts[0])
+            below_s = starts[0].seconds
+            if improves and below_s > near_s(whole):
+                several = starts[:IMPROVED] if is_small(problem) else starts[:1]
+                found += [timed(problem, improved(whole, start.schedule, 1 / len(several))) for start in several]
+    return min(found, key=seconds_of)
+
+
+def near_s(problem: Problem) -> float:
+    return problem.cost.fixed_s + (problem.lower_bound_s - problem.cost.fixed_s) * (1 + NEAR)
+
+
+def seconds_of(timed: Timed) -> float:
+    return timed.seconds
+
+
+def reused(problem: Problem, best: Timed) -> Timed:
+    """Of the plans of `step` with groups of the pool that are at most a little longer (REUSE) that with the fewest new
+    groups. If they cost time, the shortest of those that are longer by a share of that (MAKING)."""
+    pool, num_ranks, group_s = cached_groups_of(problem), problem.cluster.num_ranks, problem.cost.group_s
+    if problem.sync == "micro_batch" or len(pool.first) == 1:
+        return best
+    batch, run_s = batch_of(problem), time_of(problem, best.schedule)
+
+    def within(target_s: float, reuse_s: float) -> Timed | None:
+        made = with_groups_of_the_pool(batch, target_s - problem.cost.fixed_s, pool, reuse_s)
+        return timed(problem, made) if made else None
+
+    found = [best]
+    for slack, share in REUSE:
+        made = within(run_s * (1 + slack), share * run_s * num_ranks)
+        if made and made.seconds <= best.seconds * (1 + slack):
+            found.append(made)
+    best = min(found, key=lambda plan: (len(new_groups(problem, plan.schedule)), plan.seconds))
+    run_s, making = time_of(problem, best.schedule), making_s(problem, best.schedule)
+    targets = [run_s + share * making for share in MAKING] if making > 0.0 else []
+    return min([best, *filter(None, (within(each, group_s * num_ranks) for each in targets))], key=seconds_of)
+
+
+def timed(problem: Problem, schedule: Schedule) -> Timed:
+    return Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
+
+
+def is_small(problem: Problem) -> bool:
+    return len(problem.items) * problem.cluster.num_ranks <= SMALL
+
+
+def least_degrees(problem: Problem) -> list[int]:
+    num_ranks = problem.cluster.num_ranks
+    all_ranks = [num_ranks] if is_small(problem) else []
+    return sorted({1, *(least for least in LEAST_DEGREES if least < num_ranks), *all_ranks})
+
+
+def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
+    """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target
+    (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
+    may have several sequences on several ranks."""
+    found, fixed_s, left = list[Timed](), problem.cost.fixed_s, STARTED["step"]
+    best: tuple[Problem, Batch, int, bool] | None = None
+
+    def is_open(way: Problem) -> bool:
+        nonlocal left
+        left -= len(problem.items) * problem.cluster.num_ranks
+        may_start = left > 0 or not found
+        return best_s > target_s and way.lower_bound_s < best_s and may_start
+
+    def add(made: Schedule | None) -> bool:
+        nonlocal best_s
+        if not made or (start := timed(problem, made)).seconds >= best_s:
+            return False
+        found.append(start)
+        best_s = start.seconds
+        return True
+
+    def under_targets(way: Problem, batch: Batch, least: int, loose: bool) -> None:
+        nonlocal best
+        below_s = best_s * (1 - SHORTER) - fixed_s
+        if is_open(way) and add(shortest_under_targets(batch, way.lower_bound_s - fixed_s, below_s, least, loose)):
+            best = way, batch, least, loose
+
+    for least, way in product(least_degrees(problem), ways):
+        for loose in (True, False) if least > 1 else (False,):
+            under_targets(way, batch_of(way), least, loose)
+    if best and is_small(problem):
+        random, batch = np.random.default_rng(0), best[1]
+        for _ in range(ORDERS):
+            work = batch.work * np.exp(random.normal(0.0, 0.4, len(batch.work)))
+            under_targets(best[0], batch._replace(by_work=np.argsort(-work, kind="stable")), *best[2:])
+    for least, way in product(least_degrees(problem), ways):
+        if is_open(way):
+            add(Rounds(way, way.machine).without_barriers(least))
+    return found
+
+
+def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
+    """Plans of `micro_batch`: narrow searches of every way and least degree, then wide ones from the plain start and
+    the best."""
+    found, starts = list[Timed](), list[tuple[float, int, Rounds, int]]()
+    count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
+    width, left = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTED["micro_batch"]
+
+    def search(rounds: Rounds, least: int, width: int, limits: int) -> None:
+        nonlocal best_s, left
+        if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or left <= 0:
+            return
+        left -= len(problem.items) * problem.cluster.num_ranks
+        if made := rounds.shortest(best_s * (1 - SHORTER), least, width, limits):
+            found.append(timed(problem, made))
+            starts.append((found[-1].seconds, len(starts), rounds, least))
+            best_s = min(best_s, found[-1].seconds)
+
+    searches = [Rounds(way, machine) for way in ways for machine in machines_of(way)]
+    narrow = max(4, count // NARROW)
+    for least in least_degrees(problem):
+        for rounds in searches:
+            search(rounds, least, 1, narrow if least > 1 or rounds is not searches[0] else count)
+    wide = dict.fromkeys([(searches[0], 1), *(start[2:] for start in sorted(starts)[:1])] if width > 1 else [])
+    for rounds, least in wide:
+        search(rounds, least, width, count)
+    return found
+
+
+def machines_of(way: Problem) -> list[Machine]:
+    """The ranks as they are: if they are equal, packs are put into nodes that have room; otherwise they follow the
+    ranks by speed. If nodes matter also as if they were equal, in both ways."""
+    machine, nominal = way.machine, way.nominal_machine
+    if not nodes_matter(machine):
+        return [machine]
+    return [machine, *([] if machine.uniform else [nominal]), nominal._replace(uniform=False)]
+
+
+def improved(problem: Problem, start: Schedule, share: float) -> Schedule:
+    """A plan after the improver, which has a share of the trials."""
+    batch = batch_of(problem)._replace(capacity=problem.cluster.most_tokens_per_rank)
+    slots, packs = int(start.micro_batch[-1]) + 1, len(start.micro_batch)
+    ranks = len(start.ranks)
+    operations = 100.0 + (4.0 * packs / slots if batch.lockstep else 2 * packs + ranks + 3 * len(batch.speeds))
+    operations += 20.0 * len(problem.all_image_s) / packs * ranks / packs
+    trials = int(min(MOST[problem.sync], BUDGET * problem.lower_bound_s / (TRIAL_S * operations)))
+    if trials < packs:
+        return start
+    trials = int(share * trials)
+    state = state_of(batch, start)
+    improve(batch, state, near_s(problem) - (0.0 if batch.lockstep else batch.fixed_s), trials,
+            *((CYCLES, THRESHOLD) if is_small(problem) else (4, 0.0)))
+    return schedule_of(batch, state)

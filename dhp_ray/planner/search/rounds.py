@@ -1,0 +1,336 @@
+"""The constructor for sync=micro_batch: micro-batches one after another, each filled under a limit of its time.
+
+A micro-batch takes the longest encoding of any pack plus the longest rest of any. So a limit may be divided in two: a
+share for encoding, and the remainder for the rest of a pack (`ENCODE_FACTORS` of encoding's share of all work).
+
+The largest sequence that is left is in the next micro-batch. Limits are tried from its least time on; the one is taken
+with the least sum of the micro-batch's time and the bound of what it leaves, times `waste`. A micro-batch takes
+sequences largest first, each to the pack with the least time left that holds it; else on the fewest unused ranks on
+which it ends by the limit. Then the limit is bisected for the same sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dhp_ray.planner.items import Item, Machine, compiled_encoding_s, compiled_running_s, encode_s_of, time_s
+from dhp_ray.planner.limits import limits_of
+from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
+from dhp_ray.planner.search.batch import Batch, batch_of
+from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
+
+LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
+"""The longest limit over the seconds of all that is left, and over the shortest limit; the steps of a bisection; and
+what the rest is assumed to take over its bound."""
+
+FEW = 8
+"""The limits of each micro-batch of a search for sync=step."""
+
+ENDED = 3
+"""A wide search also tries to end so many times its width partial plans."""
+
+FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""Limits for all that is left, over its least seconds."""
+
+ENCODE_FACTORS = (0.9, 1.0, 1.1)
+"""Encoding may take these multiples of its share of all work that is left."""
+
+
+class Round(NamedTuple):
+    """A micro-batch: its sequences, the pack of each, and the degree of each pack."""
+
+    rows: np.ndarray
+    pack: np.ndarray
+    degree: np.ndarray
+
+
+class Partial(NamedTuple):
+    """A partial plan: its micro-batches, their seconds, and the sequences that are left (largest first)."""
+
+    rounds: tuple[Round, ...]
+    seconds: float
+    left: np.ndarray
+
+
+class Next(NamedTuple):
+    """A limit of the micro-batch after a partial plan, and encoding's share of it; ranked by seconds so far and those
+    of what is left times WASTE."""
+
+    rank_s: float
+    limit_s: float
+    share: float
+    number: int
+    partial: Partial
+
+
+class Places(NamedTuple):
+    """The ranks in the order in which packs take them, the speed of each, and the first place after it on another node.
+    """
+
+    rank: np.ndarray
+    speed: np.ndarray
+    until: np.ndarray
+
+
+def places_of(machine: Machine) -> Places:
+    """The fastest ranks first, and of these, large nodes first. On a uniform machine, packs are put into nodes that
+    have room afterwards (`placing.py`)."""
+    num_ranks, of_size = len(machine.speeds), np.diff(machine.first)[machine.node]
+    rank, until = np.lexsort((machine.node, -of_size, -machine.speeds)), np.arange(num_ranks) + machine.ranks_per_node
+    if not machine.uniform:
+        ends = np.append(np.nonzero(np.diff(machine.node[rank]))[0] + 1, num_ranks)
+        until = ends[np.searchsorted(ends, np.arange(num_ranks), side="right")]
+    return Places(rank, machine.speeds[rank], until)
+
+
+class Rounds:
+    """A beam search of the micro-batches of one batch."""
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        self.problem, self.machine, self.batch, self.tokens = problem, machine, batch_of(problem), problem.items.tokens
+        self.value = self.batch.work + self.tokens * limits_of(problem).charge_s[problem.items.minimum_degree]
+        self.places, self.speed = places_of(machine), float(machine.speeds.sum())
+        self.most, self.gather_s = problem.cluster.max_tokens, problem.cost.gather_s
+
+    def shortest(self, below_s: float, least: int, width: int, limits: int) -> Schedule | None:
+        """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found."""
+        beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
+        most = ENDED * width if width > 1 else 1
+        while beam:
+            following = list[Next]()
+            for place, partial in enumerate(beam):
+                best = self._ended(partial, best, least)
+                following += self._next(partial, best.seconds, least, limits) if place < width else []
+            following.sort(key=lambda each: each.rank_s)
+            beam, seen = [], set[tuple[float, int]]()
+            for each in following:
+                mark = round(each.rank_s, 9), each.number
+                if mark not in seen and len(seen) < most:
+                    seen.add(mark)
+                    made = self._made(each, least)
+                    if len(made.left):
+                        beam.append(made)
+                    elif made.seconds < best.seconds:
+                        best = made
+        return self._placed(best.rounds) if best.rounds else None
+
+    def without_barriers(self, least: int) -> Schedule | None:
+        """The packs of a narrow search in the order of their micro-batches, for sync=step."""
+        made = self.shortest(np.inf, least, 1, FEW)
+        return made._replace(micro_batch=np.zeros_like(made.micro_batch)) if made else None
+
+    def _shares(self, rows: np.ndarray) -> list[float]:
+        """The shares of a limit that encoding may have: 0, any; and about its share of all work of these sequences."""
+        images = float(self.problem.items.vision_s[rows].sum() / self.batch.work[rows].sum())
+        return [0.0, *(factor * images for factor in ENCODE_FACTORS if 0.0 < factor * images < 1.0)]
+
+    def _ended(self, partial: Partial, best: Partial, least: int) -> Partial:
+        """The better of a plan and one whose next micro-batch has all that is left."""
+        rows = partial.left
+        if self.tokens[rows].sum() > self.most:
+            return best
+        least_s = max(_times_s(self.batch, rows[0], self.places, least)[0], float(self.value[rows].sum() / self.speed))
+        for share in self._shares(rows):
+            for factor in FACTORS:
+                if partial.seconds + least_s + self.batch.fixed_s >= best.seconds:
+                    break
+                high_s = least_s * factor
+                pack, degree, seconds = _tightened(self.batch, rows, least_s, high_s, self.places, least, share)
+                if len(degree):
+                    end_s = partial.seconds + seconds + self.batch.fixed_s
+                    if end_s < best.seconds:
+                        best = Partial((*partial.rounds, Round(rows, pack, degree)), end_s, rows[:0])
+                    break
+        return best
+
+    def _next(self, partial: Partial, below_s: float, least: int, number: int) -> list[Next]:
+        """The limits of the next micro-batch after which a plan may be shorter than `below_s`; each without a share for
+        encoding, and with one, in turns."""
+        batch, left = self.batch, partial.left
+        value, tokens = self.value[left], self.tokens[left].sum()
+        longest_s, full_s = _times_s(batch, left[0], self.places, least)
+        full_s = max(longest_s, min(full_s, LONGEST * float(value.sum() / self.speed)))
+        limits = np.geomspace(full_s, max(longest_s, full_s / SPAN), number) * (1 + 1e-9)
+        _, *of_images = self._shares(left)
+        shares = np.zeros(number)
+        if of_images:
+            limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
+        tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
+        micro_batches = np.ceil(np.maximum(tokens - tried[1], 0.0) / self.most)
+        rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
+        rest_s += micro_batches * batch.fixed_s
+        so_far_s = partial.seconds + tried[2]
+        rank_s = so_far_s + WASTE * rest_s
+        number_left = len(left) - tried[3].astype(np.int64)
+        return [Next(float(rank_s[one]), float(limits[one]), float(shares[one]), int(number_left[one]), partial)
+                for one in np.nonzero(so_far_s + rest_s < below_s)[0]]
+
+    def _made(self, step: Next, least: int) -> Partial:
+        """A partial plan after its next micro-batch."""
+        partial, args = step.partial, (self.places, least, step.share)
+        inside = fill(self.batch, partial.left, step.limit_s, *args)[0] >= 0
+        rows = partial.left[inside]
+        pack, degree, seconds = _tightened(self.batch, rows, step.limit_s / SPAN, step.limit_s, *args)
+        return Partial((*partial.rounds, Round(rows, pack, degree)), partial.seconds + seconds + self.batch.fixed_s,
+                       partial.left[~inside])
+
+    def _placed(self, rounds: Sequence[Round]) -> Schedule:
+        """The packs of all micro-batches on their ranks."""
+        pool, packs = cached_groups_of(self.problem), [by_owner(each.pack, len(each.degree)) for each in rounds]
+        degrees = [each.degree for each in rounds]
+        return Schedule(
+            np.concatenate([each.rows[members] for each, (members, _) in zip(rounds, packs)]),
+            firsts_of(np.concatenate([np.diff(first) for _, first in packs])),
+            np.concatenate([ranks_of(firsts_of(each), self.machine, self.places.rank, pool) for each in degrees]),
+            firsts_of(np.concatenate(degrees)),
+            np.repeat(np.arange(len(rounds)), [len(degree) for degree in degrees]),
+        )
+
+
+@compiled
+def _tightened(
+    batch: Batch, rows: np.ndarray, low_s: float, high_s: float, places: Places, least: int, share: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The pack of each sequence, the degree of each pack, and seconds of a micro-batch of these sequences under the
+    least limit that a bisection finds; no packs if `high_s` is too short."""
+    pack, degree, seconds = fill(batch, rows, high_s, places, least, share)
+    if pack.min() < 0:
+        return pack, degree[:0], np.inf
+    for _ in range(STEPS):
+        middle_s = (low_s + high_s) / 2
+        tighter, of_tighter, tighter_s = fill(batch, rows, middle_s, places, least, share)
+        if tighter.min() < 0:
+            low_s = middle_s
+        else:
+            pack, degree, seconds, high_s = tighter, of_tighter, tighter_s, middle_s
+    return pack, degree, max(seconds, batch.rates[1].least_s)
+
+
+@compiled
+def _times_s(batch: Batch, row: int, places: Places, least: int) -> tuple[float, float]:
+    """The least seconds of a sequence alone; and those of packs of such sequences that fill the fewest ranks, at least
+    `least`."""
+    item, best = batch.items[row], np.inf
+    for degree in range(item.minimum_degree, len(places.speed) + 1):
+        best = min(best, time_s(item, degree, degree > places.until[0], places.speed[degree - 1], batch.rates[degree]))
+    least = max(item.minimum_degree, min(least, len(places.speed)))
+    full_s = time_s(item, least, least > places.until[0], places.speed[least - 1], batch.rates[least])
+    return best, full_s * max(1.0, least * batch.capacity / item.tokens)
+
+
+@compiled
+def _try(batch: Batch, left: np.ndarray, value: np.ndarray, limits: np.ndarray, places: Places, least: int,
+         shares: np.ndarray) -> np.ndarray:
+    """(4, limits): value and tokens inside, seconds, and sequences of a micro-batch under each limit; endless seconds
+    if the largest sequence is not inside."""
+    found = np.zeros((4, len(limits)))
+    for number in range(len(limits)):
+        pack, _, seconds = fill(batch, left, limits[number], places, least, shares[number])
+        for place in range(len(left)):
+            if pack[place] >= 0:
+                found[0, number] += value[left[place]]
+                found[1, number] += batch.items[left[place]].tokens
+                found[3, number] += 1
+        found[2, number] = seconds + batch.fixed_s if pack[0] >= 0 else np.inf
+    return found
+
+
+@compiled
+def fill(
+    batch: Batch, left: np.ndarray, limit_s: float, places: Places, least: int, share: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """(the pack of each sequence, -1: it waits; the degree of each pack; seconds)"""
+    num_ranks = len(places.speed)
+    most = min(num_ranks, len(left))
+    pack_of, degree, slowest = np.full(len(left), -1), np.zeros(most, dtype=np.int64), np.zeros(most)
+    crosses = np.zeros(most, dtype=np.bool_)
+    sums, image_s, seconds, encodes = np.zeros((most, 5)), np.zeros(most), np.zeros(most), np.zeros(most)
+    rooms, state = rooms_for(most)  # the work of a sequence that an open pack has time for, roughly
+    used, count = 0, 0
+    for place in range(len(left)):
+        item, work = batch.items[left[place]], batch.work[left[place]]
+        found, after_s, encode_s = first_with(rooms, state, work), 0.0, 0.0
+        while found >= 0:
+            pack = int(rooms[OWNER, found])
+            if sums[pack, 4] + item.tokens <= degree[pack] * batch.capacity:
+                encode_s, after_s = _with(batch, sums[pack], image_s[pack], item, degree[pack], slowest[pack],
+                                            crosses[pack])
+                if _needs_s(encode_s, after_s, share) <= limit_s:
+                    break
+            found -= 1
+        if found < 0:
+            need = _degree(batch, item, limit_s, num_ranks - used, places, used, least, share)
+            if need == 0:
+                continue
+            pack, degree[count], slowest[count] = count, need, places.speed[used + need - 1]
+            crosses[count] = used + need > places.until[used]
+            used, count = used + need, count + 1
+            encode_s, after_s = _with(batch, sums[pack], image_s[pack], item, need, slowest[pack], crosses[pack])
+        pack_of[place], seconds[pack], encodes[pack] = pack, after_s, encode_s
+        sums[pack, 0] += item.language_s
+        sums[pack, 1] += item.attention_s
+        sums[pack, 2] += item.host_s
+        sums[pack, 3] += item.vision_s
+        sums[pack, 4] += item.tokens
+        image_s[pack] = max(image_s[pack], item.image_s)
+        left_s = limit_s - after_s if share == 0.0 else limit_s - min(encode_s, after_s - encode_s)
+        rate = batch.rates[degree[pack]]
+        transfer_s = rate.across_s if crosses[pack] else rate.inside_s
+        room = left_s / (1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens) * (1 + 1e-9)
+        if rate.overlap > 0.0:
+            room = np.inf if room > 0.0 else room
+        low = np.searchsorted(batch.by_tokens, degree[pack] * batch.capacity - sums[pack, 4], side="right")
+        room = min(room, batch.most_work[low - 1]) if low > 0 else -1.0
+        if found >= 0:
+            shrink(rooms, state, found, room)
+        else:
+            add(rooms, state, room, pack)
+    if count == 0:
+        return pack_of, degree[:0].copy(), np.inf
+    slot_s = encodes[:count].max() + (seconds - encodes)[:count].max()
+    return pack_of, degree[:count].copy(), max(slot_s, seconds[:count].max())
+
+
+@inner
+def _needs_s(encode_s: float, seconds: float, share: float) -> float:
+    """The least limit under which a pack may encode for `encode_s` of its seconds."""
+    return seconds if share == 0.0 else max(encode_s / share, (seconds - encode_s) / (1.0 - share))
+
+
+@inner
+def _degree(batch: Batch, item: Item, limit_s: float, most: int, places: Places, used: int,
+            least: int, share: float) -> int:
+    """The fewest of the next ranks on which a sequence ends by the limit; 0: there are too few."""
+    degree, nothing = max(item.minimum_degree, int(item.language_s / (limit_s * places.speed[0]))), np.zeros(5)
+    degree = max(degree, min(least, most), 1)
+    while degree <= most:
+        encode_s, seconds = _with(batch, nothing, 0.0, item, degree, places.speed[used + degree - 1],
+                                  used + degree > places.until[used])
+        if _needs_s(encode_s, seconds, share) <= limit_s:
+            return degree
+        degree += 1
+    return 0
+
+
+@inner
+def _with(batch: Batch, sums: np.ndarray, image_s: float, item: Item, degree: int, slowest: float,
+          crosses: bool) -> tuple[float, float]:
+    """Seconds for which a pack with one more sequence encodes, its images dealt out evenly, and all of its seconds."""
+    rate, encode_s = batch.rates[degree], 0.0
+    if sums[4] == 0.0:
+        encode_s = encode_s_of(item, degree)
+    elif sums[3] + item.vision_s > 0.0:
+        encode_s = max((sums[3] + item.vision_s) / degree, image_s, item.image_s)
+    if sums[3] + item.vision_s > 0.0:
+        encode_s += rate.encoder_pass_s
+    transfer_s = rate.across_s if crosses else rate.inside_s
+    tokens = sums[4] + item.tokens
+    seconds = compiled_running_s(sums[0] + item.language_s, sums[1] + item.attention_s, encode_s / slowest,
+                                 sums[2] + item.host_s, tokens, degree, slowest, transfer_s, rate)
+    return compiled_encoding_s(encode_s / slowest, tokens, rate), seconds

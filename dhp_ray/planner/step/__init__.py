@@ -1,1 +1,0 @@
-"""`sync=step`: the whole batch under one makespan, without barriers in between."""
