@@ -1,8 +1,8 @@
 """What each constant and each stage of the planner's search is worth: modelled seconds and planning time without it.
 
     DHP_RAY_TEST_DATA=FOLDER python benchmarks/ablation.py    all of VARIANTS, each alone
-    ... benchmarks/ablation.py "step: one order" "no ways"              these, each alone
-    ... benchmarks/ablation.py --together "step: one order" "no ways"   these as one planner
+    ... benchmarks/ablation.py "step: one order" "no improver"         these, each alone
+    ... benchmarks/ablation.py --together "step: one order" "no improver"   these as one planner
     ... benchmarks/ablation.py --table "small: step"    on the batches of this table alone (or of several)
     ... benchmarks/ablation.py --beside FOLDER          this checkout's planner over another checkout's, old or new
 
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant("one least degree", "LEAST_DEGREES = (1, 2, 3, 4, 6, 8)", "LEAST_DEGREES = (1,)"),
-    Variant("no ways to relieve packs but the first two", "for tokens in sizes:", "for tokens in sizes[:0]:"),
+    Variant("no ways with fuller packs", "for tokens in sizes:", "for tokens in sizes[:0]:"),
     Variant("step: no micro-batches as a start", "add(Rounds(way, way.machine)", "0 and add(Rounds(way, way.machine)"),
     Variant("one start of a small batch is improved", "IMPROVED = 4", "IMPROVED = 1"),
     Variant("micro_batch: nothing wide", "NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000",

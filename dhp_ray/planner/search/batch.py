@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.primitives.packing import Packs
-from dhp_ray.planner.problem import Problem, packed
+from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.rates import Rates
 
 
@@ -42,9 +41,8 @@ class Batch(NamedTuple):
     lockstep: bool
 
 
-def batch_of(problem: Problem, packs: Packs | None = None) -> Batch:
-    """A batch, with packs made beforehand in place of its sequences, if there are any."""
-    items, machine = packed(problem, packs) if packs else problem.items, problem.machine
+def batch_of(problem: Problem) -> Batch:
+    items, machine = problem.items, problem.machine
     work = items.language_s + items.vision_s
     by_work = np.argsort(-work, kind="stable")
     place = np.empty_like(by_work)

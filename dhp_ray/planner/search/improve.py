@@ -195,7 +195,7 @@ def _swap(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, row: 
 
 @inner
 def _take_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
-    """Take a rank from another pack of the micro-batch, several from unused ones."""
+    """Take one rank or several from another pack of the micro-batch, or from the unused ones."""
     slot = state.slot[pack]
     other = state.first[slot] + _below(random, state.first[slot + 1] - state.first[slot])
     if _below(random, 4) == 0:

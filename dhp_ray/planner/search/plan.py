@@ -1,8 +1,8 @@
 """The search: starts by the constructor of the mode, then the improver on the shortest, until the plan is near the
 bound.
 
-A start has a way to relieve packs (`ways.py`), a least degree of packs, and what else the constructor may choose. The
-plain start is made first. Each other one must be shorter than the shortest plan so far, which one trial tells.
+A start has a way to relieve packs (`ways.py`), a least degree of packs and, in `step`, whether a single rank is allowed
+nevertheless. The plain start is made first. Each other one must be shorter than the shortest plan so far.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ IMPROVED = 4
 """The shortest starts of a small batch that are improved; of a large batch only one."""
 
 NEAR, SHORTER = 2e-3, 5e-4
-"""A plan so close to the bound, as a share, is good enough. What a start must be shorter by."""
+"""A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
 STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
 """Sequences x ranks of all starts."""
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
-"""The limits of each micro-batch, and partial plans that a wide search goes on with: at most so many, and no more than
-WORK limits x sequences x partial plans. A narrow search goes on with one; all but the first have a NARROWth of the
-limits."""
+"""LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
+partial plans exceed WORK. Narrow searches, which keep one, after the first try a NARROWth of the limits."""
 
 BUDGET, TRIAL_S, MOST = 0.02, 2e-8, {"step": 10_000, "micro_batch": 3_000}
 """The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
@@ -101,8 +100,8 @@ def seconds_of(timed: Timed) -> float:
 
 
 def reused(problem: Problem, best: Timed) -> Timed:
-    """Of the plans of `step` with groups of the pool that are at most a little longer (REUSE) that with the fewest new
-    groups. If they cost time, the shortest of those that are longer by a share of that (MAKING)."""
+    """The plan of `step` with the fewest new groups among those at most a little longer (REUSE). If making groups costs
+    time, the shortest of those that are longer by a share of what its new groups cost (MAKING)."""
     pool, num_ranks, group_s = cached_groups_of(problem), problem.cluster.num_ranks, problem.cost.group_s
     if problem.sync == "micro_batch" or len(pool.first) == 1:
         return best
@@ -147,7 +146,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     def is_open(way: Problem) -> bool:
         nonlocal left
         left -= len(problem.items) * problem.cluster.num_ranks
-        may_start = left > 0 or not found
+        may_start = left > 0 or best_s == np.inf
         return best_s > target_s and way.lower_bound_s < best_s and may_start
 
     def add(made: Schedule | None) -> bool:
@@ -160,7 +159,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
     def under_targets(way: Problem, batch: Batch, least: int, loose: bool) -> None:
         nonlocal best
-        below_s = best_s * (1 - SHORTER) - fixed_s
+        below_s = (best_s - fixed_s) * (1 - SHORTER)
         if is_open(way) and add(shortest_under_targets(batch, way.lower_bound_s - fixed_s, below_s, least, loose)):
             best = way, batch, least, loose
 
@@ -190,7 +189,8 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or left <= 0:
             return
         left -= len(problem.items) * problem.cluster.num_ranks
-        if made := rounds.shortest(best_s * (1 - SHORTER), least, width, limits):
+        below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
+        if made := rounds.shortest(below_s, least, width, limits):
             found.append(timed(problem, made))
             starts.append((found[-1].seconds, len(starts), rounds, least))
             best_s = min(best_s, found[-1].seconds)

@@ -3,8 +3,8 @@
 A micro-batch takes the longest encoding of any pack plus the longest rest of any. So a limit may be divided in two: a
 share for encoding, and the remainder for the rest of a pack (`ENCODE_FACTORS` of encoding's share of all work).
 
-The largest sequence that is left is in the next micro-batch. Limits are tried from its least time on; the one is taken
-with the least sum of the micro-batch's time and the bound of what it leaves, times `waste`. A micro-batch takes
+The largest sequence that is left is in the next micro-batch. Limits are tried down to its least time; those are
+followed with the least sum of the micro-batch's time and WASTE times the bound of what it leaves. A micro-batch takes
 sequences largest first, each to the pack with the least time left that holds it; else on the fewest unused ranks on
 which it ends by the limit. Then the limit is bisected for the same sequences.
 """
@@ -131,7 +131,7 @@ class Rounds:
         return [0.0, *(factor * images for factor in ENCODE_FACTORS if 0.0 < factor * images < 1.0)]
 
     def _ended(self, partial: Partial, best: Partial, least: int) -> Partial:
-        """The better of a plan and one whose next micro-batch has all that is left."""
+        """The better of `best` and this partial plan ended by one micro-batch with all that is left."""
         rows = partial.left
         if self.tokens[rows].sum() > self.most:
             return best

@@ -50,7 +50,7 @@ class State(NamedTuple):
 
 
 def state_of(batch: Batch, schedule: Schedule) -> State:
-    """The packs of a schedule; in `micro_batch` an empty one more in each slot, with the ranks that no other has."""
+    """The packs of a schedule; in `micro_batch` one more, empty, in each slot, with the ranks that no other has."""
     num_ranks, degree_of = len(batch.speeds), np.diff(schedule.first_rank)
     spare = 1 if batch.lockstep else 0
     num_slots = int(schedule.micro_batch[-1]) + 1
