@@ -45,7 +45,7 @@ class Variant(NamedTuple):
 VARIANTS = (
     Variant("one least degree", "LEAST_DEGREES = (1, 2, 3, 4, 6, 8)", "LEAST_DEGREES = (1,)"),
     Variant("no ways with fuller packs", "for tokens in sizes:", "for tokens in sizes[:0]:"),
-    Variant("step: no micro-batches as a start", "add(Rounds(way, way.machine)", "0 and add(Rounds(way, way.machine)"),
+    Variant("step: no micro-batches as a start", "add(each.without_barriers", "0 and add(each.without_barriers"),
     Variant("one start of a small batch is improved", "IMPROVED = 4", "IMPROVED = 1"),
     Variant("micro_batch: nothing wide", "NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000",
             "NARROW, LIMITS, WIDTH, WORK = 2, 24, 1, 60_000"),

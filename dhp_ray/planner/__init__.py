@@ -68,7 +68,8 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 }
 
 LAST_RESORT = "dhp_quick"
-"""The planner to use when time is up: the constructors of `dhp` without its improver; valid for every batch that can be
+"""The planner to use when time is up: the constructors of `dhp`, without its improver and its
+preference for groups of the pool; valid for every batch that can be
 planned at all.
 """
 

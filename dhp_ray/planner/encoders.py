@@ -104,20 +104,6 @@ def fullest_member_s(
 
 
 @inner
-def deal_more(images: Images, row: int, speeds: np.ndarray, busy: np.ndarray) -> float:
-    """Assign the images of one more sequence to members that encode for `busy` seconds so far, which is updated; return
-    the seconds of the most loaded member. O(images x members). Memory's limit is not asked for: where it binds, the
-    pack will take longer.
-    """
-    if len(speeds) == 1:
-        busy[0] += images.seconds[images.first[row] : images.first[row + 1]].sum() / speeds[0]
-    else:
-        for image in range(images.first[row], images.first[row + 1]):
-            _deal(images.seconds[image], speeds, busy)
-    return float(busy.max())
-
-
-@inner
 def longest_member_s(
     rows: np.ndarray, first_image: np.ndarray, all_image_s: np.ndarray, all_patches: np.ndarray, speeds: np.ndarray
 ) -> float:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled
-from dhp_ray.planner.primitives.packing import best_fit_decreasing, unpacked
-from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.primitives.packing import best_fit_decreasing
 
 
 @compiled
@@ -64,13 +63,3 @@ def test_best_fit_decreasing(lengths, tokens_per_rank):
         bisect.insort(rooms, room - need)
     assert sorted(-(-pack[0] // tokens_per_rank) * tokens_per_rank - pack.sum() for pack in found) == rooms
     assert all((np.diff(pack) <= 0).all() for pack in found)
-
-
-def test_a_schedule_of_packs_becomes_one_of_sequences():
-    packs = best_fit_decreasing(np.array([5, 9, 3, 2]), np.full(4, 10))  # 9 | 5 3 2
-    assert packs.rows.tolist() == [1, 0, 2, 3]
-    assert packs.first.tolist() == [0, 1, 4]
-    zero = np.zeros(1, dtype=np.int64)
-    both = unpacked(Schedule(np.array([1, 0]), np.array([0, 2]), zero, np.array([0, 1]), zero), packs)
-    assert both.rows.tolist() == [0, 2, 3, 1]
-    assert both.first_row.tolist() == [0, 4]

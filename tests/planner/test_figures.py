@@ -69,7 +69,7 @@ def test_unequal_speeds_stay_near_their_bound():
 def test_groups_of_the_pool_are_used_again_on_wikipedia_lengths(count):
     uses, hits, longer = reused(count, 60, published_cost())
     assert uses > 150
-    assert hits >= 0.9 * uses  # the others are groups of one long sequence each, of sizes that the pool lacks
+    assert hits >= 0.94 * uses  # the others are groups of one long sequence each, of sizes that the pool lacks
     assert longer <= 0.01
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.primitives.compiled import compiled
 
 
 @compiled
@@ -42,19 +42,6 @@ def list_schedule_from(
     for pack in range(len(times)):
         starts[pack] = run_next(ranks[first_rank[pack] : first_rank[pack + 1]], times[pack], free)
     return starts, free
-
-
-@inner
-def run_on_first_free(degree: int, time_s: float, free: np.ndarray) -> None:
-    """Run the next pack on the `degree` ranks that are free first. `free`: when ranks are free, ascending; it is
-    updated. Which ranks these are is not recorded.
-    """
-    end, place = free[degree - 1] + time_s, 0
-    while place + degree < len(free) and free[place + degree] < end:
-        free[place] = free[place + degree]
-        place += 1
-    for rank in range(place, place + degree):
-        free[rank] = end
 
 
 @compiled

@@ -8,7 +8,7 @@ import numpy as np
 
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled
-from dhp_ray.planner.schedule import Schedule, by_owner, gathered
+from dhp_ray.planner.schedule import by_owner
 
 
 class Packs(NamedTuple):
@@ -29,12 +29,6 @@ def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
     pack, count = _packs(tokens, capacity, longest_first)
     order, first = by_owner(pack, count)
     return Packs(longest_first[order], first)
-
-
-def unpacked(schedule: Schedule, packs: Packs) -> Schedule:
-    """Convert a schedule of packs into a schedule of sequences."""
-    rows, first_row = gathered(packs.rows, packs.first, schedule.rows)
-    return schedule._replace(rows=rows, first_row=first_row[schedule.first_row])
 
 
 @compiled

@@ -163,17 +163,18 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         if is_open(way) and add(shortest_under_targets(batch, way.lower_bound_s - fixed_s, below_s, least, loose)):
             best = way, batch, least, loose
 
-    for least, way in product(least_degrees(problem), ways):
+    searches = [Rounds(way, way.machine) for way in ways]
+    for least, each in product(least_degrees(problem), searches):
         for loose in (True, False) if least > 1 else (False,):
-            under_targets(way, batch_of(way), least, loose)
+            under_targets(each.problem, each.batch, least, loose)
     if best and is_small(problem):
         random, batch = np.random.default_rng(0), best[1]
         for _ in range(ORDERS):
             work = batch.work * np.exp(random.normal(0.0, 0.4, len(batch.work)))
             under_targets(best[0], batch._replace(by_work=np.argsort(-work, kind="stable")), *best[2:])
-    for least, way in product(least_degrees(problem), ways):
-        if is_open(way):
-            add(Rounds(way, way.machine).without_barriers(least))
+    for least, each in product(least_degrees(problem), searches):
+        if is_open(each.problem):
+            add(each.without_barriers(least))
     return found
 
 
