@@ -28,8 +28,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
 from dhp_ray.runtime.driver.group import WorkerGroup  # noqa: E402
 from dhp_ray.runtime.driver.session import Session  # noqa: E402
-from dhp_ray.runtime.messages import StepCommitted  # noqa: E402
+from dhp_ray.runtime.messages import Message, StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
 from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
@@ -178,12 +179,12 @@ def ready_driver(
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
-                      Watch(storage, 0), batches, None, Arrivals("cpu"), num_steps,  # type: ignore[arg-type]
-                      compiled)
+                      Watch(storage, 0), batches, None, Arrivals("cpu", driver.tell), num_steps,  # type: ignore[arg-type]
+                      compiled, driver.tell)
     session.choose_mode()
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
-    driver.commits.save = lambda step: iter(())  # type: ignore[method-assign]  # the last step's: ranks have no state
+    driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: ranks have no state
     dispatcher = session.current.dispatcher
 
     def begin(step: int) -> None:
@@ -214,7 +215,11 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[
     processes: Used = {}
     times: list[tuple[float, float]] = []
     before = time.perf_counter(), time.thread_time()
-    for message in committed(driver, session):
+
+    def tell(message: Message) -> None:
+        nonlocal before, processes
+        if not isinstance(message, StepCommitted):
+            return
         now = time.perf_counter(), time.thread_time()
         times.append((1e3 * (now[0] - before[0]), 1e3 * (now[1] - before[1])))
         before = now
@@ -223,12 +228,10 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[
             watch.wall_ms.clear()
             watch.cpu_ms.clear()
             processes = used(os.getpid())
+
+    driver.commits.session = replace(session, tell=tell)
+    driver._steps(session)
     return times, processes
-
-
-def committed(driver: Driver, session: Session) -> Iterator[StepCommitted]:
-    """Run the driver's steps; each as it is committed."""
-    return (message for message in driver._steps(session) if isinstance(message, StepCommitted))
 
 
 def process_ms(before: Used, after: Used, steps: int) -> dict[str, float]:

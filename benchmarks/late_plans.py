@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,10 @@ class SlowDriver(Driver):
             time.sleep(delay_s(draw, step_s))
             return planned(problem)
 
-        def noted(commits: Commits, done: FinishedStep) -> Iterator[Any]:
+        def noted(commits: Commits, done: FinishedStep) -> None:
             with reported.open("a") as file:
                 file.write(json.dumps([done.step, [result.plan_id for result in done.results]]) + "\n")
-            yield from commit(commits, done)
+            commit(commits, done)
 
         PLANNERS["dhp"], Commits.commit = slow, noted  # type: ignore[method-assign]
 

@@ -4,7 +4,7 @@ Ray: the console needs neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -177,3 +177,5 @@ class RunFinished:
 
 
 Message = RunStarted | StepCommitted | Notice | Replace | RunFinished
+Tell = Callable[[Message], None]
+"""Sends a message to the job's process; any thread may call it."""

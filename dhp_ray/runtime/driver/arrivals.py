@@ -4,7 +4,7 @@ grows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from dhp_ray.errors import first_line
 from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.group import Member
-from dhp_ray.runtime.messages import Message, Notice, Replace
+from dhp_ray.runtime.messages import Notice, Replace, Tell
 from dhp_ray.runtime.waits import said_at_s
 
 LONGEST_S = 300.0
@@ -43,8 +43,8 @@ class Arrivals:
     """Newcomers, each ready once it has described itself and loaded the model. `offer` may be called from any thread.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, tell: Tell) -> None:
+        self._device, self._tell = device, tell
         self._offered: SimpleQueue[tuple[int, ActorHandle]] = SimpleQueue()
         self._coming: list[_Newcomer] = []
         self.failed: list[tuple[int, str]] = []
@@ -75,33 +75,34 @@ class Arrivals:
             self._waits_s.pop(member.slot, None)
         return taken
 
-    def messages(self, told: Callable[[int, str], object] = lambda slot, why: None) -> Iterator[Message]:
+    def report(self, told: Callable[[int, str], object] = lambda slot, why: None) -> None:
         """Report newcomers that load for long, and ask for others in the slots of those that failed: at once for the
         first in a row, then after 2, 4, 8 and so on up to LONGEST_S seconds. Call it again and again. `told` is called
         with the slot and the reason of each that failed.
         """
-        yield from self._slow()
+        self._slow()
         while self.failed:
             slot, why = self.failed.pop()
             wait_s = self._waits_s.get(slot, 0.0)
             self._waits_s[slot] = min(max(2.0, 2 * wait_s), LONGEST_S)
             self._wanted.append((monotonic() + wait_s, slot))
             told(slot, why)
-            yield Notice(f"a new worker failed, another is asked for{f' in {wait_s:g} s' if wait_s else ''}: {why}")
+            later = f" in {wait_s:g} s" if wait_s else ""
+            self._tell(Notice(f"a new worker failed, another is asked for{later}: {why}"))
         now = monotonic()
         due = [slot for at_s, slot in self._wanted if at_s <= now]
         self._wanted = [(at_s, slot) for at_s, slot in self._wanted if at_s > now]
         for slot in due:
-            yield Replace(slot)
+            self._tell(Replace(slot))
 
-    def _slow(self) -> Iterator[Notice]:
+    def _slow(self) -> None:
         for newcomer in self._coming:
             if newcomer.loads_since_s is None:
                 continue
             seconds = monotonic() - newcomer.loads_since_s
             if seconds >= said_at_s(newcomer.num_reports, LOADS_LONG_S):
                 newcomer.num_reports += 1
-                yield Notice(f"a new worker ({newcomer.member.place}) loads the model: {seconds:.0f} s so far")
+                self._tell(Notice(f"a new worker ({newcomer.member.place}) loads the model: {seconds:.0f} s so far"))
 
     def _is_ready(self, newcomer: _Newcomer) -> bool:
         calls = [newcomer.described, newcomer.prepared]

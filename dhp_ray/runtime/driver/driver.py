@@ -15,7 +15,7 @@ import os
 import pickle
 import statistics
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -37,7 +37,7 @@ from dhp_ray.runtime.driver.recovery import arrival_messages, form_anew
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
-from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError
+from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waited, Waits
 from dhp_ray.storage import Folder, StorageError
@@ -62,9 +62,10 @@ class Driver:
         self.config, self.store, self.takes_over = config, store, takes_over
         self.lease = lease
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
-        self.waits = Waits(self.messages.put)
+        self.tell: Tell = self.messages.put
+        self.waits = Waits(self.tell)
         self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
-        self.arrivals = Arrivals(config.cluster.device)
+        self.arrivals = Arrivals(config.cluster.device, self.tell)
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
@@ -96,58 +97,57 @@ class Driver:
 
     def _put_messages(self) -> None:
         try:
-            for message in self._run():
-                self.messages.put(message)
+            self._run()
         except BaseException as error:  # `run` would wait for the last message for ever
             traceback.print_exc()
-            self.messages.put(RunFinished("", f"driver: {type(error).__name__}: {error}", status=1))
+            self.tell(RunFinished("", f"driver: {type(error).__name__}: {error}", status=1))
 
-    def _run(self) -> Iterator[Message]:
+    def _run(self) -> None:
         try:
             folder = Folder(self.config.run.dir)
             if self.lease:
                 folder.before_writing = self.lease.check
-            self.session = session = yield from open_session(
-                self.config, folder, self.group, self.store, self.arrivals, self.takes_over,
+            self.session = session = open_session(
+                self.config, folder, self.group, self.store, self.arrivals, self.takes_over, self.tell,
                 lambda: self.stop_reason)
             self.commits = Commits(session)
             self.bad_rows = [BadRows(source.path, source.num_rows) for source in session.stream.sources]
             gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
             gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread
-            yield from self._train(session, "the driver was lost" if self.takes_over else "")
+            self._train(session, "the driver was lost" if self.takes_over else "")
         except ConfigError as error:
-            yield RunFinished("", str(error), status=2)
+            self.tell(RunFinished("", str(error), status=2))
         except (RunError, PlanError, DataError, StorageError) as error:
-            yield failed(self.session, str(error))
+            self.tell(failed(self.session, str(error)))
         except Exception as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
-            yield failed(self.session, f"driver: {type(error).__name__}: {error}")
+            self.tell(failed(self.session, f"driver: {type(error).__name__}: {error}"))
 
-    def _train(self, session: Session, broken: str) -> Iterator[Message]:
+    def _train(self, session: Session, broken: str) -> None:
         """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
         change, silent = broken, tuple[int, ...]()
         while True:
             try:
                 if change:
                     leaving = {} if broken else self.leaving
-                    finished = yield from form_anew(session, change, bool(broken), leaving, silent)
-                    yield from self.commits.recovered(finished, partial(self._evaluated, session))
+                    finished = form_anew(session, change, bool(broken), leaving, silent)
+                    self.commits.recovered(finished, partial(self._evaluated, session))
                     session.history.stream_lost = False
                 broken, silent = "", ()
-                change = yield from self._steps(session)
-                yield from self.commits.finish_saves()
+                change = self._steps(session)
+                self.commits.finish_saves()
                 if not change:
                     stopping = session.stopping
-                    yield from save_last(session, self.commits)
+                    save_last(session, self.commits)
                     if not (stopping or session.records.has_trained):
-                        yield untrained(session)
+                        self.tell(untrained(session))
                         return
                     if not stopping:
                         export(session)
-                    yield finish(session, stopping)
+                    self.tell(finish(session, stopping))
                     return
             except StoppingError:
-                yield finish(session, session.stopping)
+                self.tell(finish(session, session.stopping))
                 return
             except GroupError as error:
                 if self.refused:
@@ -156,12 +156,12 @@ class Driver:
                 silent = error.silent
                 self.commits.forget_saves()
 
-    def _steps(self, session: Session) -> Generator[Message, None, str]:
+    def _steps(self, session: Session) -> str:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, Calls())
         first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
-        yield from session.mode_told()
-        yield from session.compiling_told()
+        session.mode_told()
+        session.compiling_told()
         running = self._launch(session, first)
         while running:
             step = running.dispatched.step
@@ -180,22 +180,22 @@ class Driver:
             # follow.
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
-            yield from self.commits.save_when_due(
+            self.commits.save_when_due(
                 step, results, last=following is None or bool(session.stopping) or endangered)
-            evaluated = yield from self._evaluated(session, step)
-            change = yield from self._change(session)
+            evaluated = self._evaluated(session, step)
+            change = self._change(session)
             goes_on = not (change or session.stopping or self.refused)
             launched = self._launch(session, following if goes_on else None, waited_s)
             if mirrored:
-                yield from self._copies_arrived(session)  # previous ones; every rank waited for them in this step
+                self._copies_arrived(session)  # previous ones; every rank waited for them in this step
                 self.copies = step, session.group.start("mirrored")
                 if session.mirroring.every == 1:  # otherwise they may take until the next ones
-                    yield from self._copies_arrived(session)
-            yield from self.commits.commit(running.finished(results, step_time_s, evaluated))
+                    self._copies_arrived(session)
+            self.commits.commit(running.finished(results, step_time_s, evaluated))
             running = launched
-        yield from self._copies_arrived(session)
+        self._copies_arrived(session)
         if self.refused:  # also at the first step
-            yield from save_last(session, self.commits)
+            save_last(session, self.commits)
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
@@ -212,10 +212,10 @@ class Driver:
             self.refused = str(error)
             return None
 
-    def _evaluated(self, session: Session, step: int) -> Generator[Message, None, dict[str, float]]:
+    def _evaluated(self, session: Session, step: int) -> dict[str, float]:
         """Evaluate if that is due after a step; an error of the held-out data is reported like one of a batch."""
         try:
-            return (yield from session.current.evaluation.when_due(step))
+            return session.current.evaluation.when_due(step)
         except GroupError:
             raise
         except (DataError, PlanError, RunError) as error:
@@ -266,7 +266,7 @@ class Driver:
         for source, sample_id in dispatched.batch.rows:
             self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""))
 
-    def _copies_arrived(self, session: Session) -> Iterator[Message]:
+    def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
         (step, calls), self.copies = self.copies, (0, Calls())
         if not calls:
@@ -281,18 +281,18 @@ class Driver:
             often = "each step" if every == 1 else f"every {every} steps"
             if not session.history.mirroring_told:
                 session.history.mirroring_told = True
-                yield Notice(
+                self.tell(Notice(
                     f"the state is copied to other ranks after {often} from now on: a copy takes {copy_s:.3g} s, a "
                     f"step {step_s:.3g} s; a lost worker costs the steps since the last copy once more (later changes "
                     "are in events.jsonl)"
-                )
+                ))
 
-    def _change(self, session: Session) -> Generator[Message, None, str]:
+    def _change(self, session: Session) -> str:
         """Return why the membership must change between two steps; empty: it need not."""
         if session.stopping:
             return ""
         newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
-        yield from arrival_messages(session)
+        arrival_messages(session)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from dhp_ray.errors import first_line
 from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.messages import Message, RunFinished
+from dhp_ray.runtime.messages import RunFinished
 from dhp_ray.storage import Folder
 
 PICTURE_S = 0.5
 """Seconds that a run that ends early waits for the picture of a step."""
 
 
-def save_last(session: Session, commits: Commits) -> Iterator[Message]:
+def save_last(session: Session, commits: Commits) -> None:
     """Save the state after the last step if no checkpoint has it: the group broke, or the run was asked to end, after
     that save was due; or it was not due, and data ends the run.
     """
-    yield from commits.finish_saves()
+    commits.finish_saves()
     last_step = session.records.last_step
     if last_step and session.checkpoints.newest_step() < last_step:
-        yield from commits.save(last_step)
-        yield from commits.finish_saves()
+        commits.save(last_step)
+        commits.finish_saves()
 
 
 def export(session: Session) -> None:

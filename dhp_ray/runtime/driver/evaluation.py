@@ -4,7 +4,7 @@ One pass computes the loss; a second one, if configured, answers the prompts and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.image_limits import image_limit_of
 from dhp_ray.runtime.driver.stages import DispatchedStep
-from dhp_ray.runtime.messages import Message, Notice, RunError, StoppingError
+from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
 
 
 class HeldOut(NamedTuple):
@@ -70,10 +70,11 @@ class Evaluation:
         cost: CostModel,
         config: Config,
         pool: PoolBook,
+        tell: Tell,
         generation: int = 0,
         stopping: Callable[[], str] = lambda: "",
     ) -> None:
-        self.group, self.config, self.stopping = group, config, stopping
+        self.group, self.config, self.tell, self.stopping = group, config, tell, stopping
         self.references = held_out.references if held_out else {}
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
@@ -92,27 +93,27 @@ class Evaluation:
             if dispatcher:
                 dispatcher.stop()
 
-    def when_due(self, step: int) -> Generator[Message, None, dict[str, float]]:
+    def when_due(self, step: int) -> dict[str, float]:
         """After every `eval.every_steps` steps return `eval_loss`, the mean loss over the valid tokens of all held-out
-        samples, and the mean scores if answers are generated; yields what the user should see. After other steps the
-        result is empty. The loss or the scores are missing if no sample has any, if a sample needs more ranks than
-        there are, or if the run is to end before all samples are done.
+        samples, and the mean scores if answers are generated; after other steps nothing. The loss or the scores are
+        missing if no sample has any, if a sample needs more ranks than there are, or if the run is to end before all
+        samples are done.
 
         Call it between two steps: the ranks run it in the order of calls.
         """
         self._number = 0
         if self.losses is None or step % self.config.eval.every_steps:
             return {}
-        sums = yield from self._run_pass(self.losses, step, "evaluate", "the loss on held-out samples")
+        sums = self._run_pass(self.losses, step, "evaluate", "the loss on held-out samples")
         if sums is None:
             return {}
         num_valid_tokens = sum(count for _, (_, count) in sums)
         found = {"eval_loss": sum(loss for _, (loss, _) in sums) / num_valid_tokens} if num_valid_tokens else {}
         if not found:
-            yield Notice(f"no loss after step {step}: no held-out sample can be used")
+            self.tell(Notice(f"no loss after step {step}: no held-out sample can be used"))
         if self.answers is None:
             return found
-        answers = yield from self._run_pass(self.answers, step, "answer", "answers to held-out samples")
+        answers = self._run_pass(self.answers, step, "answer", "answers to held-out samples")
         if answers is None:
             return found
         means = MeanScores()
@@ -122,12 +123,12 @@ class Evaluation:
                     means.add(scores_of(text, self.references[name]))
         scores = {f"eval_{name}": mean for name, mean in means.by_name().items()}
         if not scores:
-            yield Notice(f"no scores of answers after step {step}: no held-out sample can be answered")
+            self.tell(Notice(f"no scores of answers after step {step}: no held-out sample can be answered"))
         return found | scores
 
     def _run_pass(
         self, dispatcher: Dispatcher, step: int, method: str, what: str
-    ) -> Generator[Message, None, list[tuple[list[str], Any]] | None]:
+    ) -> list[tuple[list[str], Any]] | None:
         """Run `method` of all ranks on all batches of a dispatcher. Returns for each batch the ids of its samples (""
         for one that could not be used) and the result of rank 0; None if the pass is not complete.
         """
@@ -141,7 +142,7 @@ class Evaluation:
                 failures = dispatcher.failures(dispatched)
             except StoppingError:
                 return None
-            yield from self._tell(dispatched, failures)
+            self._report(dispatched, failures)
             names = [sample.id for sample in dispatched.batch.samples]
             running = self.group.start(method, dispatched.step, dispatched.plan_id, failures,
                                        *([names] if method == "answer" else []))
@@ -154,7 +155,8 @@ class Evaluation:
         if self.stopping():
             return None
         if not dispatcher.reader.at_end:
-            yield Notice(f"no evaluation after step {step}: a held-out sample needs {dispatcher.needed_ranks} ranks")
+            self.tell(Notice(f"no evaluation after step {step}: a held-out sample needs {dispatcher.needed_ranks} "
+                             "ranks"))
             return None
         return found
 
@@ -166,7 +168,7 @@ class Evaluation:
         except DataError as error:
             raise _of_eval(error) from None
 
-    def _tell(self, dispatched: DispatchedStep, failures: dict[str, str]) -> Generator[Message, None, None]:
+    def _report(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
         """Report the held-out samples that are left out, each once per run."""
         for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
                                   *failures.items()]:
@@ -174,7 +176,7 @@ class Evaluation:
                 raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail)")
             if sample_id not in self._told:
                 self._told.add(sample_id)
-                yield Notice(f"held-out sample {sample_id} left out: {reason}")
+                self.tell(Notice(f"held-out sample {sample_id} left out: {reason}"))
 
 
 def _of_eval(error: DataError) -> DataError:

@@ -9,7 +9,7 @@ The workers' state is useless afterwards: they join the run's first generation a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 
@@ -28,7 +28,7 @@ from dhp_ray.planner.mode import Mode
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import cost_of, difference_from, has_fused_operators, memory_of
-from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunError
+from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, Tell
 from dhp_ray.runtime.origins import model_name, origin_of
 from dhp_ray.storage import Folder
 
@@ -51,15 +51,15 @@ def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) ->
 
 def measure_costs(
     config: Config, folder: Folder, group: WorkerGroup, mode: Mode, generation: int, store: tuple[str, int],
-    pool_groups: int,
-) -> Generator[Message, None, CostFile]:
+    pool_groups: int, tell: Tell,
+) -> CostFile:
     """Measure costs on the workers, in a generation of their own, and write them to the run folder.
 
     Raises:
         RunError: too little could be measured, or a worker failed.
     """
     memory = memory_of(config, group, mode)
-    yield Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)")
+    tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
     results: dict[str, Sequence[PartResult]] = {}
@@ -85,5 +85,5 @@ def measure_costs(
     draw(measured, picture)
     folder.write(COST_PICTURE, picture.getvalue())
     errors = measured.sections["errors"]["packs"]
-    yield Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}")
+    tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}"))
     return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it

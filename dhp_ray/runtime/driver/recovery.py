@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -36,7 +36,6 @@ from dhp_ray.runtime.messages import (
     FromCheckpoint,
     FromMemory,
     GroupError,
-    Message,
     Notice,
     Replace,
     RunError,
@@ -61,7 +60,7 @@ class WorkerHealth:
 
 def form_anew(
     session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
-) -> Generator[Message, None, list[FinishedStep]]:
+) -> list[FinishedStep]:
     """Replace the current generation of `session` with the next one; returns the steps that are finished and not
     committed.
 
@@ -81,13 +80,13 @@ def form_anew(
     session.group.close_relays()
     _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
-        workers = yield from _settled(session, leaving, silent)
+        workers = _settled(session, leaving, silent)
     cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers)
                       if seen.condition is not Condition.WELL) or cause
     _check_repetition(session, workers, cause if broken else "")
     moments["settle_s"] = time.perf_counter()
     with session.group.waits.on("new workers"):
-        workers = yield from _enough(session, workers, broken)
+        workers = _enough(session, workers, broken)
     moments["capacity_s"] = time.perf_counter()
     survivors = [seen for seen in workers if seen.condition is Condition.WELL]
     newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
@@ -108,7 +107,7 @@ def form_anew(
     _end_where_saved(session, step)
     if step < committed or session.history.stream_lost:
         session.current.dispatcher.stop().clear()
-        yield from _go_back(session, step, committed)
+        _go_back(session, step, committed)
     origins: dict[int, FromCheckpoint | FromMemory] = {}
     load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
     for place, seen in enumerate(survivors):
@@ -149,7 +148,7 @@ def form_anew(
     )
     session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
     session.scalars.text("events", words, step + 1)
-    yield Notice(words)
+    session.tell(Notice(words))
     return finished
 
 
@@ -161,7 +160,7 @@ def _end_where_saved(session: Session, step: int) -> None:
 
 def _settled(
     session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
-) -> Generator[Message, None, list[WorkerHealth]]:
+) -> list[WorkerHealth]:
     """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
@@ -194,7 +193,7 @@ def _settled(
                                       condition=str(found.condition), error=found.status.error,
                                       last_mark=found.status.last_mark)
                 ray.kill(found.member.actor)
-                yield Replace(found.member.slot)
+                session.tell(Replace(found.member.slot))
                 # until then others may wait for it
                 standstill = Standstill(group.size, ENDING_S + stuck_s, time.monotonic())
         if not any(found.status.call and found.condition is Condition.WELL for found in workers):
@@ -217,12 +216,12 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
 
 def _enough(
     session: Session, workers: list[WorkerHealth], broken: bool
-) -> Generator[Message, None, list[WorkerHealth]]:
+) -> list[WorkerHealth]:
     """Wait until there are as many survivors and newcomers as the run needs."""
     told = False
     while True:
         ready = session.arrivals.ready()
-        yield from arrival_messages(session)
+        arrival_messages(session)
         # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
@@ -238,16 +237,16 @@ def _enough(
                 if not told:
                     told = True
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
-                    yield Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity")
+                    session.tell(Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity"))
         time.sleep(CAPACITY_POLL_S)
         # the others are being replaced
         session.group.members = [found.member for found in workers if found.condition is Condition.WELL]
-        workers = yield from _settled(session, {}, ())
+        workers = _settled(session, {}, ())
 
 
-def arrival_messages(session: Session) -> Iterator[Message]:
+def arrival_messages(session: Session) -> None:
     """Ask for replacements of newcomers that failed before they joined, and report those that load for long."""
-    yield from session.arrivals.messages(
+    session.arrivals.report(
         lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
 
 
@@ -260,7 +259,7 @@ def _last_steps(survivors: Sequence[WorkerHealth]) -> dict[int, int]:
     return steps
 
 
-def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
+def _go_back(session: Session, step: int, committed: int) -> None:
     """Move the stream back to `step`, and the records too if later steps have been committed.
 
     The stream stays lost until the new generation has taken over: if that breaks, the stream may be needed at another
@@ -269,7 +268,7 @@ def _go_back(session: Session, step: int, committed: int) -> Iterator[Message]:
     session.history.stream_lost = True
     if step < committed:
         session.records.event("rollback", step=step, committed=committed)
-        yield Notice(f"the state after step {committed} is lost: going back to step {step}")
+        session.tell(Notice(f"the state after step {committed} is lost: going back to step {step}"))
         session.roll_back(step)
     if session.stopping:
         return  # the stream may still be being read, and no step will use it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from dhp_ray.runtime.driver.nodes import Draining
 from dhp_ray.runtime.driver.refits import CostRefits, least_error
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.driver.speeds import SpeedMeter
-from dhp_ray.runtime.messages import Message, Notice
+from dhp_ray.runtime.messages import Notice, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
@@ -92,6 +92,7 @@ class Session:
     arrivals: Arrivals
     total_steps: int
     compiled: Future[float]  # done once the planner's loops are, with the seconds that took
+    tell: Tell
     first_choice: Choice | None = None  # of the mode, with the choice of `planner.sync`
     stop_reason: Callable[[], str] = lambda: ""
     auto_tokens: bool = False  # tokens per rank follow the memory of each generation's ranks
@@ -185,10 +186,10 @@ class Session:
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,
             self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
-        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool,
+        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool, self.tell,
                                              self.current.number, self.stop_reason)
 
-    def compiling_told(self) -> Iterator[Message]:
+    def compiling_told(self) -> None:
         """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
         planning times.
         """
@@ -197,9 +198,10 @@ class Session:
             seconds = self.compiled.result()
             self.records.event("planner_compiled", seconds=round(seconds, 3))
             if seconds > COMPILING_TOLD_S:
-                yield Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later runs")
+                self.tell(Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later "
+                                 "runs"))
 
-    def mode_told(self) -> Iterator[Message]:
+    def mode_told(self) -> None:
         """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""
         told = self.history.mode_told
         choice, first = self.current.choice, self.first_choice
@@ -211,7 +213,7 @@ class Session:
                                activation_checkpointing=choice.recomputation(
                                    self.config.train.activation_checkpointing),
                                auto=choice.keys, why=choice.why)
-            yield Notice(choice.line)
+            self.tell(Notice(choice.line))
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
         """Record what could not be deleted of old checkpoints."""

@@ -5,7 +5,7 @@ position.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from threading import Thread
@@ -39,7 +39,7 @@ from dhp_ray.runtime.driver.room import (
 )
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.driver.takeover import take_over
-from dhp_ray.runtime.messages import FromCheckpoint, Message, Notice, RunStarted
+from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
@@ -49,8 +49,8 @@ from dhp_ray.storage import Folder, StorageError
 
 
 def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals,
-                 takes_over: bool, stopping: Callable[[], str] = lambda: "") -> Generator[Message, None, Session]:
-    """Open or resume the run of `run.dir`, which is `folder`; yields what the user should see, returns the session.
+                 takes_over: bool, tell: Tell, stopping: Callable[[], str]) -> Session:
+    """Open or resume the run of `run.dir`, which is `folder`.
 
     `takes_over`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
     end early.
@@ -67,7 +67,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
     if not takes_over:
         records.compare_config(config)
-    newest = None if takes_over else (yield from covered_checkpoint(records, checkpoints))
+    newest = None if takes_over else covered_checkpoint(records, checkpoints, tell)
     first_step = 1 + (records.last_step if takes_over else newest.step if newest else 0)
     with group.waits.on("the index of the data"):
         stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
@@ -75,15 +75,14 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     start_servers()
     # before the workers report how much space is free
     not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
-    if not takes_over:
-        yield Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}")
     if takes_over:
-        yield from take_over(group, arrivals, config.elastic.hang_s / LOOKS_PER_HANG,
-                             lambda: describe(group, folder, config.cluster.device), stopping)
+        take_over(group, arrivals, config.elastic.hang_s / LOOKS_PER_HANG,
+                  lambda: describe(group, folder, config.cluster.device), stopping, tell)
     else:
+        tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
-        yield Notice(line)
+        tell(Notice(line))
     auto_tokens = config.planner.tokens_per_rank == "auto"
     stored = records.stored_config()
     if compares_modes(config, group, recorded_sync(config, stored)):
@@ -97,7 +96,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     choice = resolve_limits(config, stored, group, takes_over)
     limit = image_limit_of(config, group)
     if line := skipped_images(given, limit, largest):
-        yield Notice(line)
+        tell(Notice(line))
     if not takes_over:
         check_cost(config, group, choice.mode)
     stream.max_tokens = config.planner.max_sequence_tokens
@@ -107,11 +106,11 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
     watch = Watch(folder, config.watch.every_steps)
     session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
-                      total_steps, compiled, choice, stop_reason=stopping, auto_tokens=auto_tokens)
+                      total_steps, compiled, tell, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if config.planner.cost == MEASURE:
         group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
         if reason:
-            yield Notice(f"{COST_FILE} is not used{'' if takes_over else ', costs are measured again'}: {reason}")
+            tell(Notice(f"{COST_FILE} is not used{'' if takes_over else ', costs are measured again'}: {reason}"))
     if takes_over:
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())
@@ -141,8 +140,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     generation = records.generation + 1  # one after those of earlier starts
     mode = session.choose_mode()
     if config.planner.cost == MEASURE and not group.measured_cost:
-        group.measured_cost = yield from measure_costs(config, folder, group, mode, generation, store,
-                                                       session.pool_groups)
+        group.measured_cost = measure_costs(config, folder, group, mode, generation, store, session.pool_groups, tell)
         generation += 1
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
@@ -151,11 +149,11 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
     scalars.hyperparameters(config)
     records.event("started", generation=generation, step=first_step, num_ranks=group.size)
-    yield RunStarted(_opening(config, group, stream, first_step - 1), first_step, total_steps)
+    tell(RunStarted(_opening(config, group, stream, first_step - 1), first_step, total_steps))
     return session
 
 
-def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints) -> Generator[Message, None, Manifest | None]:
+def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell) -> Manifest | None:
     """Return the newest checkpoint that the ledger covers, from which a run goes on; None if there are no checkpoints.
     Says so if there are newer ones.
 
@@ -169,8 +167,8 @@ def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints) -> Generat
         if not covered:
             raise StorageError(f"{beyond}; the oldest checkpoint is of step {whole[0]}; allowed: the ledger of that "
                                "run, or another run.dir")
-        yield Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
-                     "deleted")
+        tell(Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
+                     "deleted"))
     return checkpoints.manifest(covered[-1]) if covered else None
 
 

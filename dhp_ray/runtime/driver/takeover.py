@@ -5,20 +5,21 @@ not joined yet.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import ray
 
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.messages import GroupError, Message, Notice, Replace, RunError
+from dhp_ray.runtime.messages import GroupError, Notice, Replace, RunError, Tell
 
 POLL_S = 0.2
 
 
 def take_over(
-    group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str]
-) -> Iterator[Message]:
+    group: WorkerGroup, arrivals: Arrivals, look_s: float, describe: Callable[[], None], stopping: Callable[[], str],
+    tell: Tell,
+) -> None:
     """Keep the surviving workers of `group` and query their status, checking their health every `look_s` seconds
     meanwhile.
 
@@ -27,17 +28,17 @@ def take_over(
     """
     group.look_s = look_s
     while True:
-        yield from _part(group, arrivals)
+        _part(group, arrivals, tell)
         with group.waits.on("new workers"):
-            yield from _somebody(group, arrivals, stopping)
+            _somebody(group, arrivals, stopping, tell)
         try:
             describe()
             return
         except GroupError as error:
-            yield Notice(f"one more is lost: {error}")
+            tell(Notice(f"one more is lost: {error}"))
 
 
-def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
+def _part(group: WorkerGroup, arrivals: Arrivals, tell: Tell) -> None:
     """Drop dead or hung workers; if others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.survey()))
     begun = any(status.generation for _, (_, status) in seen)
@@ -45,19 +46,19 @@ def _part(group: WorkerGroup, arrivals: Arrivals) -> Iterator[Message]:
         if sight.dead or not sight.answered:
             ray.kill(member.actor)
             group.members.remove(member)
-            yield Replace(member.slot)
+            tell(Replace(member.slot))
         elif begun and not status.generation:
             group.members.remove(member)
             arrivals.offer(member.slot, member.actor)
 
 
-def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str]) -> Iterator[Message]:
+def _somebody(group: WorkerGroup, arrivals: Arrivals, stopping: Callable[[], str], tell: Tell) -> None:
     """Wait for the first newcomer if no worker is left: the run goes on from its newest checkpoint."""
     if not group.members:
-        yield Notice("no worker is left: waiting for new ones")
+        tell(Notice("no worker is left: waiting for new ones"))
     while not group.members:
         if reason := stopping():
             raise RunError(f"stopped ({reason}) while waiting for workers")
         time.sleep(POLL_S)
         group.members = arrivals.take(1)
-        yield from arrivals.messages()
+        arrivals.report()

@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import ray
 
 from dhp_ray.runtime.driver.arrivals import LONGEST_S, Arrivals
-from dhp_ray.runtime.messages import Notice, Replace
+from dhp_ray.runtime.messages import Message, Notice, Replace
+
+TOLD: SimpleQueue[Message] = SimpleQueue()
 
 
 class Newcomer:
@@ -47,7 +50,7 @@ def arrivals(ray_cluster: None, gate: Path) -> Iterator[Any]:
     actors = []
 
     def offered(*deeds: str) -> Arrivals:
-        arrivals = Arrivals("cpu")
+        arrivals = Arrivals("cpu", TOLD.put)
         for slot, deed in enumerate(deeds):
             actors.append(actor.remote(deed, str(gate)))
             arrivals.offer(slot, actors[-1])
@@ -56,6 +59,11 @@ def arrivals(ray_cluster: None, gate: Path) -> Iterator[Any]:
     yield offered
     for newcomer in actors:
         ray.kill(newcomer)
+
+
+def reported(arrivals: Arrivals, *told: Any) -> list[Message]:
+    arrivals.report(*told)
+    return [TOLD.get_nowait() for _ in range(TOLD.qsize())]
 
 
 def wait_until(what: Any) -> None:
@@ -94,10 +102,10 @@ def test_one_that_fails_leaves_its_slot_and_its_reason(arrivals: Any, gate: Path
     assert reasons[0] == "model/config.json: no such file"
     assert 2 in reasons
     assert "\n" not in reasons[2]
-    assert {message.slot for message in found.messages() if isinstance(message, Replace)} == {0, 2}
+    assert {message.slot for message in reported(found) if isinstance(message, Replace)} == {0, 2}
     assert [member.slot for member in found.take(3)] == [1]
     found.failed += [(0, "again"), (1, "the one that joined has been lost")]
-    assert [message for message in found.messages() if isinstance(message, Replace)] == [Replace(1)]
+    assert [message for message in reported(found) if isinstance(message, Replace)] == [Replace(1)]
 
 
 def until_it_fails(member: Any) -> None:
@@ -123,17 +131,17 @@ def test_the_places_of_those_that_fail_in_a_row_are_filled_later_and_later(monke
     """A node that cannot read the model would otherwise load it again and again, for weeks."""
     clock = [100.0]
     monkeypatch.setattr("dhp_ray.runtime.driver.arrivals.monotonic", lambda: clock[0])
-    found, told = Arrivals("cpu"), []
+    found, told = Arrivals("cpu", TOLD.put), []
     for wait_s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, LONGEST_S, LONGEST_S):
         found.failed.append((3, "no such file"))
-        [notice, *due] = found.messages(lambda slot, why: told.append((slot, why)))
+        [notice, *due] = reported(found, lambda slot, why: told.append((slot, why)))
         later = f" in {wait_s:g} s" if wait_s else ""
         assert notice == Notice(f"a new worker failed, another is asked for{later}: no such file")
         assert due == ([] if wait_s else [Replace(3)])
         clock[0] += wait_s - 0.1
-        assert list(found.messages()) == []
+        assert reported(found) == []
         clock[0] += 0.2
-        assert list(found.messages()) == ([Replace(3)] if wait_s else [])
+        assert reported(found) == ([Replace(3)] if wait_s else [])
     assert told == [(3, "no such file")] * 11
 
 
@@ -149,7 +157,7 @@ def test_one_that_loads_for_long_is_reported_with_its_place(
         nonlocal later_s
         later_s += 10.0
         found.ready()
-        notices.extend(found.messages())
+        notices.extend(reported(found))
         return len(notices) == until
 
     wait_until(lambda: looks(3))

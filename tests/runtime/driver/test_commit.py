@@ -14,7 +14,7 @@ from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.measures import TimeScale
 from dhp_ray.runtime.driver.stages import FinishedStep
-from dhp_ray.runtime.messages import Notice
+from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.storage import STORAGE_TIMEOUT_S
 from dhp_ray.train.results import PackTime, StepResult
 
@@ -26,6 +26,8 @@ class Saves:
 
     def __init__(self, every_steps: int = 2) -> None:
         self.said: list[str] = []
+        self.told: list[Message] = []
+        self.tell = self.told.append
         self.errors: dict[int, str] = {}
         self.begun: list[int] = []
         self.group = self
@@ -77,22 +79,24 @@ def test_a_save_waits_for_the_one_before_it() -> None:
     """Not on the ranks, where the next step would wait behind it and its ranks seem to be stuck."""
     session = Saves()
     commits = commits_of(session)
-    messages = [message for step in range(1, 6) for message in commits.save_when_due(step, [], last=step == 5)]
+    for step in range(1, 6):
+        commits.save_when_due(step, [], last=step == 5)
     assert session.said == ["save 2", "finish_save", "checkpoint 2", "save 4", "finish_save", "checkpoint 4", "save 5"]
-    assert messages == []
+    assert session.told == []
 
 
 def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
     session = Saves()
     session.errors[2] = "step 2: no room"
     commits = commits_of(session)
-    messages = [message for step in (2, 4) for message in commits.save_when_due(step, [], last=False)]
-    messages += commits.finish_saves()
+    for step in (2, 4):
+        commits.save_when_due(step, [], last=False)
+    commits.finish_saves()
     assert session.said == ["save 2", "finish_save", "save_failed step 2: no room", "renew_state_group", "save 4",
                             "finish_save", "checkpoint 4"], "one rank may have left the others in a collective"
     assert session.waited_s == [STORAGE_TIMEOUT_S] * 2, "comm.timeout_s is about networks"
-    assert messages == [Notice("checkpoint not saved (rank 1): step 2: no room; the run goes on, the next save is "
-                               "tried")]
+    assert session.told == [Notice("checkpoint not saved (rank 1): step 2: no room; the run goes on, the next save is "
+                                   "tried")]
 
 
 def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins() -> None:
@@ -100,21 +104,22 @@ def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins
     session = Saves()
     commits = commits_of(session)
     results = session.results(([2], ""), ([2], ""))
-    assert list(commits.save_when_due(2, [], last=False)) == []
+    commits.save_when_due(2, [], last=False)
     session.begun.clear()
-    assert list(commits.save_when_due(4, results, last=False)) == []
+    commits.save_when_due(4, results, last=False)
     assert session.said == ["save 2", "checkpoint 2", "save 4"]
+    assert session.told == []
 
 
 def test_what_a_step_reports_of_saves_is_told_once() -> None:
     session = Saves()
     commits = commits_of(session)
-    list(commits.save_when_due(2, [], last=False))
+    commits.save_when_due(2, [], last=False)
     session.begun.clear()
     results = session.results(([], "step 2: no room"), ([], ""))
-    messages = list(commits.save_when_due(4, results, last=False))
-    messages += commits._note_results(4, results)
-    assert [type(message) for message in messages] == [Notice]
+    commits.save_when_due(4, results, last=False)
+    commits._note_results(4, results)
+    assert [type(message) for message in session.told] == [Notice]
 
 
 def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +130,14 @@ def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(mo
     history = SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False))
     nothing = SimpleNamespace(step=lambda *arguments: None, commit=lambda *arguments: None)
     session: Any = SimpleNamespace(
-        group=SimpleNamespace(size=2), history=history, records=nothing, scalars=nothing, watch=nothing,
-        current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
+        tell=nothing.step, group=SimpleNamespace(size=2), history=history, records=nothing, scalars=nothing,
+        watch=nothing, current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
                                 meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
     commits, observed = commits_of(session), []
-    monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id) or [])
+    monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id))
     monkeypatch.setattr(commits, "_refit", lambda finished, work: None)
-    monkeypatch.setattr(commits, "_note_results", lambda step, results: [])
+    monkeypatch.setattr(commits, "_note_results", lambda step, results: None)
     for plan_id in ("1.3.3", "2.3.1"):
         ran = [result._replace(plan_id=plan_id) for result in results]
-        list(commits.commit(FinishedStep(3, plan, plan_id, False, 1, [], {}, ran, 1.0)))
+        commits.commit(FinishedStep(3, plan, plan_id, False, 1, [], {}, ran, 1.0))
     assert observed == ["2.3.1"]

@@ -26,12 +26,7 @@ def test_batches_of_an_epoch(num_rows: int, drop_last: bool, batches: int) -> No
 def chosen(folder: Folder) -> tuple[Manifest | None, list[Message]]:
     """The checkpoint that a start takes, and what it says."""
     said: list[Message] = []
-    choosing = covered_checkpoint(RunRecords(folder), Checkpoints(folder, 5))
-    while True:
-        try:
-            said.append(next(choosing))
-        except StopIteration as end:
-            return end.value, said
+    return covered_checkpoint(RunRecords(folder), Checkpoints(folder, 5), said.append), said
 
 
 def test_a_run_goes_on_from_the_newest_checkpoint_that_its_ledger_covers(tmp_path: Path) -> None:
