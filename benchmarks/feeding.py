@@ -32,9 +32,9 @@ from PIL import Image  # noqa: E402
 
 from benchmarks.data import resident_bytes  # noqa: E402
 from benchmarks.device_parts.workload import OwnStep, batch_of, config_of  # noqa: E402
-from dhp_ray.data.grids import Size  # noqa: E402
+from dhp_ray.data.families.base import Size  # noqa: E402
 from dhp_ray.data.processor import Processor, ProcessorSpec  # noqa: E402
-from dhp_ray.data.video_decoder import clip_of  # noqa: E402
+from dhp_ray.data.video import clip_of  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import DECODED_AHEAD, decodings, futures_of, load_inputs  # noqa: E402

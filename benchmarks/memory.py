@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.grids import largest_image_tokens
+from dhp_ray.data.families.base import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dhp_ray.config import CONF
-from dhp_ray.data.grids import SLICE_TOKENS
+from dhp_ray.data.families.base import SLICE_TOKENS
 from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data_set
 from dhp_ray.planner.cluster import ClusterSpec
 from dhp_ray.planner.cost import CostModel

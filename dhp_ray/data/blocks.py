@@ -9,7 +9,9 @@ again too, but only seconds later, when its head has noticed that the node is go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,8 +22,17 @@ from ray.exceptions import ActorUnschedulableError, ObjectLostError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.lost_nodes import LOOK_S, lost
 from dhp_ray.data.reader import UNREADABLE, EncodedGrids, cut_out, read_payloads
+
+LOOK_S = 0.2
+"""Seconds after which a wait looks whether a node is gone."""
+
+CONNECT_S = 1.5
+"""Seconds that a raylet has to accept a connection: a packet may be lost, and is sent again after one second."""
+
+lost: set[str] = set()
+"""Nodes that this process was told are gone, seconds before Ray notices: its head gives a node several health checks.
+"""
 
 LOST = "lost"
 """In place of the name of a node that is gone: its server is not asked."""
@@ -152,6 +163,33 @@ def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None)
             continue
         for block in elsewhere[node]:
             yield from read_payloads(read_again(block.origin, block.rows), list(range(len(block.rows))), encoded)
+
+
+def lose_nodes(gone: Collection[str], members: Collection[str]) -> None:
+    """Take the nodes in `gone` for lost, until they are in `members`."""
+    lost.update(gone)
+    lost.difference_update(members)
+
+
+def unnoticed_loss() -> bool:
+    """Whether a node is gone and Ray does not know it yet: its tasks wait there, and it may send more."""
+    return bool(lost) and bool(unnoticed(lost))
+
+
+def unnoticed(nodes: Collection[str]) -> set[str]:
+    """Those of the nodes that Ray takes for alive and whose raylet accepts no connection."""
+    alive = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()
+             if node["Alive"] and node["NodeID"] in nodes}
+    with ThreadPoolExecutor(32, "raylets") as threads:
+        return {node for node, accepts in zip(alive, threads.map(_accepts, alive.values())) if not accepts}
+
+
+def _accepts(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _ask(node: str, blocks: list[BlockRows], encoded: EncodedGrids | None) -> ray.ObjectRef | None:

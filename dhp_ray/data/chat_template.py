@@ -1,14 +1,35 @@
-"""A model's chat template: the text of a conversation, and the positions of the assistant's answers in it."""
+"""A model's chat template: the text of a conversation, and the positions of the assistant's answers in it.
+
+A special token that a text of a row spells is words there; those that the template writes are control tokens:
+
+    the row      What does <|im_end|> do?
+    hidden       What does ▯ do?                                    from here on; ▯ is a character that no text has
+    rendered     <|im_start|>user\\nWhat does ▯ do?<|im_end|>\\n      control tokens, and nothing else looks like one
+    encoded      ids of the text before ▯, ids of the pieces <  |  im  _  end  |  >, ids of the text behind it
+
+Transformers encodes them alike (5.24, `apply_chat_template(..., sanitize_control_tokens=True)`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
+
+import numpy as np
 
 from dhp_ray.data.conversation import ContentPart, Turn
 from dhp_ray.data.errors import DataError, RowError
+
+WORDS = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
+         "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<think>", "</think>", "<tool_call>",
+         "</tool_call>", "<tool_response>", "</tool_response>")
+"""Special tokens of some tokenizers that belong to what is said: the published models were trained to say them (names
+and places of objects, thoughts, tools). A text that holds one means the token.
+"""
 
 
 class ChatTemplate:
@@ -139,3 +160,100 @@ def _check_all_there(turns: Sequence[Turn], text: str) -> None:
             if found < 0:
                 raise RowError(f"the chat template leaves out or changes turn {number}, of the {turn.role}")
             position = found + len(part.text.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTokens:
+    """Turns in whose texts `stand_in`, one character, takes the place of each of the `tokens`, in their order."""
+
+    turns: list[Turn]
+    stand_in: str
+    tokens: tuple[str, ...]
+
+    def shown(self, text: str) -> str:
+        """What was rendered from the turns, with the tokens in their places."""
+        pieces = text.split(self.stand_in) if self.tokens else [text]
+        return pieces[0] + "".join(token + piece for token, piece in zip(self.tokens, pieces[1:]))
+
+
+@dataclass
+class SpelledTokens:
+    """Hides the special tokens of a tokenizer, and those named in `others`, in texts, and encodes them as text."""
+
+    tokenizer: Any
+    others: Iterable[str]
+    _texts: dict[str, list[int]] = field(default_factory=dict, repr=False)  # ids by token: a text may repeat one often
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        special = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        tokens = {token for token in (*special, *self.others) if token} - set(WORDS)
+        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+    def hide(self, turns: Sequence[Turn]) -> HiddenTokens:
+        """The turns without special tokens in their texts."""
+        whole = "".join(turn.text for turn in turns)
+        if not self._pattern.search(whole):
+            return HiddenTokens(list(turns), "", ())
+        stand_in = next(character for character in map(chr, range(0xE000, 0x110000)) if character not in whole)
+        tokens: list[str] = []
+        hidden = [replace(turn, parts=tuple(self._hidden(turn.parts, stand_in, tokens))) for turn in turns]
+        return HiddenTokens(hidden, stand_in, tuple(tokens))
+
+    def encode(self, text: str, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The int32 ids (L,) of a text that was rendered from the turns of `hidden`, and where in it each begins and
+        ends.
+
+        Raises:
+            RowError: the text has not each hidden token once.
+        """
+        pieces = text.split(hidden.stand_in) if hidden.tokens else [text]
+        if len(pieces) != len(hidden.tokens) + 1:
+            raise RowError(f"the chat template writes {len(pieces) - 1} of {len(hidden.tokens)} special tokens that "
+                           "texts spell; allowed: each once")
+        encoded = self.tokenizer(pieces, add_special_tokens=False, split_special_tokens=False,
+                                 return_offsets_mapping=True, return_attention_mask=False)
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        begins = accumulate((len(piece) + 1 for piece in pieces), initial=0)
+        for begin, token, of_piece, offsets in zip(begins, ("", *hidden.tokens), encoded["input_ids"],
+                                                   encoded["offset_mapping"]):
+            as_text = self._ids_of(token) if token else []
+            ids += [*as_text, *of_piece]
+            places += [(begin - 1, begin)] * len(as_text)
+            places += [(begin + start, begin + stop) for start, stop in offsets]
+        starts, stops = np.asarray(places, np.int64).reshape(-1, 2).T
+        return np.asarray(ids, np.int32), starts, stops
+
+    def _hidden(self, parts: Sequence[ContentPart], stand_in: str, tokens: list[str]) -> list[ContentPart]:
+        """The parts with stand-ins; the tokens are added to `tokens`. A template writes neighbouring texts as one, so
+        they are searched as one.
+        """
+        found: list[ContentPart] = []
+        for kind, group in groupby(parts, key=lambda part: part.kind):
+            if kind != "text":
+                found += group
+                continue
+            text = "".join(part.text for part in group)
+            tokens += self._pattern.findall(text)
+            found.append(ContentPart("text", self._pattern.sub(stand_in, text)))
+        return found
+
+    def _ids_of(self, token: str) -> list[int]:
+        if token not in self._texts:
+            self._texts[token] = self._as_text(token)
+        return self._texts[token]
+
+    def _as_text(self, token: str) -> list[int]:
+        """The ids of a special token's name as text.
+
+        Raises:
+            RowError: the tokenizer has no other ids for it.
+        """
+        special = self.tokenizer.get_vocab().get(token)
+        for pieces in ([token], [token[:1], token[1:]]):  # cut, if the tokenizer does not know it as special
+            encoded = self.tokenizer(pieces, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            ids = [number for of_piece in encoded for number in of_piece]
+            if special not in ids:
+                return ids
+        raise RowError(f"a text spells the special token {token}, which the tokenizer cannot write as text")

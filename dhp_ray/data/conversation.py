@@ -3,15 +3,22 @@
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
-Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns
-(data/tools.py). A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands
-for the row's next image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of
-type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or
-`"loss": false` (ms-swift) is not learned.
+Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns. They
+are written as Qwen2.5's text template does, because the templates of its vision models leave calls out:
+
+    system      ...\\n\\n# Tools ... <tools>\\n{"type": "function", "function": {...}}\\n</tools> ...
+    assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>
+    user        <tool_response>\\nwhat the tool answers\\n</tool_response>
+
+A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
+image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of type text and in all
+other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is not
+learned.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +26,6 @@ from itertools import groupby
 from typing import Any
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.tools import RESPONSE_BEGIN, RESPONSE_END, calls_text, holds_any, tools_text
 from dhp_ray.errors import first_line
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
@@ -28,6 +34,17 @@ MEDIA = tuple(MARKS.values())
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
          "observation": "tool", "tool": "tool",
          "system": "system", "developer": "system"}
+MOST_VALUES = 2**21
+"""Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
+RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
+_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    "tags:\n"
+    '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
+CONVERSATION_COLUMNS = ("conversations", "messages")
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
 _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
@@ -69,6 +86,35 @@ class Turn:
         content = [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
                    for part in self.parts]
         return {"role": self.role, "content": content}
+
+
+def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns of a row, as stored, after that of its column `system`.
+
+    Raises:
+        RowError: there are none, or `system` holds no text.
+    """
+    name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
+    turns = fields.get(name) if name else None
+    if isinstance(turns, str):
+        try:
+            turns = parse_json(turns)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{name} is not JSON: {first_line(error)}") from None
+    if not isinstance(turns, list):
+        raise RowError(
+            "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
+            "content"
+        )
+    system = fields.get("system")
+    if system is not None and not isinstance(system, str):
+        raise RowError(f"system holds {type(system).__name__}; allowed: a text")
+    return [{"role": "system", "content": system}, *turns] if system and not _begins_with_system(turns) else turns
+
+
+def _begins_with_system(turns: list[Any]) -> bool:
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    return ROLES.get(str(first.get("role") if first.get("from") is None else first.get("from"))) == "system"
 
 
 def turns_of(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
@@ -134,6 +180,18 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
         if marks != counts.get(kind, 0):
             raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s "
                            f"(\\{mark} is a word)")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON text holds, which may be hostile.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or holds too many values.
+    """
+    count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
+    if count > MOST_VALUES:
+        raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
+    return json.loads(text)
 
 
 def _turn(number: int, turn: Any) -> Turn:
@@ -248,3 +306,85 @@ def _part(number: int, item: Any) -> ContentPart:
 
 def _brief(value: Any) -> str:
     return repr(value)[:100]
+
+
+def calls_text(calls: Any) -> str:
+    """What the assistant writes to call tools: one call or several, as JSON text or objects.
+
+    A call is {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of one of OpenAI's tool_calls.
+    Keys with the value null count as absent, because a column of structs gives every call the arguments of all calls;
+    in JSON text they do not.
+
+    Raises:
+        RowError: not JSON, or a call without a name or with arguments that are not an object.
+    """
+    calls = _read(calls, "the call of a tool")
+    return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
+
+
+def tools_text(system: str, tools: Any) -> str:
+    """The system turn of a conversation that offers tools: its own text, then the signatures of the tools.
+
+    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
+    list as JSON text; nulls are treated as in calls.
+
+    Raises:
+        RowError: `tools` has another form.
+    """
+    tools = _read(tools, "tools")
+    lines = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
+            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
+        lines.append("\n" + _json(tool if tool is not signature else {"type": "function", "function": tool}))
+    return (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
+
+
+def holds_any(value: Any) -> bool:
+    """Whether stored tools or calls hold any: the value may be null, empty, or an empty list as text."""
+    return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
+
+
+def _call_text(call: Any) -> str:
+    inner = call
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        inner = call["function"]
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _read(arguments, f"the arguments of {name[:50]}")
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
+    return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _read(value: Any, what: str) -> Any:
+    """A value that may be stored as JSON text; otherwise, keys with the value null are left out."""
+    if not isinstance(value, str):
+        return _present(value)
+    try:
+        return parse_json(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what} is not JSON: {first_line(error)}") from None
+
+
+def _present(value: Any) -> Any:
+    """The value without keys that hold null."""
+    if isinstance(value, Mapping):
+        return {name: _present(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_present(inner) for inner in value]
+    return value
+
+
+def _json(tree: Any) -> str:
+    """JSON in the form of the filter `tojson` of transformers' templates."""
+    try:
+        return json.dumps(tree, ensure_ascii=False)
+    except (TypeError, ValueError) as error:  # a column may hold bytes or dates
+        raise RowError(f"tools or their arguments cannot be written as JSON: {first_line(error)}") from None

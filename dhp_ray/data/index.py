@@ -13,18 +13,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from dhp_ray.data import fragments as kept
-from dhp_ray.data.conversation import ROLES
+from dhp_ray.data.conversation import ROLES, conversation_of
 from dhp_ray.data.errors import DataError, RowError, description
-from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_texts, scan_file, suffixes_of
+from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_rows, read_texts, scan_file, suffixes_of
 from dhp_ray.data.formats.arrow import saved_files
-from dhp_ray.data.formats.stored_rows import Row, conversation_of
-from dhp_ray.data.fragments import Fragments, FragmentWriter
-from dhp_ray.data.names import Names
+from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.fragments import Fragments, FragmentWriter, UniqueIds
+from dhp_ray.data.media import file_bytes
 from dhp_ray.schema import Data
 
 KEPT_FROM_BYTES = 8 * 2**20
 """The index of fewer bytes of data is made at every start, which is as fast as finding a stored one."""
+
+NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
+MEDIA_WITHIN_BYTES = 16 * 2**10
+"""If rows have at least this many bytes on average, they hold their images and videos themselves; if fewer, a few rows
+are read.
+"""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -45,7 +53,7 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
         raise DataError(f"data.path: {error.filename} cannot be read: {description(error)}") from None
     table = kept.load(key) if key else None
     if table is None:
-        names, writer, done = Names(), FragmentWriter(), 0
+        names, writer, done = UniqueIds(), FragmentWriter(), 0
         for (path, kind), size in zip(files, sizes):
             for fragment in scan_file(path, kind, names, _after(done, sum(sizes), progress)):
                 writer.add(fragment)
@@ -68,7 +76,7 @@ def check_form(data: Data) -> None:
     """
     image_root(data)
     for path, kind in _files(data):
-        if list(islice(scan_file(path, kind, Names(), lambda position: None), 2)):
+        if list(islice(scan_file(path, kind, UniqueIds(), lambda position: None), 2)):
             return
     raise _no_rows(data)
 
@@ -159,3 +167,22 @@ def image_root(data: Data) -> str:
         return os.path.realpath(data.image_root)
     path = os.path.realpath(data.path)
     return path if os.path.isdir(path) else os.path.dirname(path)
+
+
+def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
+    """Mean bytes of the image and video files that a row names, over a few rows from everywhere in the set. What cannot
+    be read counts as 0.
+    """
+    if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
+        return 0
+    found = []
+    for number in sorted({int(place) for place in np.linspace(0, len(fragments) - 1, NUM_FRAGMENTS)}):
+        fragment = fragments[number]
+        if fragment.kind == "tar":
+            return 0
+        try:
+            rows = read_rows(fragment, range(min(ROWS_OF_EACH, fragment.num_rows)))
+            found += [file_bytes(row.fields, image_root) for row in rows]
+        except Exception:  # the file is gone or damaged, of which reading its rows will say more
+            continue
+    return int(np.mean(found)) if found else 0

@@ -7,18 +7,22 @@ import binascii
 import os
 import re
 import stat
+import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA, Turn, check_counts
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.frame_files import packed
 from dhp_ray.schema import Data
 
+FRAMES_MAGIC = b"dhp_ray frames 1"
+_FRAMES_HEADER = struct.Struct("<dI")
 _DATA = re.compile("data:", re.IGNORECASE)
 _DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
 _EMPTY = (None, "", b"")
@@ -67,7 +71,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
                 found.append(_encoded(source, image_root, max_file_bytes, members))
             else:
                 encoded = list(_encoded_frames(source, image_root, max_file_bytes, members))
-                found.append(packed(encoded, frames_per_second if rate is None else rate))
+                found.append(pack_frames(encoded, frames_per_second if rate is None else rate))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
         total += len(found[-1])
@@ -212,3 +216,36 @@ def _short(name: str) -> str:
     """A name for a line, without credentials; it may be a whole picture."""
     shown = masked(name[:_NAME_CHARACTERS])
     return shown if len(shown) <= 120 else f"{shown[:80]}... ({len(name)} characters)"
+
+
+def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
+    """The bytes of a video whose frames are files: the encoded frames one after the other, behind a header with their
+    rate. They are used as a clip without loss.
+
+    Raises:
+        RowError: there is no frame, or the rate is none.
+    """
+    rate = frames_per_second
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= sys.float_info.max:
+        raise RowError(f"fps is {repr(rate)[:40]}; allowed: a number of frames a second, above 0")
+    if not frames:
+        raise RowError("a video of no frames; allowed: at least one")
+    lengths = struct.pack(f"<{len(frames)}Q", *map(len, frames))
+    return b"".join([FRAMES_MAGIC, _FRAMES_HEADER.pack(rate, len(frames)), lengths, *frames])
+
+
+def unpack_frames(data: bytes) -> tuple[list[bytes], float]:
+    """The frames of a packed video, and how many come a second.
+
+    Raises:
+        RowError: the bytes are cut short.
+    """
+    begin = len(FRAMES_MAGIC) + _FRAMES_HEADER.size
+    try:
+        rate, count = _FRAMES_HEADER.unpack_from(data, len(FRAMES_MAGIC))
+        stops = [*accumulate(struct.unpack_from(f"<{count}Q", data, begin), initial=begin + 8 * count)]
+    except struct.error:
+        raise RowError("the header of a video of files is cut short") from None
+    if stops[-1] != len(data):
+        raise RowError(f"a video of files has {len(data)} bytes; allowed: {stops[-1]}, as its header says")
+    return [data[start:stop] for start, stop in pairwise(stops)], rate

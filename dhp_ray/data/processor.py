@@ -18,18 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.data.chat_template import ChatTemplate
-from dhp_ray.data.clip import Clip
-from dhp_ray.data.conversation import Turn, check_counts, offering, turns_of
+from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
+from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import family_of, folder_image_settings, preset_image_settings
-from dhp_ray.data.families.base import Bounds, Family
-from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
+from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Bounds, Clip, Family, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import chat_template_of, check_vocabulary, video_pixels_of, write_json
-from dhp_ray.data.spelled_tokens import HiddenTokens, SpelledTokens
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
-from dhp_ray.data.tools import holds_any
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid
 from dhp_ray.schema import Data, Model

@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import shown
-from dhp_ray.data.conversation import MEDIA, Turn, last_answer, references_of
+from dhp_ray.data.conversation import MEDIA, Turn, conversation_of, last_answer, references_of
 from dhp_ray.data.errors import RowError, description
+from dhp_ray.data.families.base import SLICE_TOKENS, Size
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import Row, conversation_of
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
-from dhp_ray.data.grids import SLICE_TOKENS, Size
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import media_of
 from dhp_ray.data.order import Part, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of
 from dhp_ray.errors import first_line
 
 PAYLOAD = pa.schema([

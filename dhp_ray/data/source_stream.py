@@ -32,15 +32,12 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from dhp_ray.data.bad_rows import BadRows
-from dhp_ray.data.blocks import Origin, columns_of
-from dhp_ray.data.errors import DataError
-from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.lost_nodes import LOOK_S, unnoticed_loss
+from dhp_ray.data.blocks import LOOK_S, Origin, columns_of, unnoticed_loss
+from dhp_ray.data.errors import BadRows, DataError
+from dhp_ray.data.index import image_root, index_fragments, mean_file_bytes
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, item_of
-from dhp_ray.data.sizes import mean_file_bytes
 from dhp_ray.errors import named_line
 from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.grids import largest_image_tokens
+from dhp_ray.data.families.base import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s, with_offload_bytes
 from dhp_ray.planner.encoder_memory import with_encoder_apart

@@ -1,7 +1,7 @@
 """Batches of samples drawn from a workload: text, images and videos from published distributions, cut into patches by
 the rules of a model's family.
 
-    source -> tokens of text, sizes of images, seconds and sizes of videos -> grids (data/grids.py) -> Sample
+    source -> tokens of text, sizes of images, seconds and sizes of videos -> grids (data/families) -> Sample
 
 A batch depends only on the seed and its own number, so runs of other lengths have the same batches.
 """
@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import Bounds, Family
-from dhp_ray.data.grids import SLICE_TOKENS, VIDEO_PIXELS, Size, grid_of, pieces_of
+from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Bounds, Clip, Family, Size, grid_of, pieces_of
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid, Sample

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhp_ray.data.answers import (
+from dhp_ray.data.evaluation import (
     MeanScores,
     Scores,
     anls,

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dhp_ray.data.bad_rows import MOST_BAD_ROWS, BadRows
-from dhp_ray.data.errors import DataError
+from dhp_ray.data.errors import MOST_BAD_ROWS, BadRows, DataError
 
 
 def taken(bad_rows: BadRows, reasons: str) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from dhp_ray.data.blocks import (
     columns_of,
     fetch_rows,
     located,
+    lose_nodes,
     start_server,
+    unnoticed,
+    unnoticed_loss,
 )
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.lost_nodes import lose_nodes
 from dhp_ray.data.reader import LENGTH_COLUMNS
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model
@@ -179,3 +182,20 @@ def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path
 @ray.remote(num_cpus=1000)
 def never() -> None:
     """There is no such node."""
+
+
+def test_ray_notices_a_loss_later_than_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has lost its workers may be there all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        port = raylet.getsockname()[1]
+        there = {"NodeID": "far", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+        monkeypatch.setattr(ray, "nodes", lambda: [there | {"Alive": alive}])
+        monkeypatch.setattr(blocks, "lost", set())
+        alive = True
+        assert not unnoticed_loss()
+        lose_nodes({"far"}, ())
+        assert not unnoticed_loss()
+    assert unnoticed_loss()
+    assert unnoticed({"far", "near"}) == {"far"}
+    alive = False
+    assert not unnoticed_loss()

@@ -18,19 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.evaluation import question_of
+from dhp_ray.data.families.base import Clip
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import Row
-from dhp_ray.data.frame_files import MAGIC, packed
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.media import MediaLimits, file_bytes, media_of
+from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, file_bytes, media_of, pack_frames
 from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
-from dhp_ray.data.questions import question_of
 from dhp_ray.data.reader import ReadFragments, contents_of, read_payloads
-from dhp_ray.data.video import decode_video
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, read_all, talk
 from tests.packs import PATCH_DIMS
@@ -73,7 +71,7 @@ def learned(processor: Processor, data: bytes) -> tuple[Any, np.ndarray]:
 @pytest.mark.parametrize("preset", PROCESSORS)
 def test_tokens_times_and_pixels_are_those_of_a_lossless_clip(preset: str, count: int, rate: float) -> None:
     processor, frames = PROCESSORS[preset], drawings(count)
-    ours, pixels = learned(processor, packed([png(frame) for frame in frames], rate))
+    ours, pixels = learned(processor, pack_frames([png(frame) for frame in frames], rate))
     clips, expected = learned(processor, lossless(frames, Fraction(rate).limit_denominator(1001)))
     assert ours.input_ids.tolist() == clips.input_ids.tolist()
     assert ours.labels.tolist() == clips.labels.tolist()
@@ -101,16 +99,16 @@ def test_every_form_of_a_list_of_frames(root: Path) -> None:
     mappings = [[{key: name} for name in names] for key in ("path", "image", "url")]
     for form in (names, [str(root / name) for name in names], frames, uris, [{"bytes": frame} for frame in frames],
                  *mappings):
-        assert shown(root, "<video>", videos=[form]) == [packed(frames, 2.0)]
-        assert shown(root, "<video>", video=[form]) == [packed(frames, 2.0)]
-        assert shown(root, "<video>", videos=[{"video": form, "fps": 4}]) == [packed(frames, 4)]
-        assert shown(root, "<video>", video={"type": "video", "video": form, "fps": 4}) == [packed(frames, 4)]
-        assert shown(root, "<video>", video={"path": form, "fps": 4}) == [packed(frames, 4)]
-        assert shown(root, "<video>", video={"video": form, "fps": None}) == [packed(frames, 2.0)]
-        assert shown(root, [{"type": "video", "video": form, "fps": 3}]) == [packed(frames, 3)]
-        assert shown(root, [{"type": "video", "video": form}]) == [packed(frames, 2.0)]
+        assert shown(root, "<video>", videos=[form]) == [pack_frames(frames, 2.0)]
+        assert shown(root, "<video>", video=[form]) == [pack_frames(frames, 2.0)]
+        assert shown(root, "<video>", videos=[{"video": form, "fps": 4}]) == [pack_frames(frames, 4)]
+        assert shown(root, "<video>", video={"type": "video", "video": form, "fps": 4}) == [pack_frames(frames, 4)]
+        assert shown(root, "<video>", video={"path": form, "fps": 4}) == [pack_frames(frames, 4)]
+        assert shown(root, "<video>", video={"video": form, "fps": None}) == [pack_frames(frames, 2.0)]
+        assert shown(root, [{"type": "video", "video": form, "fps": 3}]) == [pack_frames(frames, 3)]
+        assert shown(root, [{"type": "video", "video": form}]) == [pack_frames(frames, 2.0)]
     assert shown(root, "<video><image><video>", videos=[names[:1], names[1:]], images=names[:1]) == [
-        packed(frames[:1], 2.0), frames[0], packed(frames[1:], 2.0)]
+        pack_frames(frames[:1], 2.0), frames[0], pack_frames(frames[1:], 2.0)]
     for form in (names, *mappings):
         assert file_bytes({"videos": [form]}, str(root)) == sum(map(len, frames))
     assert file_bytes({"messages": [{"role": "user", "content": [{"type": "video", "video": names}]}]},
@@ -142,11 +140,11 @@ def test_without_a_rate_every_frame_is_taken(root: Path) -> None:
     ([{"video": ["f0.png"], "fps": math.nan}], "video 1: fps is nan"),
     ([{"video": ["f0.png"], "fps": True}], "video 1: fps is True"),
     ([{"video": ["f0.png"] * 3, "fps": 0.0005}], r"video 1: a video of 6000 s \(3 frames\); allowed: at most 3600 s"),
-    ([MAGIC], "video 1: the header of a video of files is cut short"),
-    ([packed([b"x"], 2)[:-1]], "video 1: a video of files has 36 bytes; allowed: 37, as its header says"),
-    ([packed([b"x"], 2) + b"x"], "video 1: a video of files has 38 bytes; allowed: 37, as its header says"),
-    ([packed([b"x"], 2)[:-9]], "video 1: the header of a video of files is cut short"),
-    ([packed([b"x"], 2)[:24] + b"\xff" * 4 + bytes(32)], "video 1: the header of a video of files is cut short"),
+    ([FRAMES_MAGIC], "video 1: the header of a video of files is cut short"),
+    ([pack_frames([b"x"], 2)[:-1]], "video 1: a video of files has 36 bytes; allowed: 37, as its header says"),
+    ([pack_frames([b"x"], 2) + b"x"], "video 1: a video of files has 38 bytes; allowed: 37, as its header says"),
+    ([pack_frames([b"x"], 2)[:-9]], "video 1: the header of a video of files is cut short"),
+    ([pack_frames([b"x"], 2)[:24] + b"\xff" * 4 + bytes(32)], "video 1: the header of a video of files is cut short"),
 ])
 def test_frames_that_cannot_be_used_are_a_bad_row(root: Path, videos: Any, reason: str) -> None:
     (root / "small.png").write_bytes(picture(30, 40))
@@ -169,7 +167,7 @@ def test_frames_are_upright_and_on_white(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGBA", (60, 90), (0, 0, 0, 0)).save(stream, "PNG", exif=exif)
-    data = packed([stream.getvalue(), png(np.full((60, 90, 3), 255, np.uint8))], 2)
+    data = pack_frames([stream.getvalue(), png(np.full((60, 90, 3), 255, np.uint8))], 2)
     assert clip_of(data, LIMITS) == Clip(90, 60, 2, 2.0)
     first, second = learned(PROCESSORS["tiny_internvl"], data)[1].reshape(2, -1)
     assert np.array_equal(first, second)
@@ -203,7 +201,7 @@ def test_frames_come_with_the_rows_of_every_format(form: str, tmp_path: Path) ->
     assert not next(read_rows(fragment)).error
     block = read_all(ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0), [fragment])
     [record] = read_payloads(block, [0])
-    assert (record["error"], record["images"]) == ("", [packed(frames, 2.0)])
+    assert (record["error"], record["images"]) == ("", [pack_frames(frames, 2.0)])
     assert record["seconds"].tolist() == [1.25]
 
 

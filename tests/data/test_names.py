@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhp_ray.data.fragments import Fragments
+from dhp_ray.data.fragments import Fragments, HashSet, UniqueIds
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.names import HashSet, Names
 from dhp_ray.schema import Data
 
 
@@ -51,15 +50,15 @@ def test_rows_of_a_file_with_a_strange_name_have_names_for_one_line(tmp_path: Pa
 
 
 def test_ids_of_one_hash_get_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dhp_ray.data.names._hash", lambda name: 1 + len(name))
-    names = Names()
+    monkeypatch.setattr("dhp_ray.data.fragments._hash", lambda name: 1 + len(name))
+    names = UniqueIds()
     assert [names.claim(wanted, "rows.json", row)
             for row, wanted in enumerate("abc")] == [None, "b#000001", "c#000002+"]
 
 
 def test_taken_ids_stay_small() -> None:
-    def claim() -> Names:
-        names = Names()
+    def claim() -> UniqueIds:
+        names = UniqueIds()
         for row in range(20_000):
             assert names.claim(f"photograph-{row:012d}", "rows.json", row) is None
         return names

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.evaluation import question_of, references_in
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragments
 from dhp_ray.data.index import check_answers, held_out, index_fragments
 from dhp_ray.data.processor import IGNORE, load_processor
-from dhp_ray.data.questions import question_of, references_in
 from dhp_ray.schema import Data
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS

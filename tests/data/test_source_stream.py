@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from dhp_ray.data import bad_rows, source_stream
+from dhp_ray.data import errors, source_stream
 from dhp_ray.data.blocks import LOST, BlockRows, columns_of, fetch_rows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture, open_stream
@@ -178,7 +178,7 @@ def test_a_folder_of_images_that_goes_away_ends_the_run_in_one_line(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or else the rest of the epoch would be skipped, and the run would be done."""
-    monkeypatch.setattr(bad_rows, "MOST_BAD_ROWS", 60)
+    monkeypatch.setattr(errors, "MOST_BAD_ROWS", 60)
     images = tmp_path / "images"
     images.mkdir()
     path = pictured(images, 400).rename(tmp_path / "rows.json")

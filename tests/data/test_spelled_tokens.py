@@ -13,9 +13,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from dhp_ray.data.conversation import MARKS, turns_of
-from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.evaluation import question_of
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.processor import IGNORE, Processor, load_processor
-from dhp_ray.data.questions import question_of
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video
 from tests.data.test_processor import word_tokenizer
 from tests.packs import PATCH_DIMS

@@ -6,13 +6,19 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dhp_ray.data.errors import RowError
+from dhp_ray.data import conversation
+from dhp_ray.data.conversation import parse_json
+from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.formats import read_rows
+from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import IGNORE, Encoded
-from tests.data.samples import processor
+from dhp_ray.schema import Data
+from tests.data.samples import processor, talk
 
 PROCESSOR = processor()
 Row = dict[str, Any]
@@ -214,3 +220,24 @@ def test_what_cannot_be_rendered_is_a_bad_row(conversation: list[Row], tools: An
     with pytest.raises(RowError, match=reason) as caught:
         encoded(conversation, tools)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 2000 + "1]", "[" + "{}," * 2000 + "1]", "[" + "1," * 4000 + "1]"])
+def test_a_text_of_too_many_values_is_not_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+    monkeypatch.setattr(conversation, "MOST_VALUES", 3000)
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"^400\d values; allowed: at most 3000$"):
+            parse_json(given)
+
+
+def test_a_row_of_too_many_values_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MOST_VALUES", 3000)
+    good, bad = {"conversations": talk("a", "b")}, {"conversations": [[]] * 4000}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (good, bad, good))))
+    [fragment] = index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))
+    assert [row.error for row in read_rows(fragment)] == ["", "the row is not JSON: 8001 values; allowed: at most 3000",
+                                                          ""]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(bad))
+    with pytest.raises(DataError, match=r"rows\.jsonl is not JSON: 8001 values"):
+        index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))

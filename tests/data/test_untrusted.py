@@ -27,8 +27,7 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
 from dhp_ray.data.reader import ReadFragments, read_payloads
-from dhp_ray.data.video import decode_video
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.families.base import Clip
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.video import decode_video
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from tests.data.samples import damaged_video, processor, talk, video
 
 PROCESSOR = processor()

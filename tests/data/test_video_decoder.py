@@ -14,7 +14,7 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.video_decoder import VideoDecoder, clip_of
+from dhp_ray.data.video import VideoDecoder, clip_of
 from tests.data.samples import video
 
 LIMITS = MediaLimits()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.config import CONF, check_evaluation, load
-from dhp_ray.data.answers import scores_of
+from dhp_ray.data.evaluation import scores_of
 from dhp_ray.runtime.evaluate.evaluation import pixels_warning
 from tests.checkout import job_of
 from tests.data.samples import picture, talk, write_rows

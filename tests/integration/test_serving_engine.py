@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.data.processor import Processor, load_processor
-from dhp_ray.data.video_decoder import VideoDecoder
+from dhp_ray.data.video import VideoDecoder
 from tests.data.samples import picture, talk, video, write_rows
 from tests.integration.jobs import run
 from tests.packs import PATCH_DIMS

@@ -9,15 +9,46 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner imports numba
 
-
 MAX_ASPECT_RATIO = 200
+VIDEO_PIXELS = 25_165_824
+"""The most pixels of all frames of a video, if the family bounds them and the folder does not say: the published value
+of Qwen3-VL.
+"""
+SLICE_TOKENS = 1024
+"""The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
+of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting
+(benchmarks/scale.py slices).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video as its container describes it: pixels of an upright frame, frames in all, frames a second on average.
+
+    `times`: when each frame is shown, in seconds after the first, if the frames are not evenly spaced.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    frames_per_second: float
+    times: tuple[float, ...] = ()
+
+    def middle_s(self, first: int, last: int) -> float:
+        """The time in the middle between two frames, in seconds after the first frame of all."""
+        if self.times:
+            return (self.times[first] + self.times[last]) / 2
+        return (first + last) / 2 / self.frames_per_second
+
+
+Size = tuple[int, int] | Clip
+"""The size of an image, (width, height) in pixels, or of a video."""
 
 
 class Bounds(NamedTuple):
@@ -71,7 +102,7 @@ class Family(ABC):
     """Tokens that its processor reads from attributes of the tokenizer."""
 
     structure_tokens: ClassVar[Sequence[str]]
-    """Tokens that mark turns and images, which a text does not mean when it spells one (see spelled_tokens.py)."""
+    """Tokens that mark turns and images, which a text does not mean when it spells one (see chat_template.py)."""
 
     image_processors: ClassVar[tuple[str, ...]]
     """What the names of its image processors begin with (`image_processor_type`)."""
@@ -175,3 +206,37 @@ def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge
                          width // patch_size // merge_size, merge_size, patch_size)
     ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
+
+
+def grid_of(
+    family: Family, size: Size, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
+) -> Grid:
+    """Patches (time, height, width) of an image or of a whole video.
+
+    Raises:
+        RowError: an image or video that the family refuses.
+    """
+    if not isinstance(size, Clip):
+        return family.image_grid(*size, settings, bounds)
+    together = int(settings["temporal_patch_size"])
+    num_frames = family.num_frames(size, limits, together)
+    rows, columns = family.frame_size(size, num_frames, settings, bounds)
+    return (-(-num_frames // together), rows // bounds.patch_size, columns // bounds.patch_size)
+
+
+def largest_image_tokens(family: Family, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
+    """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video whose
+    frames have at most `frame_pixels` before the family rounds.
+    """
+    return max(SLICE_TOKENS, max_pixels // token_pixels, family.most_frame_pixels(frame_pixels) // token_pixels)
+
+
+def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
+    """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most `slice_tokens`
+    tokens or of one step in time.
+    """
+    if not isinstance(size, Clip):
+        return [grid]
+    steps, rows, columns = grid
+    length = max(1, slice_tokens * merge_area // (rows * columns))
+    return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, Family, Medium, check_shape, patches
+from dhp_ray.data.families.base import Bounds, Clip, Family, Medium, check_shape, patches
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:

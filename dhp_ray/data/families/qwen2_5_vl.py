@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, Family, Medium, check_shape
+from dhp_ray.data.families.base import Bounds, Clip, Family, Medium, check_shape
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.clip import Clip
-from dhp_ray.data.families.base import Bounds, check_shape
+from dhp_ray.data.families.base import Bounds, Clip, check_shape
 from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM, TOKENS

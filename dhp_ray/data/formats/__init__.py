@@ -14,10 +14,9 @@ from pathlib import Path
 
 from dhp_ray.data.errors import DataError, description
 from dhp_ray.data.formats import arrow, json_text, parquet, tar
-from dhp_ray.data.formats.stored_rows import Row
-from dhp_ray.data.fragments import Fragment
+from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.fragments import Fragment, UniqueIds, numbered
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.names import Names, numbered
 
 FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}
 """By the `kind` of a fragment."""
@@ -38,7 +37,7 @@ def kind_of_file(path: str) -> str:
     return next(kind for kind, file_format in FILE_FORMATS.items() if suffix in file_format.SUFFIXES)
 
 
-def scan_file(path: str, kind: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def scan_file(path: str, kind: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     """The fragments of one file, in the order of its rows.
 
     Raises:

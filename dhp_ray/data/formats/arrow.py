@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import (
+from dhp_ray.data.formats.rows import (
     ROW_COLUMNS,
     ROWS_PER_FRAGMENT,
     TEXT_COLUMNS,
@@ -26,8 +26,7 @@ from dhp_ray.data.formats.stored_rows import (
     new_names,
     row_of,
 )
-from dhp_ray.data.fragments import MOST_BYTES, Fragment
-from dhp_ray.data.names import Names
+from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".arrow",)
@@ -71,7 +70,7 @@ def saved_files(path: str) -> list[str]:
     return found
 
 
-def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     check_columns(arrow_schema(path), path)
     first = 0
     for start, stop, ids in batches_of(path, progress):

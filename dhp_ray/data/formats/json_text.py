@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dhp_ray.data.conversation import CONVERSATION_COLUMNS, parse_json
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import CONVERSATION_COLUMNS, Row, fragments_of, too_large
-from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.json_values import parsed
-from dhp_ray.data.names import Names
+from dhp_ray.data.formats.rows import Row, fragments_of, too_large
+from dhp_ray.data.fragments import Fragment, UniqueIds
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".json", ".jsonl")
@@ -20,7 +19,7 @@ SUFFIXES = (".json", ".jsonl")
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 
 
-def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     if not os.path.getsize(path):
         raise DataError(f"data.path: {path} is empty; allowed: JSON or JSONL with at least one row")
     has_conversations, num_rows = False, 0
@@ -52,7 +51,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
             file.seek(start)
             text = file.read(stop - start)
             try:
-                fields = parsed(text)
+                fields = parse_json(text)
             except (ValueError, RecursionError) as raised:
                 yield Row("", {}, f"the row is not JSON: {first_line(raised)}")
                 continue
@@ -64,7 +63,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
     try:
-        fields = parsed(text)
+        fields = parse_json(text)
     except (ValueError, RecursionError) as error:
         # a first row like this means another kind of file; a later one is a bad row, reported when it is read
         if row == 0:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.stored_rows import (
+from dhp_ray.data.formats.rows import (
     ROW_COLUMNS,
     TEXT_COLUMNS,
     Row,
@@ -25,8 +25,7 @@ from dhp_ray.data.formats.stored_rows import (
     new_names,
     row_of,
 )
-from dhp_ray.data.fragments import MOST_BYTES, Fragment
-from dhp_ray.data.names import Names
+from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".parquet",)
@@ -47,7 +46,7 @@ MOST_COMPRESSED = 64
 """A column of a row group may be so many times as large as it is in the file, or have MOST_BYTES."""
 
 
-def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     try:
         with _opened(path) as file:
             check_columns(file.schema_arrow, path)

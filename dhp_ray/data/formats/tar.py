@@ -15,13 +15,11 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK
+from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, parse_json
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.formats.stored_rows import Row, fragments_of, too_large
-from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.json_values import parsed
+from dhp_ray.data.formats.rows import Row, fragments_of, too_large
+from dhp_ray.data.fragments import Fragment, UniqueIds
 from dhp_ray.data.media import column_of, frames_of
-from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".tar",)
@@ -30,7 +28,7 @@ VIDEOS = ("mp4", "m4v", "mov", "webm", "mkv", "avi")
 PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
 
 
-def scan(path: str, names: Names, progress: Callable[[int], None]) -> Iterator[Fragment]:
+def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     rows = ((key, (start, stop)) for key, start, stop in samples_of(path, progress))
     yield from fragments_of(path, "tar", rows, names)
 
@@ -145,7 +143,7 @@ def split_name(name: str) -> tuple[str, str]:
 def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     if "json" in texts:
         try:
-            row = parsed(texts["json"])
+            row = parse_json(texts["json"])
         except (ValueError, RecursionError) as error:
             raise RowError(f"the member json is not JSON: {first_line(error)}") from None
         row = {"conversations": row} if isinstance(row, list) else row

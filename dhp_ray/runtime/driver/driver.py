@@ -24,8 +24,7 @@ from time import perf_counter
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
-from dhp_ray.data.bad_rows import BadRows
-from dhp_ray.data.errors import DataError
+from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.calls import Calls

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
-from dhp_ray.data.answers import MeanScores, scores_of
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.evaluation import MeanScores, references_in, scores_of
 from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.questions import references_in
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec

@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from dhp_ray.data.lost_nodes import unnoticed
+from dhp_ray.data.blocks import unnoticed
 from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample

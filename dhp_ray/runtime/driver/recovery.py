@@ -16,8 +16,7 @@ from itertools import pairwise
 
 import ray
 
-from dhp_ray.data.blocks import start_servers
-from dhp_ray.data.lost_nodes import lose_nodes
+from dhp_ray.data.blocks import lose_nodes, start_servers
 from dhp_ray.runtime.driver.elastic import (
     Condition,
     Form,

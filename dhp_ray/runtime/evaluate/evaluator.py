@@ -17,12 +17,12 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import init_world
 from dhp_ray.config import Config
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.evaluation import Question, question_of
 from dhp_ray.data.families.base import Medium
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
-from dhp_ray.data.questions import Question, question_of
 from dhp_ray.data.reader import reason_of
 from dhp_ray.errors import first_line
 from dhp_ray.model.families import FAMILIES

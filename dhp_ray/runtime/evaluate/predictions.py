@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.data.answers import MeanScores, scores_of
+from dhp_ray.data.evaluation import MeanScores, scores_of
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.messages import RunError
 

@@ -19,16 +19,15 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optim
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import FAMILIES, check_processor_files
+from dhp_ray.data.families.base import Clip
 from dhp_ray.data.families.internvl import tiling
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import own_pixels_of
 from dhp_ray.data.processor import load_processor
-from dhp_ray.data.video import decode_video
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.model.build import build_model
 from tests.data.samples import MIN_PIXELS, random_conversation, talk, video
 from tests.data.test_video import frames_of

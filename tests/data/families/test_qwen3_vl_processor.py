@@ -20,16 +20,13 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
-from dhp_ray.data.clip import Clip
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import FAMILIES, PRESETS, check_processor_files
-from dhp_ray.data.families.base import Bounds
-from dhp_ray.data.grids import largest_image_tokens
+from dhp_ray.data.families.base import Bounds, Clip, largest_image_tokens
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor, load_processor
-from dhp_ray.data.video import decode_video
-from dhp_ray.data.video_decoder import clip_of
+from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
 from dhp_ray.model.presets import preset_config
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, random_conversation, talk, video

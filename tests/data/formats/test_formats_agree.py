@@ -19,10 +19,10 @@ import torch
 
 from dhp_ray.comm.link import Link
 from dhp_ray.data.conversation import ROLES, turns_of
+from dhp_ray.data.evaluation import references_in
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.questions import references_in
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model

@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dhp_ray.data.conversation import conversation_of
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import check_columns, conversation_of
+from dhp_ray.data.formats.rows import check_columns
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk

@@ -9,7 +9,7 @@ import pytest
 
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
-from dhp_ray.data.formats.stored_rows import Row
+from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.formats.tar import read_sample, samples_of, split_name
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.config import load
-from dhp_ray.data.bad_rows import BadRows
-from dhp_ray.data.errors import DataError
+from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import Batch, Skipped
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.data.evaluation import question_of
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import load_processor
-from dhp_ray.data.questions import question_of
 from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
 from dhp_ray.train.payload import Payload

@@ -1,11 +1,11 @@
 """The content of a row in every format, and the fragments in which rows are read.
 
-    id             name of the sample (optional; see data/names.py)
+    id             name of the sample (optional; see UniqueIds)
     conversations  LLaVA's turns (data/conversation.py); in parquet also as a JSON string
     messages       OpenAI's messages, likewise; used if there are no conversations
     system         the text of a system turn before them, unless they begin with one (LLaMA-Factory)
     answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
-    tools          what the assistant may call (data/tools.py), a list or JSON text
+    tools          what the assistant may call (see data/conversation.py), a list or JSON text
     image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...},
                    {"image": ...}, or a list of these; null and empty texts are no image
     video, videos  likewise; a video may be a list of its frames, or {"video": [...], "fps": 2}
@@ -19,16 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from dhp_ray.data.conversation import ROLES
-from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.fragments import MOST_BYTES, Fragment
-from dhp_ray.data.json_values import parsed
+from dhp_ray.data.conversation import CONVERSATION_COLUMNS
+from dhp_ray.data.errors import DataError
+from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.data.media import keys_of
-from dhp_ray.data.names import Names
 from dhp_ray.errors import first_line
 
 ROWS_PER_FRAGMENT = 32
-CONVERSATION_COLUMNS = ("conversations", "messages")
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "system", "tools", "answers")
 ROW_COLUMNS = (*TEXT_COLUMNS, *MEDIA_COLUMNS)
@@ -45,36 +42,9 @@ class Row:
     """Images and videos by name, if they come with the row; then no file of the image root is used."""
 
 
-def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a row, as stored, after that of its column `system`.
-
-    Raises:
-        RowError: there are none, or `system` holds no text.
-    """
-    name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
-    turns = fields.get(name) if name else None
-    if isinstance(turns, str):
-        try:
-            turns = parsed(turns)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"{name} is not JSON: {first_line(error)}") from None
-    if not isinstance(turns, list):
-        raise RowError(
-            "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
-            "content"
-        )
-    system = fields.get("system")
-    if system is not None and not isinstance(system, str):
-        raise RowError(f"system holds {type(system).__name__}; allowed: a text")
-    return [{"role": "system", "content": system}, *turns] if system and not _begins_with_system(turns) else turns
-
-
-def _begins_with_system(turns: list[Any]) -> bool:
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    return ROLES.get(str(first.get("role") if first.get("from") is None else first.get("from"))) == "system"
-
-
-def fragments_of(path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: Names) -> Iterator[Fragment]:
+def fragments_of(
+    path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: UniqueIds
+) -> Iterator[Fragment]:
     """Fragments of rows that are given as (id, byte range)."""
     first = 0
     for part in _parts(rows):
@@ -138,7 +108,7 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
     return f"the row has {num_bytes / 2**20:.1f} MB; allowed: at most {max_bytes / 2**20:g} (data.max_file_mb)"
 
 
-def new_names(given: Iterable[Any], names: Names, path: str, first: int) -> tuple[tuple[int, str], ...]:
+def new_names(given: Iterable[Any], names: UniqueIds, path: str, first: int) -> tuple[tuple[int, str], ...]:
     """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
     file.
     """
