@@ -17,7 +17,7 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 
 import dhp_ray
 from dhp_ray.config import ConfigError
-from dhp_ray.runtime.job.trial import copy_run
+from dhp_ray.runtime.job.fit import copy_run
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.storage import Folder
 from tests.integration.jobs import ROOT, losses, run, train

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import INDEX_FILE, MODEL_TYPES, ModelError, check_model_folder, fingerprint
-from dhp_ray.runtime.evaluate.loaded_model import load_model
+from dhp_ray.runtime.evaluate.evaluator import load_model
 from tests.packs import TOKEN_IDS, stored_values
 
 

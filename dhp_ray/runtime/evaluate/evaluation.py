@@ -23,17 +23,14 @@ from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
 from dhp_ray.data.model_folder import own_pixels_of
 from dhp_ray.errors import first_line
-from dhp_ray.runtime.evaluate.answer import Answer
-from dhp_ray.runtime.evaluate.display import Display, summary_line
-from dhp_ray.runtime.evaluate.predictions import Predictions
+from dhp_ray.runtime.evaluate.predictions import Answer, Display, Predictions, summary_line
 from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect, disconnect
-from dhp_ray.runtime.job.job import rendezvous_store
+from dhp_ray.runtime.job.job import actor_options, bundle_of, rendezvous_store, reserve
 from dhp_ray.runtime.job.preflight import device_of
-from dhp_ray.runtime.job.roster import actor_options, bundle_of, reserve
 from dhp_ray.runtime.messages import Notice, RunError
 from dhp_ray.runtime.waits import Waits
-from dhp_ray.runtime.worker.failures import words_of
+from dhp_ray.runtime.worker.worker import words_of
 
 MAX_RESTARTS = 3
 """How often Ray restarts a worker that dies, and retries the sample that it was working on."""

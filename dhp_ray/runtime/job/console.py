@@ -67,11 +67,7 @@ class Console:
 
     def _open_bar(self, done: int) -> None:
         if self._bar is None and self._is_terminal():
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
-                       TimeRemainingColumn(),
-                       TextColumn("{task.fields[now]}", markup=False))
-            self._bar = Progress(*columns, console=Terminal(file=self._stream), redirect_stdout=False,
-                                 redirect_stderr=False)
+            self._bar = progress_bar("step", self._stream)
             self._bar.add_task("", completed=done, total=self._total_steps or None, now="")
             self._bar.start()
 
@@ -79,6 +75,13 @@ class Console:
         with suppress(OSError, ValueError):  # as above
             return self._stream is not None and self._stream.isatty()
         return False
+
+
+def progress_bar(what: str, stream: TextIO | None, disable: bool = False) -> Progress:
+    """Return a bar of `what` is counted, with the text of its task's field `now` at the end."""
+    return Progress(TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
+                    TimeRemainingColumn(), TextColumn("{task.fields[now]}", markup=False),
+                    console=Terminal(file=stream), disable=disable, redirect_stdout=False, redirect_stderr=False)
 
 
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:

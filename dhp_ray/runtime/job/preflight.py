@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,14 +22,22 @@ from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import PRESETS, check_processor_files
-from dhp_ray.data.index import check_answers, check_form, held_out, index_fragments, sources_of
+from dhp_ray.data.index import (
+    KEPT_FROM_BYTES,
+    Progress,
+    check_answers,
+    check_form,
+    data_files,
+    held_out,
+    index_fragments,
+    sources_of,
+)
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
-from dhp_ray.runtime.job.indexing import progress_bar
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import compare_config
-from dhp_ray.schema import MEASURE
+from dhp_ray.schema import MEASURE, Data
 from dhp_ray.storage import Folder, StorageError, check_writable
 
 STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
@@ -269,3 +279,40 @@ def _check_run_folder(config: Config) -> None:
         folder.probe()
     except StorageError as error:
         raise ConfigError(f"run.dir: {error}") from None
+
+LINE_EVERY_S = 10.0
+
+
+def index_ahead(data: Data) -> None:
+    """Make the index of large data sets that have none yet. Errors in the data are left to the driver to report."""
+    for source in sources_of(data):
+        try:
+            if sum(os.path.getsize(path) for path in data_files(source)) >= KEPT_FROM_BYTES:
+                with progress_bar(source) as progress:
+                    index_fragments(source, progress)
+        except (DataError, OSError):
+            return
+
+
+@contextmanager
+def progress_bar(data: Data) -> Iterator[Progress]:
+    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"indexing {data.path}", total=None, visible=False)
+        said = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total, visible=True)
+            if not console.is_terminal and time.monotonic() - said >= LINE_EVERY_S:
+                said = time.monotonic()
+                print(f"indexing {data.path}: {100 * done // total} %", file=sys.stderr, flush=True)
+
+        yield show

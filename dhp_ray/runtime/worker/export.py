@@ -1,5 +1,5 @@
-"""Writes the run's model folder from all ranks: each writes some of its files, and rank 0 also the files that describe
-them.
+"""Where ranks write what goes to the run folder, and how all ranks write the run's model: each some of its files,
+rank 0 also those that describe them.
 
     run.dir on a file system    all write into one folder inside it, which takes the model's name when it is whole
     on an object store          each writes a file into a folder on its node and uploads it; the index comes last
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,10 +24,61 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.export import ModelFile
 from dhp_ray.model.files import INDEX_FILE
 from dhp_ray.planner.host_memory import SMALLEST_FILE_BYTES
-from dhp_ray.runtime.worker.folders import export_folder, export_place
-from dhp_ray.storage import Folder, storage_errors, sync_folder
+from dhp_ray.storage import Folder, StorageError, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.export import AllRanks, write_files
+
+
+def save_folder(config: Config) -> Path:
+    """Return where this node writes checkpoints: run.dir itself if it is a folder, else `checkpoint.scratch`, from
+    where they are uploaded.
+    """
+    local = Folder(config.run.dir).local_path()
+    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir())
+    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def export_place(config: Config) -> Path:
+    """Return where the ranks of a run write its model, if run.dir is a folder."""
+    return save_folder(config) / ".export"
+
+
+@contextmanager
+def export_folder(config: Config) -> Iterator[Path]:
+    """Yield an empty folder for a model that goes to the run folder; it is on this node if the run folder is an object
+    store.
+
+    Inside run.dir it is always the same folder: an export removes what a killed one has left.
+    """
+    if Folder(config.run.dir).local_path() is None:
+        with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
+            yield Path(scratch)
+        return
+    folder = export_place(config)
+    with storage_errors(f"run.dir: {folder}", "cannot be made"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_reached(folder: Folder, probe: str) -> None:
+    """Refuse a run folder that is not the driver's; the driver has left the file `probe` in its own.
+
+    Raises:
+        StorageError: it is another one, or cannot be read.
+    """
+    try:
+        folder.read(probe)
+    except StorageError as error:
+        raise StorageError(
+            f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
+            "allowed: a folder or URI that every node reaches"
+        ) from None
 
 
 def export_model(

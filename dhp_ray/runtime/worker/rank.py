@@ -22,14 +22,15 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
+from dhp_ray.data.processor import Processor
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.export import export_model
-from dhp_ray.runtime.worker.folders import save_folder
+from dhp_ray.runtime.worker.export import export_model, save_folder
 from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.greedy import greedy_answers
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.learning_rate import learning_rate_factor
 from dhp_ray.train.micro_batch_step import MicroBatchStep
@@ -181,6 +182,14 @@ class Rank:
                  for shard in [*self.mirror.local_shards(), *self.engine.local_shards(self.membership.rank)]}
         return list(found.values())
 
+    def answer(self, inputs: StepInputs, sample_ids: Sequence[str], processor: Processor) -> list[str]:
+        """Return the answer text of each of `sample_ids`, the samples of all ranks. Every rank calls this and returns
+        the same.
+        """
+        found = greedy_answers(self.stepper, inputs, sample_ids, self.config.eval.max_new_tokens,
+                               end_ids_of(self.adapter, processor), processor.token_ids["pad"])
+        return [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule,
@@ -243,3 +252,13 @@ class Rank:
             learning_rate_of=lambda name: vision if self.adapter.is_vision(name) else train.learning_rate,
             decays=self.adapter.decays, weight_decay=train.weight_decay, betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_eps, clip_norm=train.clip_norm, is_vision=self.adapter.is_vision)
+
+
+def end_ids_of(adapter: ModelAdapter, processor: Processor) -> list[int]:
+    """Return the tokens that end an answer: as in generation_config.json, else the processor's token at the end of a
+    turn.
+    """
+    named = getattr(adapter.module.generation_config, "eos_token_id", None)
+    if named is None:
+        return [processor.token_ids["eos"]]
+    return list(named) if isinstance(named, (list, tuple)) else [int(named)]

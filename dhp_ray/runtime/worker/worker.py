@@ -6,14 +6,16 @@ generation at once, so that closed sockets free the peers that wait for it, and 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -21,7 +23,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from dhp_ray.config import Config
+from dhp_ray.errors import first_line_of
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
+from dhp_ray.schema import MAX_MIRROR_STEPS
 
 # The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ class Worker:
 
     def __init__(self, config: Config) -> None:
         gc.disable()  # collections would take a fifth of the time to import what methods import below
-        for part in ("answering", "measuring", "prefetch", "rank"):
+        for part in ("measuring", "prefetch", "rank"):
             import_module(f"dhp_ray.runtime.worker.{part}")
         gc.enable()
         from dhp_ray.comm.progress import Progress
@@ -91,7 +95,7 @@ class Worker:
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
         from dhp_ray.comm.device import CPU, allow_streams, choose
-        from dhp_ray.runtime.worker.folders import check_reached, save_folder
+        from dhp_ray.runtime.worker.export import check_reached, save_folder
         from dhp_ray.runtime.worker.run_model import fused_operators, state_size
         from dhp_ray.storage import Folder
 
@@ -122,7 +126,6 @@ class Worker:
         import torch
 
         from dhp_ray.comm.progress import Progress
-        from dhp_ray.runtime.worker.heap import give_back_memory
         from dhp_ray.runtime.worker.prefetch import processor_spec
         from dhp_ray.runtime.worker.rank import Rank
 
@@ -180,7 +183,6 @@ class Worker:
     @training
     def run(self, packed: bytes) -> StepResult:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
-        from dhp_ray.runtime.worker.held_shards import VERSIONS_KEPT
 
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
@@ -214,10 +216,8 @@ class Worker:
     @training
     def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
         """Return greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
-        from dhp_ray.runtime.worker.answering import answers
-
         assert self.rank is not None
-        return answers(self.rank, self._take(number, plan_id, placeholders), sample_ids, self.processor)
+        return self.rank.answer(self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
         """Return the inputs of the plan that all ranks are told to run; drops those of other plans of this step."""
@@ -288,7 +288,6 @@ class Worker:
                       () if call else self._held(), dict(self.ran), dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
-        from dhp_ray.runtime.worker.held_shards import held_shards
 
         here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
                 for shard in self.rank.local_shards()] if self.rank else []
@@ -325,7 +324,6 @@ class Worker:
     def _fall(self, error: Exception) -> RunError:
         """Leave the generation after an error; returns the error as one line."""
         from dhp_ray.comm.world import is_peer_loss
-        from dhp_ray.runtime.worker.failures import words_of
 
         text = words_of(error)
         if not (self.progress.aborted or is_peer_loss(error)):
@@ -338,3 +336,35 @@ class Worker:
             self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)
+
+VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
+"""The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step
+that was to be mirrored had no update, and more.
+"""
+
+
+def held_shards(shards: Iterable[tuple[int, int, LocalShard]]) -> tuple[HeldShards, ...]:
+    """Return the shard versions by generation. Each shard comes with its generation and the world size of that
+    generation.
+    """
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for generation, world_size, shard in shards:
+        found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
+    return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
+
+
+def words_of(error: BaseException) -> str:
+    """Return one line: the error's own words if they are for the user, else its type, words and place."""
+    text = first_line_of(str(error))
+    if isinstance(error, (ValueError, OSError, RunError)) and text:
+        return text
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
+    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system: glibc keeps it for its thread, and each generation has its own threads."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

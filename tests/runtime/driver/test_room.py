@@ -24,7 +24,7 @@ from dhp_ray.runtime.driver.room import (
     within_memory,
 )
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.worker.folders import export_folder
+from dhp_ray.runtime.worker.export import export_folder
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import state_size
 from dhp_ray.storage import Folder

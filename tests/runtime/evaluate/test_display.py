@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from dhp_ray.runtime.evaluate.display import NUM_LINES, Display, means_line, summary_line
+from dhp_ray.runtime.evaluate.predictions import NUM_LINES, Display, means_line, summary_line
 
 SUMMARY = {"num_samples": 2, "num_left_out": 1, "loss": 0.6, "num_valid_tokens": 5, "exact_match": 0.5, "anls": 0.375,
            "f1": 0.5}

@@ -14,8 +14,8 @@ from dhp_ray.data.evaluation import question_of
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import load_processor
-from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
+from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.train.payload import Payload
 from tests.data.samples import picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS, plain_loss

@@ -9,8 +9,7 @@ from time import perf_counter
 
 import pytest
 
-from dhp_ray.runtime.evaluate.answer import Answer
-from dhp_ray.runtime.evaluate.predictions import Predictions
+from dhp_ray.runtime.evaluate.predictions import Answer, Predictions
 from dhp_ray.runtime.messages import RunError
 
 ANSWERS = [Answer(0, "a", "", "Which?", ("red",), "Red.", 2.0, 4), Answer(1, "b", "image 1: damaged"),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.data import index
-from dhp_ray.runtime.job import indexing
-from dhp_ray.runtime.job.indexing import index_ahead
+from dhp_ray.runtime.job import preflight
+from dhp_ray.runtime.job.preflight import index_ahead
 from dhp_ray.schema import Data, Source
 from tests.data.samples import talk, write_rows
 
@@ -15,7 +15,7 @@ def test_the_index_of_much_data_is_shown_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DHP_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(indexing, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(preflight, "LINE_EVERY_S", 0.0)
     paths = []
     for name in "ab":
         rows = [{"id": f"{name}{number}", "conversations": talk("a", "b")} for number in range(40)]
@@ -23,7 +23,7 @@ def test_the_index_of_much_data_is_shown_and_kept(
     data = Data(format="llava", sources=[Source(path=path) for path in paths])
     index_ahead(data)
     assert not (tmp_path / "cache").exists()  # little data: not worth it
-    for module in (index, indexing):
+    for module in (index, preflight):
         monkeypatch.setattr(module, "KEPT_FROM_BYTES", 100)
     index_ahead(data)
     lines = capsys.readouterr().err.splitlines()

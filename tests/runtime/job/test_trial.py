@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.runtime.job.trial import ORIGINAL_FOLDER, Trial, callers_folder
+from dhp_ray.runtime.job.fit import ORIGINAL_FOLDER, Trial, callers_folder
 
 
 def config_of(folder: Path, *words: str) -> Config:

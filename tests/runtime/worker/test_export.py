@@ -23,8 +23,8 @@ from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_SETTINGS, INDEX_FILE
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import export
-from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.runtime.worker.worker import give_back_memory
 from dhp_ray.storage import Folder, StorageError
 from tests.ranks import run_processes
 from tests.runtime.worker.test_loading_memory import pss_bytes, random_folder

@@ -23,9 +23,9 @@ from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.heap import give_back_memory
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter
+from dhp_ray.runtime.worker.worker import give_back_memory
 from dhp_ray.train.flat_engine import resident_bytes
 from tests.packs import rough_model
 from tests.ranks import run_processes

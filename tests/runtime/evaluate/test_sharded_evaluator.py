@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.config import CONF, Config, check_evaluation, load
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.index import held_out, index_fragments
-from dhp_ray.runtime.evaluate.answer import Answer
 from dhp_ray.runtime.evaluate.evaluator import Evaluator
+from dhp_ray.runtime.evaluate.predictions import Answer
 from tests.data.samples import picture, talk, write_rows
 from tests.packs import PATCH_DIMS
 from tests.plain_answers import MAX_PIXELS, model_folder
