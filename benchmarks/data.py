@@ -49,7 +49,7 @@ from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import load_inputs  # noqa: E402
-from dhp_ray.schema import Data, Model, Synthetic  # noqa: E402
+from dhp_ray.schema import Data, Model, PreparedData, Synthetic  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402
 
 BATCH = 16
@@ -105,7 +105,7 @@ def main() -> None:
 
 def compare_rates(folder: Path, num_samples: int, num_model_samples: int) -> None:
     path = folder / "synthetic.parquet"
-    data = Data(path=str(path), synthetic=Synthetic(num_samples=num_samples))
+    data = PreparedData(path=str(path), synthetic=Synthetic(num_samples=num_samples))
     write(path, data, 0)
     plain = num_samples / plain_seconds(path)
     stream = Stream(data, Model(preset="tiny"), seed=0)
@@ -326,9 +326,8 @@ def write_large(form: str, folder: Path, num_rows: int) -> tuple[str, Path]:
 def count_waits(folder: Path, num_steps: int, batch_size: int) -> None:
     path, run_dir = folder / "waits.parquet", folder / "run"
     num_samples = num_steps * batch_size
-    write(path, Data(path=str(path), synthetic=Synthetic(num_samples=num_samples)), 0)
+    write(path, PreparedData(path=str(path), synthetic=Synthetic(num_samples=num_samples)), 0)
     settings = [f"run.dir={run_dir}", f"run.steps={num_steps}", f"data.path={path}",
-                f"data.synthetic.num_samples={num_samples}",
                 f"batch.global_samples={batch_size}", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5",
                 "planner.tokens_per_rank=1000"]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}

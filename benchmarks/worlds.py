@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.config import CONF, Config, load
+from dhp_ray.config import CONF, PREPARE_DATA, Config, load
 from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import Part, fragment_order
@@ -102,9 +102,8 @@ def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[st
         rows = json.loads((nlvr / "conversations.json").read_text())[:num_rows]
         (folder / "conversations.json").write_text(json.dumps(rows))
         return ["data=llava", f"data.path={folder / 'conversations.json'}", f"data.image_root={nlvr}"]
-    overrides = ["data=synthetic", f"data.path={folder / 'synthetic.parquet'}",
-                 f"data.synthetic.num_samples={min(num_rows, 256)}"]
-    config = load(overrides)
+    overrides = ["data=synthetic", f"data.path={folder / 'synthetic.parquet'}"]
+    config = load([*overrides, f"data.synthetic.num_samples={min(num_rows, 256)}"], PREPARE_DATA)
     synthetic.write(config.data.path, config.data, config.seed)
     return overrides
 

@@ -21,30 +21,34 @@ from omegaconf.errors import OmegaConfBaseException
 from dhp_ray.constraints import brief, check, check_device, check_evaluation, expand_homes, texts, walk
 from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
-from dhp_ray.schema import Config, ConfigError
+from dhp_ray.schema import Config, ConfigError, Evaluation, Preparation
 
-__all__ = ["CHOICES", "CONF", "Config", "ConfigError", "Layout", "check", "check_device", "check_evaluation", "dump",
-           "help_text", "load", "load_as"]
+__all__ = ["CHOICES", "CONF", "EVALUATE", "PREPARE_DATA", "TRAIN", "Command", "Config", "ConfigError", "check",
+           "check_device", "dump", "help_text", "load"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The keys that a file may have, as a dataclass of sections, and the folder of conf/ for each key that takes a file
-    by its name. `either`: pairs of keys that exclude each other: one given on the command line takes the place of the
-    other in a file. `keys` (a pattern) and `own`: the keys that a command uses, and those that it has beside the
-    schema, of which it reads the latter itself: what an error offers in place of a key that there is not.
+class Command:
+    """What a command is configured by: a dataclass of sections; the file that is read without `--config`; what refuses
+    values that the types admit; the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys
+    that exclude each other: one given on the command line takes the place of the other in a file. `keys`: a pattern of
+    those keys that the command uses. `own`: what it takes beside the schema, and reads itself.
     """
 
+    name: str
     schema: type
+    file: Path
+    check: Callable[[Any], None]
     choices: Mapping[str, str]
     either: Sequence[tuple[str, str]] = ()
     keys: str = ""
     own: Sequence[str] = ()
 
 
+COMMAND_LINE = "the command line"
 GONE = {"cluster.ranks_per_relay": ((256,), "256, which is fixed"),
         "elastic.hang_factor": ((60,), "60, which is fixed"), "elastic.patience": ((20,), "20, which is fixed"),
         "train.bucket_mb": ((64,), "64, which is fixed"),
@@ -53,49 +57,46 @@ GONE = {"cluster.ranks_per_relay": ((256,), "256, which is fixed"),
 what to use in place of others.
 """
 
-TRAINING = Layout(Config, {group: group for group in CHOICES},
-                  (("model.preset", "model.path"), ("data.path", "data.sources")))
+TRAIN = Command("jobs/train.py", Config, CONF / "train.yaml", check, {group: group for group in CHOICES},
+                (("model.preset", "model.path"), ("data.path", "data.sources")))
+PREPARE_DATA = replace(TRAIN, name="jobs/prepare_data.py", schema=Preparation,
+                       keys=r"data\.(format|path|synthetic\.|min_pixels|max_pixels|video_fps|max_frames)|seed")
+EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF / "evaluate.yaml",
+                   check=check_evaluation,
+                   keys=r"data\.(?!path|sources|shuffle|decoders)|model\.path|eval\.(?!every)"
+                   r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens|comm\.timeout_s")
 
 
-def load(argv: list[str], default_file: Path = CONF / "train.yaml", checked: Callable[[Config], None] = check,
-         keys: str = "", own: Sequence[str] = ()) -> Config:
-    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, once `checked` has accepted its
-    values. URIs in it show no credentials (dhp_ray/credentials.py). `keys`, `own`: see Layout.
+def load(argv: list[str], command: Command = TRAIN) -> Any:
+    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, an object of the command's
+    schema. URIs in it show no credentials (dhp_ray/credentials.py).
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
-    config: Config = load_as(replace(TRAINING, keys=keys, own=own), argv, default_file)
-    checked(config)
-    return config
-
-
-def load_as(layout: Layout, argv: list[str], default_file: Path) -> Any:
-    """Like `load` in another layout: returns an object of its schema. Only the types of the values have been checked.
-    """
-    path, overrides = split_arguments(argv, default_file)
+    path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
-    names = _choices(layout, tree.pop("choices", None))
+    names = _choices(command, tree.pop("choices", None))
     pairs = [_pair(text) for text in overrides]
-    names |= {name: value for name, value in pairs if name in layout.choices}
+    names |= {name: value for name, value in pairs if name in command.choices}
     layers = [(str(path), tree)]
-    layers += [(f"{group}={names[group]}", _read(_choice_file(layout, group, names[group])))
-               for group in layout.choices if group in names]
-    config = OmegaConf.structured(layout.schema)
+    layers += [(f"{group}={names[group]}", _read(_choice_file(command, group, names[group])))
+               for group in command.choices if group in names]
+    config = OmegaConf.structured(command.schema)
     for origin, layer in layers:
         for dotted, value in _leaves(layer):
-            _set(layout, config, dotted, value, origin)
-    given = {name: text for name, text in pairs if name not in layout.choices}
-    for first, second in layout.either:
+            _set(command, config, dotted, value, origin)
+    given = {name: text for name, text in pairs if name not in command.choices}
+    for first, second in command.either:
         for name, other in ((first, second), (second, first)):
             if given.get(name) and other not in given:
                 given = {other: ""} | given
     for name, text in given.items():
-        _set(layout, config, name, _value(layout, name, text), "the command line")
+        _set(command, config, name, _value(command, name, text), COMMAND_LINE)
     result = OmegaConf.to_object(config)
-    assert isinstance(result, layout.schema)
     expand_homes(result)
     _conceal(result)
+    command.check(result)
     return result
 
 
@@ -124,15 +125,15 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def help_text(command: str, purpose: str, keys: str = "", layout: Layout = TRAINING) -> str:
-    """Return the page that `--help` prints, with the keys that match the pattern `keys`."""
-    groups = " ".join(f"[{group}=NAME]" for group in layout.choices)
-    lines = [f"usage: {command} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
-    for group in layout.choices:
-        names = f"one of: {', '.join(_choice_names(layout, group)) or '(none)'}"
+def help_text(purpose: str, command: Command = TRAIN) -> str:
+    """Return the page that `--help` prints."""
+    groups = " ".join(f"[{group}=NAME]" for group in command.choices)
+    lines = [f"usage: python {command.name} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
+    for group in command.choices:
+        names = f"one of: {', '.join(_choice_names(command, group)) or '(none)'}"
         lines += textwrap.wrap(names, 118, initial_indent=f"  {group}=NAME  ", subsequent_indent=" " * 10)
-    for dotted, value, spec in walk(layout.schema()):
-        if not re.match(keys, dotted):
+    for dotted, value, spec in walk(command.schema()):
+        if not re.match(command.keys, dotted):
             continue
         allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
         head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
@@ -155,26 +156,26 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in tree.items()}
 
 
-def _choices(layout: Layout, tree: Any) -> dict[str, Any]:
+def _choices(command: Command, tree: Any) -> dict[str, Any]:
     """The `choices:` of a file, {group: name}."""
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"choices: got {tree!r}; allowed: {', '.join(layout.choices)}, each with a name")
+        raise ConfigError(f"choices: got {tree!r}; allowed: {', '.join(command.choices)}, each with a name")
     for group in tree:
-        if group not in layout.choices:
-            raise ConfigError(f"choices.{group}: no such choice; allowed: {', '.join(layout.choices)}")
+        if group not in command.choices:
+            raise ConfigError(f"choices.{group}: no such choice; allowed: {', '.join(command.choices)}")
     return dict(tree)
 
 
-def _choice_names(layout: Layout, group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / layout.choices[group]).glob("*.yaml"))
+def _choice_names(command: Command, group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / command.choices[group]).glob("*.yaml"))
 
 
-def _choice_file(layout: Layout, group: str, name: Any) -> Path:
-    if str(name) not in _choice_names(layout, group):
-        raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(_choice_names(layout, group))}")
-    return CONF / layout.choices[group] / f"{name}.yaml"
+def _choice_file(command: Command, group: str, name: Any) -> Path:
+    if str(name) not in _choice_names(command, group):
+        raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(_choice_names(command, group))}")
+    return CONF / command.choices[group] / f"{name}.yaml"
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -184,11 +185,11 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _value(layout: Layout, name: str, text: str) -> Any:
+def _value(command: Command, name: str, text: str) -> Any:
     """Return the value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it
     is.
     """
-    kind = _types(layout.schema).get(name)
+    kind = _types(command.schema).get(name)
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None
     try:
@@ -213,21 +214,26 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _set(layout: Layout, config: Any, dotted: str, value: Any, origin: str) -> None:
-    types, choices = _types(layout.schema), _choices_of(layout, dotted)
+def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) -> None:
+    types, choices = _types(command.schema), _choices_of(command, dotted)
     if dotted in GONE:
         neutral, instead = GONE[dotted]
         if value in neutral:
             return
         raise ConfigError(f"{dotted}: got {value!r} ({origin}), which no longer exists; allowed: {instead}")
     if dotted not in types:
+        other = [known.name for known in (PREPARE_DATA, EVALUATE) if dotted in _types(known.schema)]
+        if other and issubclass(command.schema, Config):
+            if origin != COMMAND_LINE:  # files are shared
+                return
+            raise ConfigError(f"{dotted}: no key of {command.name} ({origin}); allowed: in {other[0]} alone")
         inside = [name for name in types if name.startswith(f"{dotted}.")]
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        known = [name for name in types if re.match(layout.keys, name)]
+        known = [name for name in types if re.match(command.keys, name)]
         near = [name for name in known if section and name.rpartition(".")[0] == section]
-        near = near or [*layout.own, *sorted({name.split(".")[0] for name in known})]
+        near = near or [*command.own, *sorted({name.split(".")[0] for name in known})]
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
     kind = types[dotted]
     if kind == list[str] and isinstance(value, str):  # a list of one, or several without brackets
@@ -272,8 +278,8 @@ def _allowed(choices: tuple[str, ...], kind: Any) -> str:
     return f"a list of {{{', '.join(f'{name}: ...' for name in keys)}}}" if keys else "a list of numbers"
 
 
-def _choices_of(layout: Layout, dotted: str) -> tuple[str, ...]:
-    specs = {name: spec for name, _, spec in walk(layout.schema())}
+def _choices_of(command: Command, dotted: str) -> tuple[str, ...]:
+    specs = {name: spec for name, _, spec in walk(command.schema())}
     found: tuple[str, ...] = specs[dotted]["choices"] if dotted in specs else ()
     return found
 

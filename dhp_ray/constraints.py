@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import MASK, Uri, masked
-from dhp_ray.schema import MAX_MIRROR_STEPS, MEASURE, Config, ConfigError, Lora
+from dhp_ray.schema import MAX_MIRROR_STEPS, MEASURE, Config, ConfigError, Evaluation, Lora
 
 UPLOADS = "working_dir_files"
 """Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
@@ -85,7 +85,7 @@ def _check_lora(config: Config) -> None:
         raise ConfigError("train.lora.targets: got []; allowed: all-linear, or ends of layers' names such as q_proj")
 
 
-def check_evaluation(config: Config) -> None:
+def check_evaluation(config: Evaluation) -> None:
     """Refuse values that `jobs/evaluate.py` cannot use."""
     _check_values(config)
     for name, value, allowed in (("model.path", config.model.path, "a local Hugging Face folder"),

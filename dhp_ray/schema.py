@@ -76,19 +76,6 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Synthetic:
-    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1, maximum=10**7)
-    short_median_tokens: float = key(110.0, "median length of the short samples", above=0)
-    short_sigma: float = key(0.5, "spread (sigma of the logarithm) of the short samples", minimum=0)
-    long_fraction: float = key(0.06, "share of long samples", minimum=0, maximum=1)
-    long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
-    long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
-    max_tokens: int = key(1800, "longest sample", minimum=64, maximum=10**7)
-    rows_per_group: int = key(32, "rows of a parquet row group, which the stream reads at a time", minimum=1,
-                              maximum=10**7)
-
-
-@dataclass(kw_only=True)
 class Source:
     path: str = key("", "file or folder of this source", path="file or folder")
     weight: float = key(1.0, "share of this source in the mixture", above=0)
@@ -124,7 +111,6 @@ class Data:
                         minimum=0, maximum=256)
     on_error: str = key("skip", "skip: leave bad samples out and list them in skipped.jsonl; fail: end the run",
                         choices=("skip", "fail"))
-    synthetic: Synthetic = field(default_factory=Synthetic)
 
 
 @dataclass(kw_only=True)
@@ -207,10 +193,6 @@ class Eval:
     every_steps: int = key(0, "evaluate every so many steps; 0: never", minimum=0)
     generate: bool = key(False, "also generate answers to the held-out samples and score them")
     max_new_tokens: int = key(128, "most tokens of an answer", minimum=1, maximum=1_000_000)
-    ranks_per_model: int = key(1, "jobs/evaluate.py: workers that share a model, each with a part of every layer; "
-                                  "1: each worker holds the whole model", minimum=1, maximum=100_000)
-    output: str = key("predictions.jsonl", "jobs/evaluate.py: file with a line for each sample: prompt, references, "
-                      "prediction, scores, loss", path="output file")
 
 
 @dataclass(kw_only=True)
@@ -304,3 +286,43 @@ class Config:
     elastic: Elastic = field(default_factory=Elastic)
     watch: Watch = field(default_factory=Watch)
     train: Train = field(default_factory=Train)
+
+
+@dataclass(kw_only=True)
+class Synthetic:
+    num_samples: int = key(512, "samples that jobs/prepare_data.py writes", minimum=1, maximum=10**7)
+    short_median_tokens: float = key(110.0, "median length of the short samples", above=0)
+    short_sigma: float = key(0.5, "spread (sigma of the logarithm) of the short samples", minimum=0)
+    long_fraction: float = key(0.06, "share of long samples", minimum=0, maximum=1)
+    long_median_tokens: float = key(900.0, "median length of the long samples", above=0)
+    long_sigma: float = key(0.5, "spread (sigma of the logarithm) of the long samples", minimum=0)
+    max_tokens: int = key(1800, "longest sample", minimum=64, maximum=10**7)
+    rows_per_group: int = key(32, "rows of a parquet row group, which the stream reads at a time", minimum=1,
+                              maximum=10**7)
+
+
+@dataclass(kw_only=True)
+class PreparedData(Data):
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+
+@dataclass(kw_only=True)
+class Preparation(Config):
+    """The configuration of jobs/prepare_data.py."""
+
+    data: PreparedData = field(default_factory=PreparedData)
+
+
+@dataclass(kw_only=True)
+class HeldOutEval(Eval):
+    ranks_per_model: int = key(1, "workers that share a model, each with a part of every layer; 1: each worker holds "
+                               "the whole model", minimum=1, maximum=100_000)
+    output: str = key("predictions.jsonl", "file with a line for each sample: prompt, references, prediction, scores, "
+                      "loss", path="output file")
+
+
+@dataclass(kw_only=True)
+class Evaluation(Config):
+    """The configuration of jobs/evaluate.py."""
+
+    eval: HeldOutEval = field(default_factory=HeldOutEval)

@@ -11,8 +11,6 @@ from dhp_ray.streams import run_command
 PURPOSE = """Loss and generated answers of a model on held-out conversations: exact match, ANLS and token F1 of the
 assistant's last turn, on any number of workers with a whole model each, or a part of one. Without --config:
 conf/evaluate.yaml, which generates."""
-KEYS = r"data\.(?!path|sources|shuffle|decoders|synthetic)|model\.path|eval\.(?!every)" \
-       r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens|comm\.timeout_s"
 
 
 def main(argv: list[str]) -> int:
@@ -21,13 +19,13 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str], ending: Ending) -> int:
-    from dhp_ray.config import CONF, ConfigError, check_evaluation, help_text, load  # once signals are handled
+    from dhp_ray.config import EVALUATE, ConfigError, help_text, load  # once signals are handled
 
     if "--help" in argv or "-h" in argv:
-        print(help_text("python jobs/evaluate.py", PURPOSE, KEYS))
+        print(help_text(PURPOSE, EVALUATE))
         return 0
     try:
-        config = load(argv, CONF / "evaluate.yaml", check_evaluation, KEYS)
+        config = load(argv, EVALUATE)
         from dhp_ray.runtime.job.preflight import check_evaluation_here  # after --help, which needs nothing of it
 
         check_evaluation_here(config)

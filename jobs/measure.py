@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,15 @@ KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
 
 
 def main(argv: list[str]) -> int:
-    from dhp_ray.config import ConfigError, help_text, load
+    from dhp_ray.config import TRAIN, ConfigError, help_text, load
 
+    command = replace(TRAIN, name="jobs/measure.py", keys=KEYS, own=tuple(OWN))
     if {"-h", "--help"} & set(argv):
-        print(help_text("python jobs/measure.py", PURPOSE, KEYS))
+        print(help_text(PURPOSE, command))
         return 0
     try:
         own, rest = split(argv)
-        config = load(rest, keys=KEYS, own=tuple(OWN))
+        config = load(rest, command)
         return measure(config, own)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

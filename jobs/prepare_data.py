@@ -12,23 +12,22 @@ from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
-    from dhp_ray.config import Config
+    from dhp_ray.schema import Preparation
 
 PURPOSE = (
     "Write the synthetic training set (data.synthetic.*) to data.path. Does nothing when the same set is there already."
 )
-KEYS = r"data\.(format|path|synthetic\.|min_pixels|max_pixels|video_fps|max_frames)|seed"
 
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0 when the set is in place, 2 on a bad configuration, 1 on failure."""
-    from dhp_ray.config import ConfigError, help_text, load
+    from dhp_ray.config import PREPARE_DATA, ConfigError, help_text, load
 
     if {"--help", "-h"} & set(arguments):
-        print(help_text("python jobs/prepare_data.py", PURPOSE, KEYS))
+        print(help_text(PURPOSE, PREPARE_DATA))
         return 0
     try:
-        config = load(arguments, keys=KEYS)
+        config = load(arguments, PREPARE_DATA)
         path = target(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,7 +43,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def target(config: Config) -> Path:
+def target(config: Preparation) -> Path:
     """The file to write."""
     from dhp_ray.config import ConfigError
 
@@ -58,7 +57,7 @@ def target(config: Config) -> Path:
     return Path(data.path)
 
 
-def prepare(path: Path, config: Config) -> None:
+def prepare(path: Path, config: Preparation) -> None:
     """Write the set, or say that it is there.
 
     Raises:

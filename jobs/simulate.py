@@ -24,11 +24,11 @@ PURPOSE = (
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 on success, 2 on a bad configuration, 1 on failure."""
-    from dhp_ray.config import ConfigError
-    from dhp_ray.simulate.settings import help_page, load_simulation
+    from dhp_ray.config import ConfigError, help_text
+    from dhp_ray.simulate.settings import SIMULATE, load_simulation
 
     if {"--help", "-h"} & set(argv):
-        print(help_page("python jobs/simulate.py", PURPOSE))
+        print(help_text(PURPOSE, SIMULATE))
         return 0
     try:
         settings = load_simulation(argv)

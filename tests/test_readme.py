@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.config import CONF, EVALUATE, load
 from dhp_ray.constraints import walk
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
@@ -99,7 +99,7 @@ def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_other_commands_are_ones() -> None:
     readers = {"plan.py": job_of("plan").read_arguments, "simulate.py": load_simulation, "report.py": load,
-               "evaluate.py": lambda arguments: load(arguments, CONF / "evaluate.yaml", check_evaluation)}
+               "evaluate.py": lambda arguments: load(arguments, EVALUATE)}
     for name, read in readers.items():
         for arguments in jobs(name):
             read(arguments)

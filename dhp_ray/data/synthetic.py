@@ -30,7 +30,7 @@ from dhp_ray.data.conversation import IMAGE_MARK
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.errors import first_line
-from dhp_ray.schema import Data
+from dhp_ray.schema import PreparedData
 
 CELL = 28  # pixels of a merged patch
 LETTER_WIDTH, LINE_HEIGHT = 6, 14
@@ -57,7 +57,7 @@ class Pictures:
     answer: str  # follows the title
 
 
-def parameters(data: Data, seed: int) -> dict[str, Any]:
+def parameters(data: PreparedData, seed: int) -> dict[str, Any]:
     """Everything that the samples depend on; it is stored in the file."""
     return asdict(data.synthetic) | {"seed": seed, "min_pixels": data.min_pixels, "max_pixels": data.max_pixels,
                                      "form": FORM}
@@ -76,7 +76,7 @@ def stored_parameters(path: str | Path) -> dict[str, Any] | None:
     return json.loads(metadata[METADATA]) if METADATA in metadata else None
 
 
-def write(path: str | Path, data: Data, seed: int, progress: Callable[[int], None] = lambda _: None) -> None:
+def write(path: str | Path, data: PreparedData, seed: int, progress: Callable[[int], None] = lambda _: None) -> None:
     """Write `data.synthetic.num_samples` samples as parquet, atomically: the file appears when it is complete.
 
     `progress` is called with the number of samples done.
@@ -105,7 +105,7 @@ def write(path: str | Path, data: Data, seed: int, progress: Callable[[int], Non
         raise
 
 
-def sample(index: int, data: Data, seed: int, processor: Processor) -> dict[str, Any]:
+def sample(index: int, data: PreparedData, seed: int, processor: Processor) -> dict[str, Any]:
     """Row `index` of the set: id, encoded images and a conversation. It depends only on the arguments."""
     random = np.random.default_rng([seed, index])
     num_tokens = target_tokens(random, data)
@@ -118,7 +118,7 @@ def sample(index: int, data: Data, seed: int, processor: Processor) -> dict[str,
             "conversations": _conversation(pictures, title)}
 
 
-def target_tokens(random: np.random.Generator, data: Data) -> int:
+def target_tokens(random: np.random.Generator, data: PreparedData) -> int:
     """The intended length of a sample, in tokens."""
     shape = data.synthetic
     is_long = random.random() < shape.long_fraction

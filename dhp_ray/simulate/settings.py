@@ -6,9 +6,8 @@ Section and field names are those of files and of the command line: `Faults.ever
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from dhp_ray.config import CONF, Layout, help_text, load_as
+from dhp_ray.config import CONF, Command, load
 from dhp_ray.constraints import check_limits, check_offload
 from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 from dhp_ray.simulate.workload_settings import WorkloadSettings
@@ -156,23 +155,14 @@ class Simulation:
     faults: FaultSettings = field(default_factory=FaultSettings)
 
 
-LAYOUT = Layout(Simulation, {"cluster": "cluster/simulated", "workload": "workload", "faults": "faults"})
-
-
-def load_simulation(argv: list[str], default_file: Path = CONF / "simulate.yaml") -> Simulation:
+def load_simulation(argv: list[str]) -> Simulation:
     """The simulation that `argv` (`--config FILE` and `key=value`) asks for.
 
     Raises:
         ConfigError: one line with the key, its value and what is allowed.
     """
-    settings: Simulation = load_as(LAYOUT, argv, default_file)
-    check_simulation(settings)
+    settings: Simulation = load(argv, SIMULATE)
     return settings
-
-
-def help_page(command: str, purpose: str) -> str:
-    """What `--help` prints."""
-    return help_text(command, purpose, layout=LAYOUT)
 
 
 def check_simulation(settings: Simulation) -> None:
@@ -235,3 +225,7 @@ def _named(dotted: str, name: str, folder: str) -> None:
     names = sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
     if name not in names:
         raise ConfigError(f"{dotted}: got {name!r}; allowed: {', '.join(names)}")
+
+
+SIMULATE = Command("jobs/simulate.py", Simulation, CONF / "simulate.yaml", check_simulation,
+                   {"cluster": "cluster/simulated", "workload": "workload", "faults": "faults"})

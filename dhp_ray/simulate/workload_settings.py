@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from dhp_ray.config import CONF, Layout, load_as
+from dhp_ray.config import CONF, Command, load
 from dhp_ray.constraints import check_limits
 from dhp_ray.schema import ConfigError, key
 
@@ -91,10 +91,9 @@ def load_workload(name: str) -> WorkloadSettings:
     names = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
     if name not in names:
         raise ConfigError(f"workload: got {name!r}; allowed: {', '.join(names)}")
-    file: WorkloadFile = load_as(Layout(WorkloadFile, {}), ["--config", str(CONF / "workload" / f"{name}.yaml")],
-                                 CONF / "simulate.yaml")
-    check_limits(file)
-    return file.workload
+    file = CONF / "workload" / f"{name}.yaml"
+    found: WorkloadFile = load([], Command("jobs/simulate.py", WorkloadFile, file, check_limits, {}))
+    return found.workload
 
 
 def sources_of(settings: WorkloadSettings) -> list[tuple[float, SourceSettings]]:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dhp_ray.config import load
+from dhp_ray.config import PREPARE_DATA, load
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.images import image_size
 from dhp_ray.data.index import index_fragments
@@ -24,11 +24,11 @@ from dhp_ray.data.synthetic import (
     target_tokens,
     write,
 )
-from dhp_ray.schema import Data, Synthetic
+from dhp_ray.schema import PreparedData, Synthetic
 from tests.data.samples import processor
 
 PROCESSOR = processor()
-DATA = Data(synthetic=Synthetic(num_samples=150))
+DATA = PreparedData(synthetic=Synthetic(num_samples=150))
 ROWS = [sample(index, DATA, 0, PROCESSOR) for index in range(150)]
 
 
@@ -46,7 +46,7 @@ def test_samples_have_the_lengths_that_were_drawn() -> None:
 
 
 def test_the_demo_leaves_no_sample_out() -> None:
-    demo = load([])
+    demo = load([], PREPARE_DATA)
     drawn = [target_tokens(np.random.default_rng([demo.seed, index]), demo.data)
              for index in range(demo.data.synthetic.num_samples)]
     long = [sample(index, demo.data, demo.seed, PROCESSOR) for index, tokens in enumerate(drawn) if tokens > 480]
@@ -62,7 +62,8 @@ def test_the_demo_leaves_no_sample_out() -> None:
                                              max_tokens=1 << 30)])
 def test_lengths_follow_the_mixture(shape: Synthetic) -> None:
     """Kolmogorov-Smirnov distance to the mixture's distribution function, at a level of one in a thousand."""
-    drawn = np.sort([target_tokens(np.random.default_rng([1, index]), Data(synthetic=shape)) for index in range(4000)])
+    data = PreparedData(synthetic=shape)
+    drawn = np.sort([target_tokens(np.random.default_rng([1, index]), data) for index in range(4000)])
     # A whole number stands for what rounds to it: the distribution function is taken half a token higher.
     points = np.log(drawn + 0.5)
 
@@ -114,7 +115,7 @@ def test_a_sample_depends_on_its_index_and_seed_alone() -> None:
 
 
 def test_the_file_has_row_groups_and_its_parameters(tmp_path: Path) -> None:
-    data = Data(path=str(tmp_path / "deep/set.parquet"), synthetic=Synthetic(num_samples=70, rows_per_group=32))
+    data = PreparedData(path=str(tmp_path / "deep/set.parquet"), synthetic=Synthetic(num_samples=70, rows_per_group=32))
     seen: list[int] = []
     write(data.path, data, 0, seen.append)
     assert seen == list(range(1, 71))
@@ -126,7 +127,7 @@ def test_the_file_has_row_groups_and_its_parameters(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "set.parquet"
-    write(path, Data(synthetic=Synthetic(num_samples=2)), 0)
+    write(path, PreparedData(synthetic=Synthetic(num_samples=2)), 0)
     before = path.read_bytes()
 
     def stop(done: int) -> None:
@@ -134,7 +135,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(path, Data(synthetic=Synthetic(num_samples=9)), 0, stop)
+        write(path, PreparedData(synthetic=Synthetic(num_samples=9)), 0, stop)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.config import EVALUATE, load
 from dhp_ray.data.evaluation import scores_of
 from dhp_ray.runtime.evaluate.evaluation import pixels_warning
 from tests.checkout import job_of
@@ -34,7 +34,7 @@ def evaluate(folder: Path, path: Path, output: Path, *arguments: str) -> Ended:
 def test_a_line_says_that_images_are_scaled_otherwise_than_by_the_folder(tiny: Path) -> None:
     def warning(pixels: int) -> str:
         return pixels_warning(load([f"model.path={tiny}", "eval.path=x", f"data.max_pixels={pixels}"],
-                                   CONF / "evaluate.yaml", check_evaluation))
+                                   EVALUATE))
 
     assert warning(MAX_PIXELS) == ""
     assert warning(2 * MAX_PIXELS) == (

@@ -34,10 +34,9 @@ def fresh_disk() -> dict[str, str]:
 def test_trained_killed_and_resumed_from_the_bucket(object_store: str, tmp_path: Path) -> None:
     folder = Folder(f"s3://bucket/{tmp_path.name}/run{object_store}")
     data = tmp_path / "synthetic.parquet"
-    small = [f"data.path={data}", "data.synthetic.num_samples=48", "data.synthetic.max_tokens=700",
-             "data.synthetic.long_median_tokens=500"]
-    assert run("prepare_data.py", *small).status == 0
-    arguments = [*small, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
+    assert run("prepare_data.py", f"data.path={data}", "data.synthetic.num_samples=48",
+               "data.synthetic.max_tokens=700", "data.synthetic.long_median_tokens=500").status == 0
+    arguments = [f"data.path={data}", "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
                  "run.steps=16", "checkpoint.every_steps=3"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
@@ -108,10 +107,9 @@ def test_a_bucket_without_permission_is_one_line(ray_cluster: None, object_store
 @pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_one_line(object_store: str, tmp_path: Path) -> None:
     data = tmp_path / "synthetic.parquet"
-    small = [f"data.path={data}", "data.synthetic.num_samples=16"]
-    assert run("prepare_data.py", *small).status == 0
+    assert run("prepare_data.py", f"data.path={data}", "data.synthetic.num_samples=16").status == 0
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | fresh_disk()
-    done = subprocess.run(command("train.py", f"run.dir=s3://absent/run{object_store}", *small,
+    done = subprocess.run(command("train.py", f"run.dir=s3://absent/run{object_store}", f"data.path={data}",
                                   "cluster.num_workers=1"), cwd=ROOT, env=environment, text=True,
                           capture_output=True, timeout=200, check=False)
     shutil.rmtree(environment["TMPDIR"], ignore_errors=True)

@@ -160,7 +160,7 @@ def arguments(checkout: Path) -> list[str]:
     [data] = [word for word in shown if word.startswith("data.path=")]
     subprocess.run([sys.executable, str(ROOT / "jobs" / "prepare_data.py"), data, *SMALL], check=True,
                    capture_output=True)
-    return [*shown, *SMALL, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
+    return [*shown, "cluster.num_workers=2", "planner.tokens_per_rank=400", "batch.global_samples=4",
             "run.steps=24", "checkpoint.every_steps=50"]
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.config import CONF
+from dhp_ray.config import CONF, help_text
 from dhp_ray.constraints import walk
 from dhp_ray.schema import ConfigError
-from dhp_ray.simulate.settings import LAYOUT, Event, Simulation, help_page, load_simulation
+from dhp_ray.simulate.settings import SIMULATE, Event, Simulation, load_simulation
 
 
 def test_the_default_file_and_overrides() -> None:
@@ -42,12 +42,12 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_help_names_every_key() -> None:
-    page = help_page("python jobs/simulate.py", "Simulate.")
+    page = help_text("Simulate.", SIMULATE)
     for dotted, _, spec in walk(Simulation()):
         assert f"  {dotted}=" in page
         assert spec["text"]
     assert "workload=NAME" in page
-    assert set(LAYOUT.choices) == {"cluster", "workload", "faults"}
+    assert set(SIMULATE.choices) == {"cluster", "workload", "faults"}
 
 
 @pytest.mark.parametrize(("word", "line"), [

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
-from dhp_ray.config import Config, ConfigError
+from dhp_ray.config import ConfigError
 from dhp_ray.constraints import in_upload, make_absolute, upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
@@ -31,12 +31,13 @@ from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.messages import Notice, RunError
 from dhp_ray.runtime.waits import Waits
 from dhp_ray.runtime.worker.worker import words_of
+from dhp_ray.schema import Evaluation
 
 MAX_RESTARTS = 3
 """How often Ray restarts a worker that dies, and retries the sample that it was working on."""
 
 
-def evaluate(config: Config, ending: Ending) -> int:
+def evaluate(config: Evaluation, ending: Ending) -> int:
     """Evaluate as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
     standard error.
     """
@@ -65,7 +66,7 @@ def evaluate(config: Config, ending: Ending) -> int:
     return 0
 
 
-def pixels_warning(config: Config) -> str:
+def pixels_warning(config: Evaluation) -> str:
     """A line if images are scaled otherwise than the model's folder says; else empty.
 
     Raises:
@@ -81,7 +82,7 @@ def pixels_warning(config: Config) -> str:
             f"processor {own}: data.max_pixels={own} shows them as it does")
 
 
-def _run(config: Config, waits: Waits) -> None:
+def _run(config: Evaluation, waits: Waits) -> None:
     started = time.monotonic()
     data = held_out(config.data, config.eval.path)
     try:
@@ -171,7 +172,7 @@ def _failure(error: RayError) -> RunError:
     return RunError(f"a worker of the evaluation is lost: {first_line(error)}")
 
 
-def _take(answer: Answer, config: Config, predictions: Predictions, display: Display) -> None:
+def _take(answer: Answer, config: Evaluation, predictions: Predictions, display: Display) -> None:
     """Write an answer down, or say why there is none.
 
     Raises:
@@ -185,7 +186,7 @@ def _take(answer: Answer, config: Config, predictions: Predictions, display: Dis
     display.show(predictions.done, predictions.summary())
 
 
-def _report(predictions: Predictions, config: Config, seconds: float) -> None:
+def _report(predictions: Predictions, config: Evaluation, seconds: float) -> None:
     summary = predictions.summary()
     if not summary["num_samples"]:
         raise RunError(f"eval.path: {config.eval.path}: none of the {summary['num_left_out']} samples can be evaluated;"

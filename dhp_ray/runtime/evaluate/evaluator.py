@@ -23,7 +23,6 @@ from transformers import AutoModelForImageTextToText
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import init_world
-from dhp_ray.config import Config
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.evaluation import Question, question_of
 from dhp_ray.data.families.base import Medium
@@ -39,6 +38,7 @@ from dhp_ray.model.files import weight_files
 from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import decodings
+from dhp_ray.schema import Evaluation
 from dhp_ray.train.loading import read_shards
 from dhp_ray.train.sharded_engine import narrow_frozen
 
@@ -55,7 +55,7 @@ class Evaluator:
     a sample of its own or takes part without one, and those that finish early keep taking part in the others' passes.
     """
 
-    def __init__(self, config: Config, image_root: str) -> None:
+    def __init__(self, config: Evaluation, image_root: str) -> None:
         self.config, self.image_root = config, image_root
         self.group: dist.ProcessGroup | None = None
 

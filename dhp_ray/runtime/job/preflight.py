@@ -37,7 +37,7 @@ from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import compare_config
-from dhp_ray.schema import MEASURE, Data
+from dhp_ray.schema import MEASURE, Data, Evaluation
 from dhp_ray.storage import Folder, StorageError, check_writable
 
 STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
@@ -59,8 +59,7 @@ def check_here(config: Config) -> None:
     if named_head()[0] in ("", "local"):
         check_workers(config, resources_here())
     for name, section, item in places(config):
-        if name != "eval.output":  # of jobs/evaluate.py
-            check_place(name, getattr(section, item.name), item.metadata["path"])
+        check_place(name, getattr(section, item.name), item.metadata["path"])
     if config.model.path:
         _check_model(config.model.path)
     for source in sources_of(config.data):
@@ -77,7 +76,7 @@ def check_here(config: Config) -> None:
         _check_writable("checkpoint.scratch", os.path.join(config.checkpoint.scratch, "checkpoint"))
 
 
-def check_evaluation_here(config: Config) -> None:
+def check_evaluation_here(config: Evaluation) -> None:
     """Refuse an evaluation that cannot start, as `check_here` does; also if no sample has an answer, or if the output
     would overwrite the samples.
 

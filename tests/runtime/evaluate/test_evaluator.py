@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dhp_ray.config import CONF, check_evaluation, load
+from dhp_ray.config import EVALUATE, load
 from dhp_ray.data.evaluation import question_of
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def answers_of(folder: Path, place: Path, rows: list[dict[str, Any]], *settings: str) -> list[Answer]:
     path = write_rows(place / "rows.json", rows)
     config = load([f"model.path={folder}", f"eval.path={path}", f"data.max_pixels={MAX_PIXELS}", "cluster.device=cpu",
-                   f"eval.max_new_tokens={NUM_TOKENS}", *settings], CONF / "evaluate.yaml", check_evaluation)
+                   f"eval.max_new_tokens={NUM_TOKENS}", *settings], EVALUATE)
     [fragment] = index_fragments(held_out(config.data, str(path)))
     evaluator = Evaluator(config, str(place))
     return [evaluator.answer(7 + offset, fragment, offset) for offset in range(fragment.num_rows)]

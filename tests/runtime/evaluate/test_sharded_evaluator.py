@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dhp_ray.config import CONF, Config, check_evaluation, load
+from dhp_ray.config import EVALUATE, Config, load
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.runtime.evaluate.evaluator import Evaluator
@@ -58,7 +58,7 @@ def test_ranks_in_step_answer_as_one_does(preset: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", preset)
     settings = [f"model.path={folder}", f"eval.path={path}", f"data.max_pixels={MAX_PIXELS}", "cluster.device=cpu",
                 "eval.max_new_tokens=5", f"cluster.num_workers={NUM_RANKS}"]
-    config = load(settings, CONF / "evaluate.yaml", check_evaluation)
+    config = load(settings, EVALUATE)
     [fragment] = index_fragments(held_out(config.data, str(path)))
     alone = Evaluator(config, str(tmp_path))
     wanted = [alone.answer(number, fragment, number) for number in range(len(rows))]

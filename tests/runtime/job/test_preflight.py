@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dhp_ray.comm.device import CUDA, NPU, Accelerator
-from dhp_ray.config import CONF, Config, ConfigError, check_evaluation, dump, load
+from dhp_ray.config import EVALUATE, Config, ConfigError, dump, load
 from dhp_ray.constraints import UPLOADS, make_absolute
 from dhp_ray.data.processor import load_processor
 from dhp_ray.model.build import build_model
@@ -346,7 +346,7 @@ def test_a_cluster_that_this_machine_is_no_node_of_is_refused(
     line = f"RAY_ADDRESS: got {address}; allowed: HOST:PORT of the head of a cluster that this machine is a node of"
     assert refused(arguments).startswith(line)
     with pytest.raises(ConfigError, match=re.escape(line)):
-        check_evaluation_here(load(arguments))
+        check_evaluation_here(load(["model.path=m", "eval.path=p"], EVALUATE))
 
 
 def test_a_relative_run_folder_in_an_upload_is_refused(
@@ -376,11 +376,11 @@ def test_an_evaluation_with_a_wrong_path(words: list[str], line: str, model: Pat
     (tmp_path / "file").write_text("")
     arguments = [f"model.path={model}", f"eval.path={tmp_path / 'rows.json'}", "data.format=llava",
                  f"eval.output={tmp_path / 'new' / 'out'}", "cluster.num_workers=1"]
-    check_evaluation_here(load(arguments, CONF / "evaluate.yaml", check_evaluation))
+    check_evaluation_here(load(arguments, EVALUATE))
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError) as caught:
         check_evaluation_here(load([*arguments, *(word.format(folder=tmp_path) for word in words)],
-                                   CONF / "evaluate.yaml", check_evaluation))
+                                   EVALUATE))
     assert str(caught.value) == line.format(folder=tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_an_evaluation_of_a_model_with_more_token_ids_than_rows(model: Path, tmp
     arguments = [f"model.path={folder}", f"eval.path={write_rows(tmp_path / 'rows.json', ROWS)}", "data.format=llava",
                  f"eval.output={tmp_path / 'out'}", "cluster.num_workers=1"]
     with pytest.raises(ConfigError, match=f"^model.path: {folder}: its tokenizer has token ids up to 264, "):
-        check_evaluation_here(load(arguments, CONF / "evaluate.yaml", check_evaluation))
+        check_evaluation_here(load(arguments, EVALUATE))
 
 
 def test_a_run_goes_on_whether_its_paths_were_relative_or_not(
