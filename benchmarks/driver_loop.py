@@ -52,7 +52,6 @@ from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample  # noqa: E402
 from dhp_ray.runtime.driver import session as session_module  # noqa: E402
-from dhp_ray.runtime.driver.arrivals import Arrivals  # noqa: E402
 from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
@@ -179,7 +178,7 @@ def ready_driver(
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
-                      Watch(storage, 0), batches, None, Arrivals("cpu", driver.tell), num_steps,  # type: ignore[arg-type]
+                      Watch(storage, 0), batches, None, num_steps,  # type: ignore[arg-type]
                       compiled, driver.tell)
     session.choose_mode()
     session.enter(1)

@@ -30,7 +30,7 @@ from benchmarks.planner import bimodal  # noqa: E402
 from dhp_ray.planner import LAST_RESORT, PLANNERS, ClusterSpec, CostModel, Sample, plan_batch  # noqa: E402
 from dhp_ray.runtime.driver.actor import DriverActor  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
-from dhp_ray.runtime.driver.planning import patience_s  # noqa: E402
+from dhp_ray.runtime.driver.feedback import patience_s  # noqa: E402
 
 MODELLED = ((64, 512), (512, 2048))
 """Ranks and sequences."""
@@ -49,7 +49,7 @@ class SlowDriver(Driver):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         from dhp_ray.runtime.driver.commit import Commits
-        from dhp_ray.runtime.driver.stages import FinishedStep
+        from dhp_ray.runtime.driver.dispatch import FinishedStep
 
         planned, commit, draw = PLANNERS["dhp"], Commits.commit, random.Random(0)
         reported = Path(self.config.run.dir) / "reported.jsonl"

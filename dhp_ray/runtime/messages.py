@@ -27,12 +27,12 @@ class GroupError(RunError):
     """A worker died, raised or no longer answers. During training, a new generation forms; before training, this ends
     the run.
 
-    `silent`: the ranks that have just failed to answer a query.
+    `unresponsive`: the ranks that have just failed to answer a query.
     """
 
-    def __init__(self, text: str, silent: Sequence[int] = ()) -> None:
+    def __init__(self, text: str, unresponsive: Sequence[int] = ()) -> None:
         super().__init__(text)
-        self.silent = tuple(silent)
+        self.unresponsive = tuple(unresponsive)
 
 
 class StoppingError(Exception):

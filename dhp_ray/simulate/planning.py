@@ -1,5 +1,5 @@
 """The plans of a simulated run. The planners themselves make them; whether a plan is in time or late is decided as in
-`runtime/driver/dispatch.py` and `runtime/driver/planning.py`.
+`runtime/driver/dispatch.py` and `runtime/driver/feedback.py`.
 
     step n        |------------------------------------| results |
     step n + 1    | read | plan | decode ... |                   launch         in time: nobody waits
@@ -21,7 +21,7 @@ from dhp_ray.planner.baselines.static import Layout
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import Sample
 from dhp_ray.planner.vision_plan import encoding_ranks
-from dhp_ray.runtime.driver.planning import Expectation, patience_s
+from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.simulate.settings import DataSettings, PlanningSettings
 
 LAYOUT_BATCHES = 8

@@ -163,7 +163,7 @@ class Recovery:
                 return fault.time_s, fault
             size = len(survivors) + len(self._ready(time_s))
             needed = self._needed(size)
-            conditions = [Condition.WELL] * len(survivors) + [Condition.DEAD] * num_lost
+            conditions = [Condition.HEALTHY] * len(survivors) + [Condition.DEAD] * num_lost
             match decide(conditions, len(self._ready(time_s)), needed, self.num_ranks, True):
                 case Form() | GoOn():
                     return time_s, None

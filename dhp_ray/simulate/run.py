@@ -18,9 +18,7 @@ from dhp_ray.comm.book import PoolBook
 from dhp_ray.planner.plan import Plan, PlanError, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.work import PAID_ONCE, work_of
-from dhp_ray.runtime.driver.measures import TimeScale
-from dhp_ray.runtime.driver.mirroring import Mirroring
-from dhp_ray.runtime.driver.speeds import SpeedMeter
+from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import Elastic
 from dhp_ray.simulate.batches import Batches
 from dhp_ray.simulate.faults import Fault, Speeds, faults_of

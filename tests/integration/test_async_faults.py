@@ -60,7 +60,7 @@ def test_ranks_killed_and_stopped(
     workers = run.pids
     os.kill(workers[2], signal.SIGSTOP)
     moment = time.time()
-    survived(run, moment, [workers[2]], "silent", SILENT_S)
+    survived(run, moment, [workers[2]], "unresponsive", SILENT_S)
     assert set(run.pids) >= set(workers) - {workers[2]}
 
     run.wait_for_ranks(4)

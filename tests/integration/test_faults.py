@@ -33,7 +33,7 @@ def test_a_worker_killed_one_stopped_and_the_driver_killed(start: Start, undistu
     formed = run.wait_for_event(moment, "generation", timeout_s=60)
     assert stopped not in run.pids
     assert {event["pid"]: event["condition"]
-            for event in run.events_after(moment, "worker_lost")} == {stopped: "silent"}
+            for event in run.events_after(moment, "worker_lost")} == {stopped: "unresponsive"}
 
     run.wait_for_step(formed["step"])
     (driver,) = children("Driver")

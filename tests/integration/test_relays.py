@@ -48,7 +48,7 @@ def test_a_worker_a_relay_and_the_driver_killed_and_a_worker_stopped(
     assert seconds_since(run.wait_for_event(moment, "broken", timeout_s=60), moment) < 10 + 5
     run.wait_for_event(moment, "generation", timeout_s=60)
     assert {event["pid"]: event["condition"]
-            for event in run.events_after(moment, "worker_lost")} == {stopped: "silent"}
+            for event in run.events_after(moment, "worker_lost")} == {stopped: "unresponsive"}
 
     run.wait_for_ranks(3)
     (driver,) = children("Driver")

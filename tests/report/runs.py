@@ -12,7 +12,7 @@ from typing import Any
 from dhp_ray.config import CONF, load
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.runtime.driver.measures import step_metrics
+from dhp_ray.runtime.driver.commit import step_metrics
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder
 from dhp_ray.train.results import PackTime, StepResult

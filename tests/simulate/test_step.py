@@ -14,8 +14,8 @@ from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare, Offload, Recompu
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.planner.work import work_of
-from dhp_ray.runtime.driver.measures import makespan_s, measured_idle_fraction
-from dhp_ray.runtime.driver.speeds import busy_s
+from dhp_ray.runtime.driver.commit import makespan_s, measured_idle_fraction
+from dhp_ray.runtime.driver.feedback import busy_s
 from dhp_ray.simulate.links import Links, links_of
 from dhp_ray.simulate.step import Network, SimulatedStep, simulate_step
 

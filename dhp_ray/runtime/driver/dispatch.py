@@ -13,24 +13,234 @@ own id; workers run the plan that the driver names.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dhp_ray.comm.book import PoolBook
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import located
+from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan import ClusterSpec, Plan
-from dhp_ray.runtime.driver.batch_reader import BatchReader
+from dhp_ray.runtime.driver.calls import Calls
+from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
-from dhp_ray.runtime.driver.planning import Expectation, Patience, Planning, patience_s
-from dhp_ray.runtime.driver.stages import DispatchedStep
+from dhp_ray.runtime.messages import Ran
 from dhp_ray.runtime.rank_slices import RowIndex
+from dhp_ray.train.results import StepResult
+
+if TYPE_CHECKING:
+    from dhp_ray.data.stream import Batch
+    from dhp_ray.planner.cost import CostModel
+    from dhp_ray.planner.plan import Plan
+    
+
+@dataclass
+class DispatchedStep:
+    """A planned batch under way to the workers.
+
+    `prefetches` return the samples that the workers' prefetch threads could not decode. A thread collects all of these
+    answers from Ray into `answers` while the previous step runs. `late`: the plan is the last resort's, because the
+    planner's own plan was not ready in time.
+    """
+
+    step: int
+    batch: Batch
+    plan: Plan
+    plan_id: str
+    late: bool
+    prefetches: Calls
+    answers: Future[list[dict[str, str]]]
+
+
+@dataclass
+class RunningStep:
+    """A step that the workers run: their pending results, when it began, and whether they mirror the state after it."""
+
+    dispatched: DispatchedStep
+    placeholders: dict[str, str]
+    results: Calls
+    begun_s: float
+    data_wait_s: float
+    mirrors: bool
+
+    def finished(self, results: list[StepResult], step_time_s: float,
+                 evaluated: Mapping[str, float]) -> FinishedStep:
+        dispatched, batch = self.dispatched, self.dispatched.batch
+        return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
+                            [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results,
+                            step_time_s, self.data_wait_s,
+                            evaluated)
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that every rank has applied. `late`: it ran the last resort's plan. `results` may lack those of ranks that
+    have been lost since.
+    """
+
+    step: int
+    plan: Plan
+    plan_id: str
+    late: bool
+    epoch: int
+    skipped: list[tuple[str, str]]
+    placeholders: dict[str, str]
+    results: list[StepResult]
+    step_time_s: float
+    data_wait_s: float = 0.0
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+    """The results of the evaluation after the step, by their names in metrics.jsonl; empty if there was none."""
+
+    @property
+    def generation(self) -> int:
+        """Whose ranks ran it."""
+        return int(self.plan_id.split(".")[0])
+
+    @classmethod
+    def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:
+        """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
+        batch, results = plan_file["batch"], [found.result for found in ran]
+        skipped = [(sample_id, reason) for sample_id, reason in batch["skipped"]]
+        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped,
+                   ran[0].placeholders, results,
+                   max(result.step_time_s for result in results))
+
+
+@dataclass
+class Planning:
+    """One step's planning, shared by the planning thread and the driver: speeds, pool and cost are as when it begins.
+    """
+
+    step: int
+    speeds: tuple[float, ...]
+    pool: list[tuple[int, ...]]
+    cost: CostModel
+    reading: Future[Batch | None] = field(init=False)
+    ahead: Future[DispatchedStep | None] = field(init=False)
+    sends_ahead: bool = False
+    """The planning thread was the first to claim it: it sends the plan, or has sent it."""
+    _claimed: bool = False
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def claimed(self) -> bool:
+        return self._claimed
+
+    def claim(self, ahead: bool = False) -> bool:
+        """Return whether the caller is the first to claim the planning: only the first may send a plan of this step (or
+        make sure that none is sent).
+
+        ahead: the caller is the planning thread.
+        """
+        with self._lock:
+            first, self._claimed = not self._claimed, True
+            self.sends_ahead = self.sends_ahead or (first and ahead)
+            return first
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last
+    resort.
+    """
+
+    since_s: float
+    seconds: float
+
+    def over(self) -> bool:
+        return monotonic() - self.since_s >= self.seconds
+
+
+class BatchReader:
+    """Takes batches from the stream for one membership of the group.
+
+    `batches` are those taken and not committed yet, by step: a later membership plans them again. `thread` takes them;
+    None: a new one. `at_end`: a batch was asked for past the last step.
+    """
+
+    def __init__(
+        self, stream: Stream | Mixture, config: Config, batches: dict[int, Batch], thread: ThreadPoolExecutor | None
+    ) -> None:
+        self.stream, self.config, self.batches = stream, config, batches
+        self.at_end = False
+        self._thread: ThreadPoolExecutor | None = thread or ThreadPoolExecutor(1, "reading")
+
+    def end(self) -> Future[None] | None:
+        """Take no further batch; the future is done when the last one has been taken. None if the thread was handed
+        over.
+        """
+        if self._thread is None:
+            return None
+        idle = self._thread.submit(lambda: None)  # after whatever is being read, for an earlier membership too
+        self._thread.shutdown(wait=False)
+        self._thread = None
+        return idle
+
+    def hand_over(self) -> ThreadPoolExecutor | None:
+        """Return the thread for the next membership's reader. A batch that is being read joins `batches` later."""
+        thread, self._thread = self._thread, None
+        return thread
+
+    def reading(self, step: int) -> Future[Batch | None]:
+        """Return a future of a step's batch, done at once if the batch has been taken: the thread may still be reading
+        a later one that was asked for before a change of membership.
+        """
+        if step not in self.batches:
+            assert self._thread is not None
+            return self._thread.submit(self._batch, step)
+        taken: Future[Batch | None] = Future()
+        taken.set_result(self.batches[step])
+        return taken
+
+    def _batch(self, step: int) -> Batch | None:
+        """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the
+        last step.
+        """
+        if 0 < self.config.run.steps < step:
+            self.at_end = True
+            return None
+        if step not in self.batches:
+            batch = self._next_batch()
+            if batch is None:
+                self.at_end = True
+                return None
+            self.batches[step] = batch
+        return self.batches[step]
+
+    def _next_batch(self) -> Batch | None:
+        """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to
+        go.
+
+        If reading fails, the stream goes back to the batch's first row, because a later membership may ask for the
+        batch again.
+        """
+        begin = self.stream.cursor
+        try:
+            return self._read_batch()
+        except Exception:
+            self.stream.restore(begin)
+            raise
+
+    def _read_batch(self) -> Batch | None:
+        run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
+        while batch is None:
+            if not run.steps and self.stream.epoch + 1 >= run.epochs:
+                return None
+            self.stream.start_epoch(self.stream.epoch + 1)
+            batch = self.stream.next_batch(self.config.batch.global_samples)
+            if batch is None:
+                raise DataError(
+                    f"batch.global_samples: got {self.config.batch.global_samples}; no epoch has so many usable "
+                    "samples, and batch.drop_last=true leaves a smaller batch out"
+                )
+        return batch
 
 ANSWERS_S = 0.1
 """Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself, and

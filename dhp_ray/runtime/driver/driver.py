@@ -25,16 +25,16 @@ from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import BadRows, DataError
+from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import PlanError
-from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
+from dhp_ray.runtime.driver.dispatch import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.elastic import Condition
-from dhp_ray.runtime.driver.ending import export, failed, finish, save_last, untrained
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.recovery import arrival_messages, form_anew
+from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure, report_pending
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.stages import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
@@ -64,7 +64,7 @@ class Driver:
         self.tell: Tell = self.messages.put
         self.waits = Waits(self.tell)
         self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
-        self.arrivals = Arrivals(config.cluster.device, self.tell)
+        self.pending, self.draining = PendingWorkers(config.cluster.device, self.tell), DrainingNodes()
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
@@ -75,7 +75,7 @@ class Driver:
 
     def offer(self, slot: int, actor: ActorHandle) -> None:
         """Offer a worker that may join."""
-        self.arrivals.offer(slot, actor)
+        self.pending.offer(slot, actor)
 
     def stop(self, reason: str) -> None:
         """End the run after the step that is under way, with a checkpoint."""
@@ -107,7 +107,7 @@ class Driver:
             if self.lease:
                 folder.before_writing = self.lease.check
             self.session = session = open_session(
-                self.config, folder, self.group, self.store, self.arrivals, self.takes_over, self.tell,
+                self.config, folder, self.group, self.store, self.pending, self.takes_over, self.tell,
                 lambda: self.stop_reason)
             self.commits = Commits(session)
             self.bad_rows = [BadRows(source.path, source.num_rows) for source in session.stream.sources]
@@ -124,20 +124,20 @@ class Driver:
 
     def _train(self, session: Session, broken: str) -> None:
         """Run generation after generation until the last step; `broken`: why the current one cannot go on."""
-        change, silent = broken, tuple[int, ...]()
+        change, unresponsive = broken, tuple[int, ...]()
         while True:
             try:
                 if change:
                     leaving = {} if broken else self.leaving
-                    finished = form_anew(session, change, bool(broken), leaving, silent)
+                    finished = reconfigure(session, self.pending, change, bool(broken), leaving, unresponsive)
                     self.commits.recovered(finished, partial(self._evaluated, session))
                     session.history.stream_lost = False
-                broken, silent = "", ()
+                broken, unresponsive = "", ()
                 change = self._steps(session)
                 self.commits.finish_saves()
                 if not change:
                     stopping = session.stopping
-                    save_last(session, self.commits)
+                    self.commits.save_last()
                     if not (stopping or session.records.has_trained):
                         self.tell(untrained(session))
                         return
@@ -152,7 +152,7 @@ class Driver:
                 if self.refused:
                     raise RunError(self.refused) from None
                 change = broken = str(error)
-                silent = error.silent
+                unresponsive = error.unresponsive
                 self.commits.forget_saves()
 
     def _steps(self, session: Session) -> str:
@@ -171,7 +171,7 @@ class Driver:
             step_time_s = perf_counter() - running.begun_s
             following = self._dispatched(session.current.dispatcher.take, step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
-            self.leaving = session.leaving()
+            self.leaving = leaving_ranks(session, self.draining)
             mirrored = running.mirrors and results[0].applied
             if mirrored:
                 session.mirroring.begun(step)
@@ -194,7 +194,7 @@ class Driver:
             running = launched
         self._copies_arrived(session)
         if self.refused:  # also at the first step
-            save_last(session, self.commits)
+            self.commits.save_last()
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
@@ -290,8 +290,59 @@ class Driver:
         """Return why the membership must change between two steps; empty: it need not."""
         if session.stopping:
             return ""
-        newcomers = min(len(session.arrivals.ready()), session.max_workers - session.group.size)
-        arrival_messages(session)
+        newcomers = min(len(self.pending.ready()), session.max_workers - session.group.size)
+        report_pending(session, self.pending)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
+
+PICTURE_S = 0.5
+"""Seconds that a run that ends early waits for the picture of a step."""
+
+
+def export(session: Session) -> None:
+    """Write the model of a complete run."""
+    with session.group.waits.on("the model to be written"):
+        session.group.call("export", MODEL_FOLDER)
+    session.group.call("leave")
+
+
+def finish(session: Session, stopping: str) -> RunFinished:
+    """Close what the run writes; `stopping`: why it ends early."""
+    session.current.dispatcher.stop()
+    if not stopping:
+        session.stream.close()
+    session.watch.close(PICTURE_S if stopping else None)
+    session.scalars.close()
+    session.records.close()
+    if stopping:
+        return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{_way_back(session)}",
+                           status=1)
+    return RunFinished(f"done: model in {Folder(session.config.run.dir).child(MODEL_FOLDER).uri}")
+
+
+def untrained(session: Session) -> RunFinished:
+    """End a run whose steps have all been made, and have trained nothing. There is no way back to it."""
+    session.records.flush()
+    if last_step := session.records.last_step:
+        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used (see "
+                           "skipped.jsonl); allowed: other data, and another run.dir", status=1)
+    return RunFinished("", f"batch.global_samples: got {session.config.batch.global_samples}; no epoch has so many "
+                       "usable samples, and batch.drop_last=true leaves a smaller batch out", status=1)
+
+
+def failed(session: Session | None, error: str) -> RunFinished:
+    """End the run with an error, after bringing the logs up to date if they can still be written."""
+    try:
+        if session:
+            session.records.flush()
+        return RunFinished("", f"{error}{_way_back(session)}", status=1)
+    except Exception as failure:  # most likely the storage, which also caused the error
+        besides = "" if first_line(failure) == error else f"; besides: {first_line(failure)}"
+        return RunFinished("", f"{error}{besides}", status=1)
+
+
+def _way_back(session: Session | None) -> str:
+    """Say how to continue a run that ended early."""
+    newest = session.checkpoints.newest_step() if session else 0
+    return f"; the newest checkpoint is step {newest}: start the same command again to go on from it" if newest else ""

@@ -1,7 +1,7 @@
 """How the group reacts when something happens to it: pure functions from observations to decisions.
 
-    condition_of       what a survey shows about one worker    -> well, dead, silent, raised, stuck
-    Standstill         what successive surveys show            -> which ranks pass no more marks
+    condition_of       the report of one worker                -> healthy, dead, unresponsive, raised, stuck
+    ProgressWatchdog       what successive polls show              -> which ranks pass no more marks
     decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
     surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
     replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
@@ -20,11 +20,11 @@ MAX_FAILURES = 8
 
 
 class Condition(StrEnum):
-    """The condition of one worker. All but WELL leave the group."""
+    """The condition of one worker. All but HEALTHY leave the group."""
 
-    WELL = "well"
+    HEALTHY = "healthy"
     DEAD = "dead"
-    SILENT = "silent"
+    UNRESPONSIVE = "unresponsive"
     RAISED = "raised"
     STUCK = "stuck"
     SLOW = "slow"
@@ -33,7 +33,7 @@ class Condition(StrEnum):
 
 @dataclass(frozen=True)
 class HealthReport:
-    """What a survey shows about a worker.
+    """What is known of a worker's health.
 
     `mark_id`: its call and the number of the mark that it passed last; `waits_for_peers`: whether it waits there;
     `error`: what it raised, unless a lost peer was the cause.
@@ -47,17 +47,17 @@ class HealthReport:
 
 
 def condition_of(report: HealthReport, overdue: bool) -> Condition:
-    """`overdue`: it has passed no mark for longer than Standstill allows."""
+    """`overdue`: it has passed no mark for longer than ProgressWatchdog allows."""
     if report.dead:
         return Condition.DEAD
     if not report.answered:
-        return Condition.SILENT
+        return Condition.UNRESPONSIVE
     if report.error:
         return Condition.RAISED
-    return Condition.STUCK if overdue else Condition.WELL
+    return Condition.STUCK if overdue else Condition.HEALTHY
 
 
-class Standstill:
+class ProgressWatchdog:
     """How long each rank has passed no mark. A rank that waits for its peers does not stand still: one of the peers
     does.
     """
@@ -68,7 +68,7 @@ class Standstill:
         self._mark_ids = [""] * num_ranks
 
     def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
-        """Whether a rank has stood still for too long by now; call it at every survey."""
+        """Whether a rank has stood still for too long by now; call it at every poll."""
         if report.waits_for_peers or report.mark_id != self._mark_ids[rank]:
             self._since_s[rank], self._mark_ids[rank] = now_s, report.mark_id
         return now_s - self._since_s[rank] >= self.limit_s
@@ -115,13 +115,13 @@ def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_
             f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} "
             "(cluster.max_workers)"
         )
-    well = tuple(place for place, condition in enumerate(conditions) if condition is Condition.WELL)
-    added = max(0, min(newcomers, max_ranks - len(well)))
-    if len(well) + added < min_ranks:
-        return Wait(min_ranks, len(well) + added)
-    if len(well) == len(conditions) and not broken and not added:
+    healthy = tuple(place for place, condition in enumerate(conditions) if condition is Condition.HEALTHY)
+    added = max(0, min(newcomers, max_ranks - len(healthy)))
+    if len(healthy) + added < min_ranks:
+        return Wait(min_ranks, len(healthy) + added)
+    if len(healthy) == len(conditions) and not broken and not added:
         return GoOn()
-    return Form(well, added)
+    return Form(healthy, added)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan import ClusterSpec
-from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.image_limits import image_limit_of
-from dhp_ray.runtime.driver.stages import DispatchedStep
 from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
 
 

@@ -1,4 +1,4 @@
-"""The workers of one generation: calls to all of them, one clear error when one fails, and a survey of their health."""
+"""The workers of one generation: calls to all of them, one clear error when one fails, and polls of their health."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from dhp_ray.planner.cost_origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
 from dhp_ray.planner.rank_plan import PlanSlices
-from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, answered, direct_calls, relay_of
-from dhp_ray.runtime.driver.elastic import Condition, HealthReport, Standstill, condition_of
-from dhp_ray.runtime.driver.relay import Relays
+from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
+from dhp_ray.runtime.driver.elastic import Condition, HealthReport, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
 from dhp_ray.runtime.waits import Waits
@@ -40,7 +39,7 @@ IDLE_LOOK_S = 1.0
 STOP_POLL_S = 0.2
 """Seconds between two checks whether the run is to end, in a wait that ends with it."""
 
-WORDS = {Condition.DEAD: "died", Condition.SILENT: "answers no more", Condition.STUCK: "is stuck",
+WORDS = {Condition.DEAD: "died", Condition.UNRESPONSIVE: "answers no more", Condition.STUCK: "is stuck",
          Condition.RAISED: "raised", Condition.SLOW: "is too slow",
          Condition.DRAINED: "is on a node that is being drained"}
 
@@ -70,7 +69,7 @@ class WorkerGroup:
     """Worker actors, in rank order once they have been described.
 
     Before a run trains, an error waits a little for the death that explains it. Once it trains (`look_s` is set),
-    errors are raised at once, because a survey explains them, and after every `look_s` seconds without a result the
+    errors are raised at once, because a poll explains them, and after every `look_s` seconds without a result the
     workers' health is checked.
     """
 
@@ -178,7 +177,7 @@ class WorkerGroup:
         """Return the results by rank. While all workers make progress, they may take as long as they need.
 
         With `end_stuck`, a stuck worker is ended at once: the thread that is stuck may not be the training thread, the
-        only one that a survey sees.
+        only one that a poll sees.
 
         Raises:
             GroupError: a rank died, raised, no longer answers, stands still for `stuck_s` without waiting for others,
@@ -221,23 +220,23 @@ class WorkerGroup:
         while not pending.done() and not enough():
             wait([pending], timeout=0.005)
             if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
-                for rank, (report, _) in enumerate(self.survey()):
+                for rank, (report, _) in enumerate(self.poll_health()):
                     if report.dead:
                         raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
-    def survey(self, silent: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
+    def poll_health(self, unresponsive: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
         """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Workers of a
-        node of which none answers at once are dead if it is gone, which Ray may learn later; `silent` ranks, which have
-        just failed to answer a query, get less time. Neither if no rank answers: then this process itself may have been
-        held up, or cut off.
+        node of which none answers at once are dead if it is gone, which Ray may learn later; `unresponsive` ranks,
+        which have just failed to answer a query, get less time. Neither if no rank answers: then this process itself
+        may have been held up, or cut off.
         """
         calls = self.each("status")
         late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])
         answered_there = {node for call, node in zip(calls, self.nodes) if call not in late}
         gone = unnoticed(set(self.nodes) - answered_there) if late and answered_there else set()
         left = {rank: call for rank, call in enumerate(calls) if self.nodes[rank] not in gone}
-        others = [call for rank, call in left.items() if rank not in silent] or [*left.values()]
+        others = [call for rank, call in left.items() if rank not in unresponsive] or [*left.values()]
         ray.wait(others, num_returns=len(others), timeout=SURVEY_S)
         ray.wait([*left.values()], num_returns=len(left), timeout=AGAIN_S)
         return [_health_of(call) if rank in left else (HealthReport(dead=True), Status())
@@ -267,29 +266,29 @@ class WorkerGroup:
 
 
 class _HealthMonitor:
-    """Surveys a group while some of its calls are pending."""
+    """Polls the health of a group while some of its calls are pending."""
 
     def __init__(self, group: WorkerGroup, stuck_s: float, end_stuck: bool) -> None:
         self.group, self.end_stuck = group, end_stuck
-        self.standstill = Standstill(group.size, stuck_s, monotonic())
-        self.exchange = Standstill(group.size, group.exchange_s, monotonic())
+        self.watchdog = ProgressWatchdog(group.size, stuck_s, monotonic())
+        self.exchange = ProgressWatchdog(group.size, group.exchange_s, monotonic())
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or makes no progress with its call (ranks in `pending`)."""
-        reports = [report for report, _ in self.group.survey()]
-        silent = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
+        reports = [report for report, _ in self.group.poll_health()]
+        unresponsive = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
         too_long = [report.waits_for_peers
                     and self.exchange.overdue(rank, replace(report, waits_for_peers=False), monotonic())
                     for rank, report in enumerate(reports) if rank in pending]
         if too_long and all(too_long):
             raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
         for rank, report in enumerate(reports):
-            overdue = rank in pending and self.standstill.overdue(rank, report, monotonic())
+            overdue = rank in pending and self.watchdog.overdue(rank, report, monotonic())
             condition = condition_of(report, overdue)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
-            if condition is not Condition.WELL:
-                raise GroupError(self.group.words(rank, condition), silent)
+            if condition is not Condition.HEALTHY:
+                raise GroupError(self.group.words(rank, condition), unresponsive)
 
 
 def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:

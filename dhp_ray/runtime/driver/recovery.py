@@ -1,36 +1,47 @@
 """From one generation of the group to the next: which workers stay, which state they go on from, and from which step.
 
-    survey   find who is dead, silent, stuck or has raised; end their actors, ask the job's process for others
-    settle   all others leave the broken generation, because sockets close or they are told to abort
-    wait     until there are enough ranks
-    load     the highest state version of which every shard survives; without one, the newest checkpoint
-    join     survivors and newcomers meet; the state moves between their memories
+    settle      find who is dead, unresponsive, stuck or has raised; end their actors, ask the job's process for others;
+                the rest leave the broken generation, because sockets close or they are told to abort
+    capacity    wait until there are enough ranks, with workers that the job's process has started meanwhile
+    state       the highest version of which every shard survives; without one, the newest checkpoint
+    join        survivors and newcomers meet; the state moves between their memories
+    hand over   batches that have been read are planned for the new ranks
+
+A new driver first takes over the workers of a lost one: some are in the middle of a step, some are dead or hung, some
+have not joined yet.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from queue import Empty, SimpleQueue
+from time import monotonic, perf_counter, sleep
 
 import ray
+from ray._private.state import state
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from dhp_ray.data.blocks import lose_nodes, start_servers
+from dhp_ray.errors import first_line
+from dhp_ray.run_folder import CONFIG_FILE
+from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.elastic import (
     Condition,
     Form,
     GoOn,
-    Standstill,
+    ProgressWatchdog,
     Stop,
+    SurvivingState,
     Wait,
     condition_of,
     decide,
     surviving_state,
 )
-from dhp_ray.runtime.driver.group import Member, by_node
+from dhp_ray.runtime.driver.group import Member, WorkerGroup, by_node
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.stages import FinishedStep
 from dhp_ray.runtime.messages import (
     FromCheckpoint,
     FromMemory,
@@ -40,115 +51,104 @@ from dhp_ray.runtime.messages import (
     RunError,
     Status,
     StoppingError,
+    Tell,
 )
+from dhp_ray.runtime.waits import said_at_s
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
 ENDING_S = 6.0
 """Ray ends a stopped process only after about 5 s; its sockets stay open until then."""
 
+LONGEST_S = 300.0
+"""The most seconds until another worker is asked for in the place of one that failed before it joined."""
+
+LOADS_LONG_S = 60.0
+"""A newcomer that loads the model for this many seconds is reported, and again after 3, 6, 12, 30 times as many."""
+
+DRAINING_LOOK_S = 1.0
+"""Seconds between two queries to the head of the cluster for nodes that are being drained."""
+
 
 @dataclass
 class WorkerHealth:
-    """What a survey shows about one worker of the group."""
+    """One worker of the group when its health was polled."""
 
     member: Member
     condition: Condition
     status: Status
 
+    @property
+    def healthy(self) -> bool:
+        return self.condition is Condition.HEALTHY
 
-def form_anew(
-    session: Session, cause: str, broken: bool, leaving: Mapping[int, Condition], silent: Sequence[int] = ()
-) -> list[FinishedStep]:
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """A generation goes on after `step`, with the state `surviving` in the workers' memories (None: that of the
+    checkpoint of `step`, or fresh weights). `finished`: the steps up to there that are not committed.
+    """
+
+    step: int
+    surviving: SurvivingState | None = None
+    finished: tuple[FinishedStep, ...] = ()
+
+
+def reconfigure(
+    session: Session, pending: PendingWorkers, cause: str, broken: bool, leaving: Mapping[int, Condition],
+    unresponsive: Sequence[int] = (),
+) -> Sequence[FinishedStep]:
     """Replace the current generation of `session` with the next one; returns the steps that are finished and not
     committed.
 
     `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced although
-    they work; `silent`: ranks that have just failed to answer a query.
+    they work; `unresponsive`: ranks that have just failed to answer a query.
 
     Raises:
         GroupError: the new generation broke too; call again.
         RunError: the run cannot go on; one line.
         StoppingError: the run is to end, and the newest checkpoint holds all that could be saved.
     """
-    moments = {"begun": time.perf_counter()}
+    moments = {"begun": perf_counter()}
     if broken:
         session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1,
                               cause=cause)
     session.current.dispatcher.drop()
     session.group.close_relays()
-    _end_where_saved(session, session.records.last_step)
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
-        workers = _settled(session, leaving, silent)
-    cause = ", ".join(session.group.words(rank, seen.condition) for rank, seen in enumerate(workers)
-                      if seen.condition is not Condition.WELL) or cause
-    _check_repetition(session, workers, cause if broken else "")
-    moments["settle_s"] = time.perf_counter()
+        workers = _settle(session, leaving, unresponsive)
+    cause = ", ".join(session.group.words(rank, worker.condition) for rank, worker in enumerate(workers)
+                      if not worker.healthy) or cause
+    if broken:
+        _check_repetition(session, workers, cause)
+    moments["settle_s"] = perf_counter()
     with session.group.waits.on("new workers"):
-        workers = _enough(session, workers, broken)
-    moments["capacity_s"] = time.perf_counter()
-    survivors = [seen for seen in workers if seen.condition is Condition.WELL]
-    newcomers = session.arrivals.take(0 if session.stopping else session.max_workers - len(survivors))
-    committed = session.records.last_step
-
-    steps = _last_steps(survivors)
-    surviving = surviving_state([seen.status.held for seen in survivors], steps)
-    step = steps[surviving.version] if surviving else 0
-    ran = {number: [seen.status.ran[number] for seen in survivors if number in seen.status.ran]
-           for number in range(committed + 1, step + 1)}
-    known = all(ran.values())  # false if a lost driver's ledger on an object store was many steps behind
-    if surviving is None or step < committed or not known:
-        saved = session.checkpoints.newest_step()
-        if surviving is None or step < saved or not known:
-            surviving, step, ran = None, saved, {}
-    finished = [FinishedStep.reported(number, session.records.read_plan(number), found)
-                for number, found in ran.items()]
-    _end_where_saved(session, step)
-    if step < committed or session.history.stream_lost:
+        workers = _wait_for_capacity(session, pending, workers, broken)
+    moments["capacity_s"] = perf_counter()
+    survivors = [worker for worker in workers if worker.healthy]
+    newcomers = pending.take(0 if session.stopping else session.max_workers - len(survivors))
+    start, committed = _starting_point(session, survivors), session.records.last_step
+    _end_where_saved(session, start.step)
+    if start.step < committed or session.history.stream_lost:
         session.current.dispatcher.stop().clear()
-        _go_back(session, step, committed)
-    origins: dict[int, FromCheckpoint | FromMemory] = {}
-    load = FromCheckpoint(session.checkpoints.manifest(step).files if step and not surviving else "")
-    for place, seen in enumerate(survivors):
-        origins[seen.member.slot] = (
-            FromMemory(surviving.generation, surviving.version, surviving.owners[place]) if surviving else load)
-    for member in newcomers:
-        origins[member.slot] = FromMemory(surviving.generation, surviving.version) if surviving else load
-
-    generation = max([session.current.number, *(seen.status.generation for seen in survivors)]) + 1
-    session.group.members = by_node([*(seen.member for seen in survivors), *newcomers])
-    lose_nodes({str(seen.member.described["node_id"]) for seen in workers
-                if seen.condition in (Condition.DEAD, Condition.SILENT)}, session.group.nodes)
-    start_servers(session.group.nodes)
-    session.current.number = generation
-    calls = session.group.join(generation, session.store, session.replica_ranks, session.pool_groups,
-                               session.choose_mode(), [origins[member.slot] for member in session.group.members], step)
-    try:
-        with session.group.waits.on(f"the workers to meet in generation {generation}"):
-            session.group.collect(calls, stopping=None if surviving else session.stop_reason)
-    except GroupError:
-        session.group.each("abort_generation", generation)  # those that still wait for the others
-        raise
-    moments["join_s"] = time.perf_counter()
-    session.current.evaluation.stop()
-    batches, reader = session.current.dispatcher.hand_over()  # a batch may still be read: nothing waits for it here
-    for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
-        del batches[number]  # commits drop those of finished steps
-    session.enter(generation, batches, reader)
-    moments["hand_over_s"] = time.perf_counter()
+        _go_back(session, start.step)
+    lost = [worker.member for worker in workers if worker.condition in (Condition.DEAD, Condition.UNRESPONSIVE)]
+    _join(session, survivors, newcomers, start, lost)
+    moments["join_s"] = perf_counter()
+    _hand_over(session, committed)
+    moments["hand_over_s"] = perf_counter()
     seconds = moments["hand_over_s"] - moments["begun"]
     spent = {name: round(end - begin, 3) for (_, begin), (name, end) in pairwise(moments.items())}
-    session.records.event("generation", generation=generation, cause=cause, step=step + 1, num_ranks=session.group.size,
-                          seconds=round(seconds, 3), **spent,
-                          version=surviving.version if surviving else None, survivors=len(survivors),
+    session.records.event("generation", generation=session.current.number, cause=cause, step=start.step + 1,
+                          num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
+                          version=start.surviving.version if start.surviving else None, survivors=len(survivors),
                           newcomers=len(newcomers))
-    words = (
-        f"generation {generation}: {cause}; {session.group.size} ranks go on with step {step + 1} after {seconds:.1f} s"
-    )
-    session.scalars.scalars(step + 1, {"elastic/recovery_s": seconds})
-    session.scalars.text("events", words, step + 1)
+    words = (f"generation {session.current.number}: {cause}; {session.group.size} ranks go on with step "
+             f"{start.step + 1} after {seconds:.1f} s")
+    session.scalars.scalars(start.step + 1, {"elastic/recovery_s": seconds})
+    session.scalars.text("events", words, start.step + 1)
     session.tell(Notice(words))
-    return finished
+    return start.finished
 
 
 def _end_where_saved(session: Session, step: int) -> None:
@@ -157,74 +157,72 @@ def _end_where_saved(session: Session, step: int) -> None:
         raise StoppingError
 
 
-def _settled(
-    session: Session, leaving: Mapping[int, Condition], silent: Sequence[int]
-) -> list[WorkerHealth]:
-    """Query the health of every worker until all healthy ones have left their calls; end and replace the others."""
+def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Sequence[int]) -> list[WorkerHealth]:
+    """Poll the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
-    standstill = Standstill(group.size, stuck_s, time.monotonic())
+    watchdog = ProgressWatchdog(group.size, stuck_s, monotonic())
     ended: dict[int, WorkerHealth] = {}  # as they were when they were ended
     aborts: dict[int, ray.ObjectRef] = {}
     while True:
         _end_where_saved(session, session.records.last_step)
-        seen = group.survey([place for place in silent if place not in ended])
-        for place, (_, status) in enumerate(seen):
-            # one call at a time: those that wait for it would leave no thread that can answer the next survey
+        workers = []
+        for place, (report, status) in enumerate(group.poll_health([one for one in unresponsive if one not in ended])):
+            # one call at a time: those that wait for it would leave no thread that can answer the next query
             if status.call and (place not in aborts or ray.wait([aborts[place]], timeout=0)[0]):
                 # the ranks that it waits for, to meet or to make a group, may never come
                 aborts[place] = group.members[place].actor.abort_generation.remote(status.generation)
-        workers = []
-        for place, (report, status) in enumerate(seen):
             # there is no rank left for it to wait for
-            overdue = standstill.overdue(place, replace(report, waits_for_peers=False), time.monotonic())
+            overdue = watchdog.overdue(place, replace(report, waits_for_peers=False), monotonic())
             condition = condition_of(report, overdue and bool(status.call))
-            if condition is Condition.WELL and place in leaving:
+            if condition is Condition.HEALTHY and place in leaving:
                 condition = leaving[place]
             workers.append(WorkerHealth(group.members[place], condition, status))
-        for place, found in enumerate(workers):
-            if found.condition is not Condition.WELL and place not in ended:
-                ended[place] = found
-                if found.condition is Condition.SLOW:
-                    session.history.evicted_slots.add(found.member.slot)
-                session.records.event("worker_lost", rank=place, pid=found.member.described["pid"],
-                                      node_id=found.member.described["node_id"],
-                                      condition=str(found.condition), error=found.status.error,
-                                      last_mark=found.status.last_mark)
-                ray.kill(found.member.actor)
-                session.tell(Replace(found.member.slot))
+        for place, worker in enumerate(workers):
+            if not worker.healthy and place not in ended:
+                ended[place] = worker
+                _end(session, place, worker)
                 # until then others may wait for it
-                standstill = Standstill(group.size, ENDING_S + stuck_s, time.monotonic())
-        if not any(found.status.call and found.condition is Condition.WELL for found in workers):
-            return [ended.get(place, found) for place, found in enumerate(workers)]
-        time.sleep(POLL_S)
+                watchdog = ProgressWatchdog(group.size, ENDING_S + stuck_s, monotonic())
+        if not any(worker.status.call and worker.healthy for worker in workers):
+            return [ended.get(place, worker) for place, worker in enumerate(workers)]
+        sleep(POLL_S)
+
+
+def _end(session: Session, rank: int, worker: WorkerHealth) -> None:
+    """End a worker's actor, and ask for another one."""
+    if worker.condition is Condition.SLOW:
+        session.history.evicted_slots.add(worker.member.slot)
+    session.records.event("worker_lost", rank=rank, pid=worker.member.described["pid"],
+                          node_id=worker.member.described["node_id"], condition=str(worker.condition),
+                          error=worker.status.error, last_mark=worker.status.last_mark)
+    ray.kill(worker.member.actor)
+    session.tell(Replace(worker.member.slot))
 
 
 def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str) -> None:
-    """Stop a run that breaks in the same step again and again. `cause`: why it broke this time; empty if it did not."""
-    if not cause:
-        return
+    """Stop a run that breaks in the same step again and again. `cause`: why it broke this time."""
     step = session.records.last_step + 1
-    raised = [f"rank {rank} ({found.member.place}) raised: {found.status.error}" for rank, found in enumerate(workers)
-              if found.condition is Condition.RAISED]
+    raised = [f"rank {rank} ({worker.member.place}) raised: {worker.status.error}"
+              for rank, worker in enumerate(workers) if worker.condition is Condition.RAISED]
     session.history.failures = session.history.failures.with_one(step, bool(raised))
     if session.history.failures.hopeless(step):
         why = raised[0] if raised else f"its workers die or hang, at last: {cause} (see events.jsonl)"
         raise RunError(f"step {step} has failed {session.history.failures.steps.count(step)} times; {why}")
 
 
-def _enough(
-    session: Session, workers: list[WorkerHealth], broken: bool
+def _wait_for_capacity(
+    session: Session, pending: PendingWorkers, workers: list[WorkerHealth], broken: bool
 ) -> list[WorkerHealth]:
     """Wait until there are as many survivors and newcomers as the run needs."""
     told = False
     while True:
-        ready = session.arrivals.ready()
-        arrival_messages(session)
+        ready = pending.ready()
+        report_pending(session, pending)
         # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
-        conditions = [found.condition for found in workers]
+        conditions = [worker.condition for worker in workers]
         match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
             case Stop(reason):
                 raise RunError(reason)
@@ -237,34 +235,47 @@ def _enough(
                     told = True
                     session.records.event("waiting", num_ranks=num_ranks, have=have)
                     session.tell(Notice(f"{have} workers are left, the run needs {num_ranks}: waiting for capacity"))
-        time.sleep(CAPACITY_POLL_S)
+        sleep(CAPACITY_POLL_S)
         # the others are being replaced
-        session.group.members = [found.member for found in workers if found.condition is Condition.WELL]
-        workers = _settled(session, {}, ())
+        session.group.members = [worker.member for worker in workers if worker.healthy]
+        workers = _settle(session, {}, ())
 
 
-def arrival_messages(session: Session) -> None:
+def report_pending(session: Session, pending: PendingWorkers) -> None:
     """Ask for replacements of newcomers that failed before they joined, and report those that load for long."""
-    session.arrivals.report(
-        lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
+    pending.report(lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
 
 
-def _last_steps(survivors: Sequence[WorkerHealth]) -> dict[int, int]:
-    """Return the last step that left each state version, of those that a survivor knows."""
-    steps: dict[int, int] = {}
-    for seen in survivors:
-        for version, step in seen.status.steps.items():
+def _starting_point(session: Session, survivors: Sequence[WorkerHealth]) -> StartingPoint:
+    """Return where a generation of these survivors goes on: with their state if it is whole and not behind the newest
+    checkpoint.
+    """
+    steps: dict[int, int] = {}  # the last step that left each state version, of those that a survivor knows
+    for worker in survivors:
+        for version, step in worker.status.steps.items():
             steps[version] = max(step, steps.get(version, 0))
-    return steps
+    committed = session.records.last_step
+    surviving = surviving_state([worker.status.held for worker in survivors], steps)
+    if surviving is None:
+        return StartingPoint(session.checkpoints.newest_step())
+    step = steps[surviving.version]
+    ran = {number: [worker.status.ran[number] for worker in survivors if number in worker.status.ran]
+           for number in range(committed + 1, step + 1)}
+    if not all(ran.values()):  # a lost driver's ledger on an object store was many steps behind
+        return StartingPoint(session.checkpoints.newest_step())
+    if step < committed and step < (saved := session.checkpoints.newest_step()):
+        return StartingPoint(saved)
+    return StartingPoint(step, surviving, tuple(
+        FinishedStep.reported(number, session.records.read_plan(number), found) for number, found in ran.items()))
 
 
-def _go_back(session: Session, step: int, committed: int) -> None:
+def _go_back(session: Session, step: int) -> None:
     """Move the stream back to `step`, and the records too if later steps have been committed.
 
     The stream stays lost until the new generation has taken over: if that breaks, the stream may be needed at another
     step.
     """
-    session.history.stream_lost = True
+    session.history.stream_lost, committed = True, session.records.last_step
     if step < committed:
         session.records.event("rollback", step=step, committed=committed)
         session.tell(Notice(f"the state after step {committed} is lost: going back to step {step}"))
@@ -277,3 +288,201 @@ def _go_back(session: Session, step: int, committed: int) -> None:
         session.stream.restore(session.records.read_plan(step)["batch"]["cursor"])
     else:
         session.stream.start_epoch(0)
+
+
+def _join(
+    session: Session, survivors: Sequence[WorkerHealth], newcomers: Sequence[Member], start: StartingPoint,
+    lost: Sequence[Member],
+) -> None:
+    """Let survivors and newcomers meet in the next generation; blocks on the nodes of `lost` members are made again."""
+    group, surviving = session.group, start.surviving
+    origins: dict[int, FromCheckpoint | FromMemory] = {}
+    if surviving:
+        origins |= {member.slot: FromMemory(surviving.generation, surviving.version) for member in newcomers}
+        origins |= {worker.member.slot: FromMemory(surviving.generation, surviving.version, owners)
+                    for worker, owners in zip(survivors, surviving.owners, strict=True)}
+    load = FromCheckpoint(session.checkpoints.manifest(start.step).files if start.step and not surviving else "")
+    generation = max([session.current.number, *(worker.status.generation for worker in survivors)]) + 1
+    group.members = by_node([*(worker.member for worker in survivors), *newcomers])
+    lose_nodes({str(member.described["node_id"]) for member in lost}, group.nodes)
+    start_servers(group.nodes)
+    session.current.number = generation
+    calls = group.join(generation, session.store, session.replica_ranks, session.pool_groups, session.choose_mode(),
+                       [origins.get(member.slot, load) for member in group.members], start.step)
+    try:
+        with group.waits.on(f"the workers to meet in generation {generation}"):
+            group.collect(calls, stopping=None if surviving else session.stop_reason)
+    except GroupError:
+        group.each("abort_generation", generation)  # those that still wait for the others
+        raise
+
+
+def _hand_over(session: Session, committed: int) -> None:
+    """Let the new generation plan the batches that are left; a batch may still be read, and nothing waits for it."""
+    session.current.evaluation.stop()
+    batches, reader = session.current.dispatcher.hand_over()
+    for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
+        del batches[number]  # commits drop those of finished steps
+    session.enter(session.current.number, batches, reader)
+
+
+def take_over(
+    group: WorkerGroup, pending: PendingWorkers, look_s: float, describe: Callable[[], None],
+    stopping: Callable[[], str], tell: Tell,
+) -> None:
+    """Keep the surviving workers of a lost driver, checking their health every `look_s` seconds meanwhile.
+
+    Raises:
+        RunError: no worker is left, and the run is to end (`stopping` says why).
+    """
+    group.look_s = look_s
+    while True:
+        _part(group, pending, tell)
+        with group.waits.on("new workers"):
+            if not group.members:
+                tell(Notice("no worker is left: waiting for new ones"))
+            while not group.members:  # the run goes on from its newest checkpoint
+                if reason := stopping():
+                    raise RunError(f"stopped ({reason}) while waiting for workers")
+                sleep(CAPACITY_POLL_S)
+                group.members = pending.take(1)
+                pending.report()
+        try:
+            describe()
+            return
+        except GroupError as error:
+            tell(Notice(f"one more is lost: {error}"))
+
+
+def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
+    """Drop dead or hung workers; if others are in a generation, offer those that are in none as newcomers."""
+    seen = list(zip(group.members, group.poll_health()))
+    begun = any(status.generation for _, (_, status) in seen)
+    for member, (report, status) in seen:
+        if report.dead or not report.answered:
+            ray.kill(member.actor)
+            group.members.remove(member)
+            tell(Replace(member.slot))
+        elif begun and not status.generation:
+            group.members.remove(member)
+            pending.offer(member.slot, member.actor)
+
+
+@dataclass
+class _Newcomer:
+    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often its
+    loading was reported.
+    """
+
+    member: Member
+    described: ray.ObjectRef
+    prepared: ray.ObjectRef
+    loads_since_s: float | None = field(default=None, init=False)
+    num_reports: int = field(default=0, init=False)
+
+
+class PendingWorkers:
+    """Workers that the job's process has started and that are not members yet: replacements, and workers by which a run
+    grows. Each is ready once it has described itself and loaded the model. `offer` may be called from any thread.
+    """
+
+    def __init__(self, device: str, tell: Tell) -> None:
+        self._device, self._tell = device, tell
+        self._offered: SimpleQueue[tuple[int, ActorHandle]] = SimpleQueue()
+        self._coming: list[_Newcomer] = []
+        self.failed: list[tuple[int, str]] = []
+        self._waits_s: dict[int, float] = {}  # by slot: how long to wait after the next failure
+        self._wanted: list[tuple[float, int]] = []  # when a slot is to be filled again
+
+    def offer(self, slot: int, actor: ActorHandle) -> None:
+        self._offered.put((slot, actor))
+
+    def ready(self) -> list[Member]:
+        """Return the newcomers that can join now. One that failed goes into `failed` with the reason, and its slot
+        becomes free.
+        """
+        while True:
+            try:
+                slot, actor = self._offered.get_nowait()
+            except Empty:
+                break
+            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, CONFIG_FILE),
+                                          actor.prepare.remote()))
+        return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
+
+    def take(self, number: int) -> list[Member]:
+        """Take at most `number` of the ready newcomers; they are members from here on."""
+        taken = self.ready()[:number]
+        self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]
+        for member in taken:
+            self._waits_s.pop(member.slot, None)
+        return taken
+
+    def report(self, on_failure: Callable[[int, str], object] = lambda slot, why: None) -> None:
+        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once for the
+        first in a row, then after 2, 4, 8 and so on up to LONGEST_S seconds. Call it again and again. `on_failure` is
+        called with the slot and the reason of each that failed.
+        """
+        now = monotonic()
+        for newcomer in self._coming:
+            seconds = 0.0 if newcomer.loads_since_s is None else now - newcomer.loads_since_s
+            if seconds >= said_at_s(newcomer.num_reports, LOADS_LONG_S):
+                newcomer.num_reports += 1
+                self._tell(Notice(f"a new worker ({newcomer.member.place}) loads the model: {seconds:.0f} s so far"))
+        while self.failed:
+            slot, why = self.failed.pop()
+            wait_s = self._waits_s.get(slot, 0.0)
+            self._waits_s[slot] = min(max(2.0, 2 * wait_s), LONGEST_S)
+            self._wanted.append((now + wait_s, slot))
+            on_failure(slot, why)
+            later = f" in {wait_s:g} s" if wait_s else ""
+            self._tell(Notice(f"a new worker failed, another is asked for{later}: {why}"))
+        due = [slot for at_s, slot in self._wanted if at_s <= now]
+        self._wanted = [(at_s, slot) for at_s, slot in self._wanted if at_s > now]
+        for slot in due:
+            self._tell(Replace(slot))
+
+    def _is_ready(self, newcomer: _Newcomer) -> bool:
+        calls = [newcomer.described, newcomer.prepared]
+        done, _ = ray.wait(calls, num_returns=2, timeout=0)
+        try:
+            if newcomer.described in done:
+                newcomer.member.described = ray.get(newcomer.described)
+                newcomer.loads_since_s = newcomer.loads_since_s or monotonic()
+            if newcomer.prepared in done:
+                ray.get(newcomer.prepared)
+                newcomer.loads_since_s = None
+            return len(done) == 2
+        except RayError as error:
+            cause = getattr(error, "cause", None) or error
+            self._coming.remove(newcomer)
+            self.failed.append((newcomer.member.slot, first_line(cause)))
+            return False
+
+
+@dataclass
+class DrainingNodes:
+    """The nodes that Ray is about to take away, after a preemption notice or because somebody drains them, at most
+    DRAINING_LOOK_S old. Ray starts nothing new on them.
+    """
+
+    _ids: frozenset[str] = frozenset()
+    _asked_s: float = field(default_factory=lambda: monotonic() - DRAINING_LOOK_S)
+
+    def ids(self) -> frozenset[str]:
+        if monotonic() - self._asked_s >= DRAINING_LOOK_S:
+            self._ids = frozenset(state.get_draining_nodes())  # Ray has no public call for it
+            self._asked_s = monotonic()
+        return self._ids
+
+
+def leaving_ranks(session: Session, draining: DrainingNodes) -> dict[int, Condition]:
+    """Return the ranks that should leave the group although they work: they are too slow, or Ray is taking their node
+    away.
+
+    If the replacement is just as slow, the node is the cause: the worker stays and gets less work.
+    """
+    drained = draining.ids()
+    return {rank: Condition.SLOW for rank in session.current.meter.no_good()
+            if session.group.members[rank].slot not in session.history.evicted_slots} | {
+        rank: Condition.DRAINED for rank, node in enumerate(session.group.nodes) if node in drained}

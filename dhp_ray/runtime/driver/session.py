@@ -16,18 +16,13 @@ from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import ClusterSpec, Plan
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.runtime.driver.arrivals import Arrivals
 from dhp_ray.runtime.driver.dispatch import Dispatcher
-from dhp_ray.runtime.driver.elastic import Condition, Failures, replica_ranks_of
+from dhp_ray.runtime.driver.elastic import Failures, replica_ranks_of
 from dhp_ray.runtime.driver.evaluation import Evaluation, HeldOut
+from dhp_ray.runtime.driver.feedback import CostRefits, Mirroring, SpeedMeter, TimeScale, least_error
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.measures import TimeScale
-from dhp_ray.runtime.driver.mirroring import Mirroring
 from dhp_ray.runtime.driver.modes import Choice, mode_of
-from dhp_ray.runtime.driver.nodes import Draining
-from dhp_ray.runtime.driver.refits import CostRefits, least_error
 from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
-from dhp_ray.runtime.driver.speeds import SpeedMeter
 from dhp_ray.runtime.messages import Notice, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -89,14 +84,12 @@ class Session:
     watch: Watch
     stream: Stream | Mixture
     held_out: HeldOut | None
-    arrivals: Arrivals
     total_steps: int
     compiled: Future[float]  # done once the planner's loops are, with the seconds that took
     tell: Tell
     first_choice: Choice | None = None  # of the mode, with the choice of `planner.sync`
     stop_reason: Callable[[], str] = lambda: ""
     auto_tokens: bool = False  # tokens per rank follow the memory of each generation's ranks
-    draining: Draining = field(default_factory=Draining)
     history: History = field(default_factory=History)
     current: Generation = field(default_factory=Generation)
 
@@ -136,17 +129,6 @@ class Session:
             longest_s = max(longest_s, float(apart.encoded_s.max()), float((apart.end_s - apart.backward_s).max()))
         layer_s = scale.value * longest_s / self.group.num_layers
         return STUCK_SHARE * max(self.config.elastic.hang_s, HANG_LAYERS * layer_s)
-
-    def leaving(self) -> dict[int, Condition]:
-        """Return the ranks that should leave the group although they work: they are too slow, or Ray is taking their
-        node away.
-
-        If the replacement is just as slow, the node is the cause: the worker stays and gets less work.
-        """
-        drained = self.draining.nodes()
-        return {rank: Condition.SLOW for rank in self.current.meter.no_good()
-                if self.group.members[rank].slot not in self.history.evicted_slots} | {
-            rank: Condition.DRAINED for rank, node in enumerate(self.group.nodes) if node in drained}
 
     def choose_mode(self) -> Mode:
         """Choose the mode in which the group's ranks train. Call this whenever its members change."""

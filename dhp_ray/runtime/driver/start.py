@@ -8,26 +8,47 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
+from dataclasses import replace
+from io import BytesIO
 from threading import Thread
 from typing import Any
+
+import yaml
 
 from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
+from dhp_ray.measure import cost_file
+from dhp_ray.measure.observations import MeasureError
+from dhp_ray.measure.picture import draw
+from dhp_ray.measure.rounds import PARTS, Spec
+from dhp_ray.measure.timings import PartResult
 from dhp_ray.planner import warm_up
+from dhp_ray.planner.checks import PlanError
 from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost_constants import constants_of_text
+from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan import Sample
 from dhp_ray.planner.sample import samples_from_json
-from dhp_ray.run_folder import COST_FILE, LEDGER_FILE, TENSORBOARD_FOLDER
-from dhp_ray.runtime.driver.arrivals import Arrivals
+from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of, skipped_images
-from dhp_ray.runtime.driver.measuring import kept_cost, measure_costs
-from dhp_ray.runtime.driver.modes import Choice, check_cost, compares_modes, memory_of, mode_of
+from dhp_ray.runtime.driver.modes import (
+    Choice,
+    check_cost,
+    compares_modes,
+    cost_of,
+    difference_from,
+    has_fused_operators,
+    memory_of,
+    mode_of,
+)
+from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
     check_memory,
@@ -38,8 +59,8 @@ from dhp_ray.runtime.driver.room import (
     tokens_that_fit,
 )
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
-from dhp_ray.runtime.driver.takeover import take_over
-from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunStarted, Tell
+from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
+from dhp_ray.runtime.origins import model_name, origin_of
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
@@ -48,7 +69,7 @@ from dhp_ray.schema import MEASURE
 from dhp_ray.storage import Folder, StorageError
 
 
-def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tuple[str, int], arrivals: Arrivals,
+def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tuple[str, int], pending: PendingWorkers,
                  takes_over: bool, tell: Tell, stopping: Callable[[], str]) -> Session:
     """Open or resume the run of `run.dir`, which is `folder`.
 
@@ -76,7 +97,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     # before the workers report how much space is free
     not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
     if takes_over:
-        take_over(group, arrivals, config.elastic.hang_s / LOOKS_PER_HANG,
+        take_over(group, pending, config.elastic.hang_s / LOOKS_PER_HANG,
                   lambda: describe(group, folder, config.cluster.device), stopping, tell)
     else:
         tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
@@ -105,7 +126,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     steps = config.run.steps
     total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
     watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out, arrivals,
+    session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out,
                       total_steps, compiled, tell, choice, stop_reason=stopping, auto_tokens=auto_tokens)
     if config.planner.cost == MEASURE:
         group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
@@ -270,3 +291,60 @@ def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resum
         "rank",
         f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
     )
+
+
+def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) -> tuple[CostFile | None, str]:
+    """Return the costs that an earlier start left in the run folder, if they are of this run; else the reason why they
+    are not used (empty: there are none).
+    """
+    if not folder.exists(COST_FILE):
+        return None, ""
+    try:
+        file = CostFile.parsed(constants_of_text(folder.read(COST_FILE), COST_FILE), COST_FILE)
+    except PlanError as error:
+        return None, str(error).removeprefix(f"{COST_FILE}: ")
+    if file.origin is None:
+        return None, "it does not say what it was measured on"
+    other = difference_from(file.origin, config, group, memory_of(config, group, mode))
+    return (None, other) if other else (file, "")
+
+
+def measure_costs(
+    config: Config, folder: Folder, group: WorkerGroup, mode: Mode, generation: int, store: tuple[str, int],
+    pool_groups: int, tell: Tell,
+) -> CostFile:
+    """Measure costs on the workers, in a generation of their own, and write them to the run folder.
+
+    Raises:
+        RunError: too little could be measured, or a worker failed.
+    """
+    memory = memory_of(config, group, mode)
+    tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
+    with group.waits.on("the workers to load the model and to meet"):
+        group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
+    results: dict[str, Sequence[PartResult]] = {}
+    spec: Spec
+    for number, part in enumerate(PARTS, 1):
+        with group.waits.on(f"costs to be measured ({part}, {number} of {len(PARTS)})"):
+            found = group.call("measure", part, int(config.planner.tokens_per_rank))
+        spec = found[0][0]
+        if found[0][1] is not None:
+            results[part] = [result for _, result in found]
+    group.call("leave")
+    described = group.members[0].described
+    origin = origin_of(config, memory, described["device"], described["device_name"], group.size,
+                       has_fused_operators(group))
+    try:
+        known = cost_of(replace(config, planner=replace(config.planner, cost="")), group, mode)
+        measured = cost_file.measured_cost([cost_file.Session(spec, results)], origin, memory, known,
+                                           model_name(config))
+    except MeasureError as error:
+        raise RunError(f"planner.cost: got measure; {error}") from None
+    text = measured.text()
+    folder.write(COST_FILE, text.encode())
+    picture = BytesIO()
+    draw(measured, picture)
+    folder.write(COST_PICTURE, picture.getvalue())
+    errors = measured.sections["errors"]["packs"]
+    tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}"))
+    return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it

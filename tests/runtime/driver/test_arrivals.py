@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.runtime.driver.arrivals import LONGEST_S, Arrivals
+from dhp_ray.runtime.driver.recovery import LONGEST_S, PendingWorkers
 from dhp_ray.runtime.messages import Message, Notice, Replace
 
 TOLD: SimpleQueue[Message] = SimpleQueue()
 
 
 class Newcomer:
-    """What Arrivals asks of a worker; `deed` is what becomes of it while it loads the model."""
+    """What PendingWorkers asks of a worker; `deed` is what becomes of it while it loads the model."""
 
     def __init__(self, deed: str, gate: str) -> None:
         self.deed, self.gate = deed, gate
@@ -49,8 +49,8 @@ def arrivals(ray_cluster: None, gate: Path) -> Iterator[Any]:
     actor = ray.remote(num_cpus=0)(Newcomer)
     actors = []
 
-    def offered(*deeds: str) -> Arrivals:
-        arrivals = Arrivals("cpu", TOLD.put)
+    def offered(*deeds: str) -> PendingWorkers:
+        arrivals = PendingWorkers("cpu", TOLD.put)
         for slot, deed in enumerate(deeds):
             actors.append(actor.remote(deed, str(gate)))
             arrivals.offer(slot, actors[-1])
@@ -61,7 +61,7 @@ def arrivals(ray_cluster: None, gate: Path) -> Iterator[Any]:
         ray.kill(newcomer)
 
 
-def reported(arrivals: Arrivals, *told: Any) -> list[Message]:
+def reported(arrivals: PendingWorkers, *told: Any) -> list[Message]:
     arrivals.report(*told)
     return [TOLD.get_nowait() for _ in range(TOLD.qsize())]
 
@@ -130,8 +130,8 @@ def test_one_that_dies_before_it_is_taken_is_noticed_by_its_next_call_not_by_arr
 def test_the_places_of_those_that_fail_in_a_row_are_filled_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that cannot read the model would otherwise load it again and again, for weeks."""
     clock = [100.0]
-    monkeypatch.setattr("dhp_ray.runtime.driver.arrivals.monotonic", lambda: clock[0])
-    found, told = Arrivals("cpu", TOLD.put), []
+    monkeypatch.setattr("dhp_ray.runtime.driver.recovery.monotonic", lambda: clock[0])
+    found, told = PendingWorkers("cpu", TOLD.put), []
     for wait_s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, LONGEST_S, LONGEST_S):
         found.failed.append((3, "no such file"))
         [notice, *due] = reported(found, lambda slot, why: told.append((slot, why)))
@@ -149,7 +149,7 @@ def test_one_that_loads_for_long_is_reported_with_its_place(
     arrivals: Any, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later_s, notices = 0.0, []
-    monkeypatch.setattr("dhp_ray.runtime.driver.arrivals.monotonic", lambda: time.monotonic() + later_s)
+    monkeypatch.setattr("dhp_ray.runtime.driver.recovery.monotonic", lambda: time.monotonic() + later_s)
     found = arrivals("load")
 
     def looks(until: int) -> bool:

@@ -12,8 +12,8 @@ import pytest
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
-from dhp_ray.runtime.driver.measures import TimeScale
-from dhp_ray.runtime.driver.stages import FinishedStep
+from dhp_ray.runtime.driver.dispatch import FinishedStep
+from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.storage import STORAGE_TIMEOUT_S
 from dhp_ray.train.results import PackTime, StepResult

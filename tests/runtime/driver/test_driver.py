@@ -15,9 +15,8 @@ from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import Batch, Skipped
 from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls
-from dhp_ray.runtime.driver.driver import Driver
-from dhp_ray.runtime.driver.ending import untrained
-from dhp_ray.runtime.driver.stages import DispatchedStep
+from dhp_ray.runtime.driver.dispatch import DispatchedStep
+from dhp_ray.runtime.driver.driver import Driver, untrained
 from dhp_ray.runtime.messages import Message, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords

@@ -17,7 +17,7 @@ from dhp_ray.runtime.driver.elastic import (
     Form,
     GoOn,
     HealthReport,
-    Standstill,
+    ProgressWatchdog,
     Stop,
     SurvivingState,
     Wait,
@@ -29,8 +29,9 @@ from dhp_ray.runtime.driver.elastic import (
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, STUCK_SHARE
 from dhp_ray.runtime.messages import HeldShards
 
-WELL, DEAD, SILENT, RAISED, STUCK, SLOW = (Condition(name)
-                                           for name in ("well", "dead", "silent", "raised", "stuck", "slow"))
+HEALTHY, DEAD, UNRESPONSIVE, RAISED, STUCK, SLOW = (Condition(name)
+                                                 for name in ("healthy", "dead", "unresponsive", "raised", "stuck",
+                                                              "slow"))
 COMPUTES = HealthReport(mark_id="run 41")
 WAITS = HealthReport(mark_id="run 42", waits_for_peers=True)
 
@@ -38,9 +39,9 @@ WAITS = HealthReport(mark_id="run 42", waits_for_peers=True)
 @pytest.mark.parametrize(
     ("report", "overdue", "condition"),
     [
-        (COMPUTES, False, WELL),
+        (COMPUTES, False, HEALTHY),
         (COMPUTES, True, STUCK),
-        (HealthReport(answered=False), False, SILENT),
+        (HealthReport(answered=False), False, UNRESPONSIVE),
         (HealthReport(dead=True), False, DEAD),
         (HealthReport(dead=True, answered=False, error="x"), True, DEAD),
         (HealthReport(error="KeyError: 'x'"), False, RAISED),
@@ -55,16 +56,16 @@ def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float,
     """When a rank is first found to stand still by looks every `look_s` seconds; inf: never until `end_s`. `marks`:
     what it reports from when on.
     """
-    standstill = Standstill(1, limit_s, 0.0)
+    watchdog = ProgressWatchdog(1, limit_s, 0.0)
     for now_s in takewhile(lambda now_s: now_s <= end_s, count(look_s, look_s)):
         report = [report for since_s, report in marks if since_s <= now_s][-1]
-        if standstill.overdue(0, report, now_s):
+        if watchdog.overdue(0, report, now_s):
             return now_s
     return math.inf
 
 
 @pytest.mark.parametrize("layer_s", [1e-3, 1.0])
-def test_layers_30_times_slower_than_predicted_are_no_standstill(layer_s: float) -> None:
+def test_layers_30_times_slower_than_predicted_are_no_watchdog(layer_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
     marks = [(30 * layer_s * number, HealthReport(mark_id=f"run {number}")) for number in range(40)]
     assert first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, marks[-1][0]) == math.inf
@@ -88,22 +89,22 @@ def test_a_rank_that_waits_for_its_peers_never_stands_still() -> None:
 @pytest.mark.parametrize(
     ("conditions", "newcomers", "min_ranks", "max_ranks", "broken", "decision"),
     [
-        ([WELL, WELL, WELL], 0, 1, 3, False, GoOn()),
-        ([WELL, WELL, WELL], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
-        ([WELL, WELL, WELL], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
-        ([WELL, DEAD, WELL], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
-        ([WELL, DEAD, WELL], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
-        ([WELL, DEAD, WELL], 5, 1, 4, True, Form((0, 2), 2)),
-        ([WELL, WELL, WELL], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
-        ([WELL, SLOW, WELL], 0, 1, 3, False, Form((0, 2), 0)),  # evict
-        ([SILENT, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
-        ([SILENT, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
-        ([WELL, DEAD, WELL], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
-        ([WELL, WELL], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
-        ([WELL, DEAD, WELL], 1, 3, 3, True, Form((0, 2), 1)),
+        ([HEALTHY, HEALTHY, HEALTHY], 0, 1, 3, False, GoOn()),
+        ([HEALTHY, HEALTHY, HEALTHY], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
+        ([HEALTHY, HEALTHY, HEALTHY], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
+        ([HEALTHY, DEAD, HEALTHY], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
+        ([HEALTHY, DEAD, HEALTHY], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
+        ([HEALTHY, DEAD, HEALTHY], 5, 1, 4, True, Form((0, 2), 2)),
+        ([HEALTHY, HEALTHY, HEALTHY], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
+        ([HEALTHY, SLOW, HEALTHY], 0, 1, 3, False, Form((0, 2), 0)),  # evict
+        ([UNRESPONSIVE, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
+        ([UNRESPONSIVE, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
+        ([HEALTHY, DEAD, HEALTHY], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
+        ([HEALTHY, HEALTHY], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
+        ([HEALTHY, DEAD, HEALTHY], 1, 3, 3, True, Form((0, 2), 1)),
         ([], 0, 2, 3, True, Wait(2, 0)),
         ([], 2, 2, 3, True, Form((), 2)),
-        ([WELL] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
+        ([HEALTHY] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
     ],
 )
 def test_what_becomes_of_the_group(
@@ -113,7 +114,7 @@ def test_what_becomes_of_the_group(
 
 
 def test_a_sequence_that_the_run_can_never_hold_ends_it() -> None:
-    match decide([WELL, WELL], 0, 5, 4, False):
+    match decide([HEALTHY, HEALTHY], 0, 5, 4, False):
         case Stop(reason):
             assert (
                 reason
@@ -147,7 +148,7 @@ def test_a_step_that_a_worker_raises_in_twice_or_that_breaks_too_often_is_hopele
 def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(
     conditions: list[Condition], newcomers: int, low: int, high: int, broken: bool
 ) -> None:
-    well = [place for place, condition in enumerate(conditions) if condition is WELL]
+    well = [place for place, condition in enumerate(conditions) if condition is HEALTHY]
     match decide(conditions, newcomers, low, high, broken):
         case GoOn():
             assert len(well) == len(conditions)

@@ -10,8 +10,8 @@ import yaml
 
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.measuring import kept_cost
 from dhp_ray.runtime.driver.modes import memory_of
+from dhp_ray.runtime.driver.start import kept_cost
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.storage import Folder
 from tests.runtime.driver.groups import config_of, group_of

@@ -7,7 +7,8 @@ import pytest
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.planner.work import work_of
-from dhp_ray.runtime.driver.measures import TimeScale, cost_error, makespan_s, measured_idle_fraction, step_metrics
+from dhp_ray.runtime.driver.commit import cost_error, makespan_s, measured_idle_fraction, step_metrics
+from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.train.results import PackTime, StepResult
 
 

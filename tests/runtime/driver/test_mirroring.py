@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhp_ray.runtime.driver.mirroring import RECENT, SHARE, Mirroring, steps_between
+from dhp_ray.runtime.driver.feedback import COPY_SHARE, RECENT_COPIES, Mirroring, steps_between
 from dhp_ray.schema import MAX_MIRROR_STEPS
 
 SECONDS = st.floats(1e-6, 1e4)
@@ -31,7 +31,7 @@ def test_the_share_of_a_step(copy_s: float, step_s: float, current: int, every: 
 @given(SECONDS, SECONDS, st.integers(1, MAX_MIRROR_STEPS))
 def test_no_more_than_the_share_and_no_less_than_a_third_of_it(copy_s: float, step_s: float, current: int) -> None:
     every = steps_between(copy_s, step_s, current)
-    needed = math.ceil(copy_s / (SHARE * step_s))
+    needed = math.ceil(copy_s / (COPY_SHARE * step_s))
     assert 1 <= every <= MAX_MIRROR_STEPS
     assert every >= min(needed, MAX_MIRROR_STEPS)
     assert every == 1 or every < 3 * needed
@@ -82,7 +82,7 @@ def test_the_slowest_rank_counts_by_the_fastest_of_its_last_copies() -> None:
     assert mirroring.every == 15
     mirroring.observe([[0.5], []], step_s=1.0)  # a rank that has none since
     assert mirroring.copy_s == 0.3
-    mirroring.observe([[0.2] * RECENT, [0.2] * RECENT], step_s=1.0)
+    mirroring.observe([[0.2] * RECENT_COPIES, [0.2] * RECENT_COPIES], step_s=1.0)
     assert mirroring.copy_s == 0.2
 
 

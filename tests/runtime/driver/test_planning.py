@@ -8,7 +8,8 @@ from time import monotonic
 import pytest
 
 from dhp_ray.planner.cost import CostModel
-from dhp_ray.runtime.driver.planning import LATE_S, Patience, Planning, patience_s
+from dhp_ray.runtime.driver.dispatch import Patience, Planning
+from dhp_ray.runtime.driver.feedback import LATE_S, patience_s
 
 COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0})
 

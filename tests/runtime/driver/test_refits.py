@@ -13,7 +13,7 @@ from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.layer_share import Offload
 from dhp_ray.planner.refit import with_factors
 from dhp_ray.planner.work import TERMS, Work, constants_of, work_of
-from dhp_ray.runtime.driver.refits import HIGH, MOST_ROWS, STEPS_TO_STAY, CostRefits, least_error
+from dhp_ray.runtime.driver.feedback import HIGH, MOST_ROWS, STEPS_TO_STAY, CostRefits, least_error
 from tests.runtime.driver.groups import config_of
 
 PRIOR = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", latency_s=2e-3, pack_s=5e-3,

@@ -16,10 +16,9 @@ import ray
 from dhp_ray.data.blocks import Origin
 from dhp_ray.planner.plan import RankPack, Sample
 from dhp_ray.planner.rank_plan import PlanSlices
-from dhp_ray.runtime.driver import relay as relay_module
-from dhp_ray.runtime.driver.calls import Calls
+from dhp_ray.runtime.driver import calls as relay_module
+from dhp_ray.runtime.driver.calls import Calls, Relay, shares
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.driver.relay import Relay, shares
 from dhp_ray.runtime.messages import GroupError, Status
 from dhp_ray.runtime.rank_slices import RowIndex, unpacked_slice
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dhp_ray.runtime.driver.speeds import FORGET_AFTER, SpeedMeter, busy_s
+from dhp_ray.runtime.driver.feedback import FORGET_AFTER, SpeedMeter, busy_s
 from dhp_ray.train.results import PackTime, StepResult
 
 

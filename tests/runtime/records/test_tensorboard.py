@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.measures import step_metrics
+from dhp_ray.runtime.driver.commit import step_metrics
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text, scalars_of
 from dhp_ray.storage import Folder
 from tests.disks import fill

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.measures import step_metrics
+from dhp_ray.runtime.driver.commit import step_metrics
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
 from dhp_ray.storage import Folder
