@@ -85,7 +85,7 @@ def picture(size: tuple[int, int], seed: int) -> bytes:
 def rows_of(processor: Processor, media: bytes, count: int) -> tuple[list[Sample], list[dict[str, Any]]]:
     """So many samples that show one picture, or one video, each."""
     is_video = not media.startswith(b"\xff\xd8")
-    size: Size = clip_of(media, processor.limits) if is_video else Image.open(io.BytesIO(media)).size
+    size: Size = clip_of(media, processor.family.limits) if is_video else Image.open(io.BytesIO(media)).size
     encoded = processor.encode(talk("<video>What?" if is_video else "<image>What?", "Noise."), [size])
     samples = [Sample(str(number), encoded.text_tokens, encoded.vision_tokens, encoded.grids)
                for number in range(count)]

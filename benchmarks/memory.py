@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
@@ -39,7 +38,7 @@ def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> i
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
     groups = min(device.pool_groups("auto", memory_bytes), 2**num_devices - num_devices - 1)
     shape, pixels = shape_of(name), Data().max_pixels
-    largest = largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
+    largest = FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
                               largest_image=largest, communicators_bytes=groups * device.group_bytes)
     memory = MemoryModel(shape, settings).with_image_limit(MEMORY_SHARE * memory_bytes, largest)

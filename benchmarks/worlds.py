@@ -115,7 +115,7 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     folder = tempfile.TemporaryDirectory(prefix="dhp_ray_corpus_")
     path = Path(folder.name) / "patches.npy"
     samples, payloads, first_patch, place = [], {}, {}, 0
-    patches = [np.zeros((0, processor.patch_dim), np.float32)]
+    patches = [np.zeros((0, processor.family.patch_dim), np.float32)]
     for row in rows:
         sample = Sample(row["id"], row["text_tokens"], row["vision_tokens"],
                         tuple((int(t), int(h), int(w)) for t, h, w in row["grids"]))

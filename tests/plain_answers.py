@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from tests.packs import plain_copy, rough_model
 
 PROCESSORS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
@@ -30,7 +30,7 @@ def model_folder(folder: Path, preset: str) -> Path:
     """A tiny model by transformers' own `save_pretrained`, with the files of its processor. Images keep to MAX_PIXELS.
     """
     plain_copy(rough_model(tie_word_embeddings=False, preset=preset)).save_pretrained(folder)
-    load_processor(preset, "", 3136, MAX_PIXELS).save(folder)
+    ProcessorSpec(preset, "", 3136, MAX_PIXELS).load().save(folder)
     return folder
 
 

@@ -7,7 +7,6 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, features
@@ -15,11 +14,9 @@ from PIL import __version__ as pillow_version
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dhp_ray.data.errors import RowError
+from dhp_ray.data.families.base import Family
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
-
-if TYPE_CHECKING:
-    from dhp_ray.data.processor import Processor
 
 MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
 # Pillow from 11.3 on, if it was built with libavif
@@ -66,15 +63,15 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
     return (height, width) if turned else (width, height)
 
 
-def decode(data: bytes, processor: Processor) -> np.ndarray:
+def decode(data: bytes, family: Family) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
     """
-    image = rgb_of(data, processor.limits.max_decoded_pixels)
-    values = processor.image_processor(images=[image], return_tensors="np")["pixel_values"]
-    return processor.family.image_patches(values, processor.bounds)
+    image = rgb_of(data, family.limits.max_decoded_pixels)
+    values = family.image_processor(images=[image], return_tensors="np")["pixel_values"]
+    return family.image_patches(values)
 
 
 def rgb_of(data: bytes, max_pixels: int) -> Image.Image:

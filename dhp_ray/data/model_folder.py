@@ -5,38 +5,61 @@ from __future__ import annotations
 import codecs
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dhp_ray.data.errors import DataError
+from dhp_ray.data.families import FAMILIES
+from dhp_ray.data.families.base import Family
 from dhp_ray.errors import first_line
 
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 """The files from which a fast tokenizer is made: either of these sets."""
 
 
-def folder_template(folder: Path) -> str | None:
-    """The processor's own template, which takes precedence over the tokenizer's."""
-    if (file := folder / "chat_template.jinja").is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"model.path: {file} is not UTF-8 text: {first_line(error)}") from None
-    if (folder / "chat_template.json").is_file():
-        return read_json(folder / "chat_template.json").get("chat_template")
-    return None
+def family_in(folder: Path) -> type[Family]:
+    """The family of the model in a folder.
+
+    Raises:
+        DataError: config.json is missing or of another family.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise DataError(f"model.path: {folder} has no config.json; allowed: a local Hugging Face folder")
+    name = read_json(file).get("model_type")
+    if name not in FAMILIES:
+        raise DataError(f"model.path: {file} is of a model of type {name!r}; allowed: {', '.join(FAMILIES)}")
+    return FAMILIES[name]
 
 
-def chat_template_of(folder: Path) -> str:
+def check_processor_files(folder: Path) -> None:
+    """Refuse a folder that lacks a file from which the processor is made. Needs no transformers.
+
+    Raises:
+        DataError: tokenizer, chat template or image settings are missing, do not read as JSON, or are those of another
+            family or model.
+    """
+    check_byte_order_marks(folder)
+    check_tokenizer_files(folder)
+    image_settings(folder, family_in(folder))
+
+
+def chat_template(folder: Path) -> str:
     """The template of a model's conversations: the processor's own, else the tokenizer's.
 
     Raises:
         DataError: there is none.
     """
-    template = folder_template(folder)
-    if template is None and (folder / "tokenizer_config.json").is_file():
-        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    template = None
+    if (file := folder / "chat_template.jinja").is_file():
+        try:
+            template = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"model.path: {file} is not UTF-8 text: {first_line(error)}") from None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if template is None and (folder / name).is_file():
+            template = read_json(folder / name).get("chat_template")
     if not isinstance(template, str):
         raise DataError(
             f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in "
@@ -47,7 +70,7 @@ def chat_template_of(folder: Path) -> str:
 
 def check_byte_order_marks(folder: Path) -> None:
     """Refuse a folder with a text file that transformers does not read because an editor put a byte order mark before
-    it. (In chat_template.jinja it reads the mark as text; `chat_template_of` removes it.)
+    it. (In chat_template.jinja it reads the mark as text; `chat_template` removes it.)
     """
     for file in sorted(filter(Path.is_file, [*folder.glob("*.json"), *folder.glob("merges.txt")])):
         with open(file, "rb") as stored:
@@ -64,7 +87,7 @@ def check_tokenizer_files(folder: Path) -> None:
             f"model.path: {folder} has no tokenizer; allowed: a folder with "
             f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
         )
-    chat_template_of(folder)
+    chat_template(folder)
     if (folder / "tokenizer.json").is_file():
         check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
 
@@ -98,7 +121,7 @@ def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
     yield from (token.get("id") for token in (added if isinstance(added, list) else ()) if isinstance(token, dict))
 
 
-def own_pixels_of(folder: Path, most_pixels: int) -> int:
+def own_pixels(folder: Path, most_pixels: int) -> int:
     """The `data.max_pixels` that scales images as a folder's own image processor does, if `most_pixels` does not; else
     0, also if the folder does not say.
     """
@@ -113,25 +136,37 @@ def own_pixels_of(folder: Path, most_pixels: int) -> int:
     return 0 if own == most_pixels else own
 
 
-def image_settings_of(
-    folder: Path, processors: tuple[str, ...], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The settings of a folder's image processor, whose name must begin with one of `processors`: those named in
-    `defaults`, with their defaults if the folder does not have them.
+def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
+    """The settings of a folder's image processor, including those of its model that determine the patches.
 
     Raises:
-        DataError: there are no settings, or they are those of another processor.
+        DataError: there are none, they are those of another processor, or they cut other patches than the model takes.
     """
-    settings = _image_tree(folder)
-    if settings is None:
+    stored = _image_tree(folder)
+    if stored is None:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")
-    kind = str(settings.get("image_processor_type", ""))
-    if not kind.startswith(processors):
-        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: {processors[0]}")
-    return {name: settings.get(name, default) for name, default in defaults.items()}
+    kind = str(stored.get("image_processor_type", ""))
+    if not kind.startswith(family.image_processors):
+        raise DataError(f"model.path: {folder} has the image processor {kind or '(none)'}; allowed: "
+                        f"{family.image_processors[0]}")
+    try:
+        of_model = {name: family.plain(name, value)
+                    for name, value in family.model_settings(read_json(folder / "config.json")).items()}
+        settings = {name: family.plain(name, stored.get(name, default))
+                    for name, default in {**family.image_settings, **of_model}.items()}
+    except DataError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise DataError(f"model.path: {folder}: sizes of images and patches in config.json or preprocessor_config.json "
+                        f"cannot be used: {first_line(error)}") from None
+    for name, value in of_model.items():
+        if settings[name] != value:
+            raise DataError(f"model.path: {folder}: {name} is {settings[name]} in preprocessor_config.json, {value} in "
+                            "config.json; allowed: the same")
+    return settings
 
 
-def video_pixels_of(folder: Path) -> int:
+def video_pixels(folder: Path) -> int:
     """The most pixels of all frames of a video by a folder's video processor; 0: it does not say.
 
     Raises:

@@ -2,17 +2,15 @@
 processor.
 
 This needs only the headers of images, because an image's tokens follow from its size. Nothing here imports torch until
-`Processor.image_processor` is used.
+`Family.image_processor` is used.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,17 @@ import numpy as np
 from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
 from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, turns_of
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families import family_of, folder_image_settings, preset_image_settings
-from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Bounds, Clip, Family, Size, grid_of, pieces_of
+from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
+from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import chat_template_of, check_vocabulary, video_pixels_of, write_json
+from dhp_ray.data.model_folder import (
+    chat_template,
+    check_vocabulary,
+    family_in,
+    image_settings,
+    video_pixels,
+    write_json,
+)
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid
@@ -73,65 +78,53 @@ class ProcessorSpec:
         return cls(model.preset, model.path, data.min_pixels, data.max_pixels, MediaLimits.of(data))
 
     def load(self) -> Processor:
-        return load_processor(self.preset, self.path, self.min_pixels, self.max_pixels, self.limits)
+        """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
+
+        Raises:
+            DataError: the folder lacks a file, or is of an unknown family.
+        """
+        if self.preset:
+            kind = PRESETS[self.preset]
+            family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
+                          self.max_pixels, self.limits)
+            return Processor(family, byte_tokenizer(kind.special_tokens, kind.chat_template, kind.named_tokens),
+                             kind.chat_template)
+        from jinja2 import TemplateError
+        from transformers import AutoTokenizer
+
+        folder = Path(self.path)
+        if not folder.is_dir():
+            raise DataError(f"model.path: no folder {self.path}")
+        kind = family_in(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # it reads config.json too, whose checks of values raise errors of many kinds
+            raise DataError(f"model.path: {folder} has no tokenizer that loads: {first_line(error)}") from None
+        if not tokenizer.is_fast:
+            raise DataError(f"model.path: {folder} has no fast tokenizer; allowed: a folder with tokenizer.json")
+        check_vocabulary(folder, tokenizer.get_vocab().values())
+        template = chat_template(folder)
+        family = kind(image_settings(folder, kind), self.min_pixels, self.max_pixels, self.limits,
+                      video_pixels(folder) or VIDEO_PIXELS)
+        try:
+            return Processor(family, tokenizer, template)
+        except TemplateError as error:
+            raise DataError(f"model.path: {folder}: its chat template cannot be used: {first_line(error)}") from None
 
 
 @dataclass
 class Processor:
-    """A tokenizer with its chat template, and the sizes by which the image processor cuts patches."""
+    """A model's tokenizer and chat template, and its family, which cuts images and videos into patches."""
 
     family: Family
     tokenizer: Any
     chat_template: str
-    image_settings: dict[str, Any] = field(repr=False)
-    min_pixels: int
-    max_pixels: int
-    limits: MediaLimits = field(default_factory=MediaLimits)
-    video_pixels: int = VIDEO_PIXELS
 
     def __post_init__(self) -> None:
-        self.patch_size = int(self.image_settings["patch_size"])
-        self.temporal_patch_size = int(self.image_settings["temporal_patch_size"])
-        self.merge_size = int(self.image_settings["merge_size"])
-        self.bounds = Bounds(self.patch_size, self.merge_size, self.min_pixels, self.max_pixels, self.video_pixels)
         self.token_ids = special_token_ids(self.tokenizer, self.family.tokens)
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
         self._spelled = SpelledTokens(self.tokenizer, (*self.family.structure_tokens, *named))
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in one patch: 3 colours x frames x height x width."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
-
-    @cached_property
-    def image_processor(self) -> Any:
-        """The family's image processor, on Pillow (imports torch)."""
-        return self.family.image_processor(self.image_settings, self.bounds)
-
-    def num_frames(self, clip: Clip) -> int:
-        """The number of frames that are taken from a video."""
-        return self.family.num_frames(clip, self.limits, self.temporal_patch_size)
-
-    def frames(self, clip: Clip) -> list[int]:
-        """The indices of the frames that are taken, ascending (may import torch)."""
-        return self.family.frames(clip, self.limits, self.temporal_patch_size)
-
-    def frame_size(self, clip: Clip) -> tuple[int, int]:
-        """(height, width) in pixels that each frame of a video is scaled to.
-
-        Raises:
-            RowError: a video that the family refuses.
-        """
-        return self.family.frame_size(clip, self.num_frames(clip), self.image_settings, self.bounds)
-
-    def grid_of(self, size: Size) -> Grid:
-        """Patches (time, height, width) of an image or of a whole video.
-
-        Raises:
-            RowError: an image or video that the family refuses.
-        """
-        return grid_of(self.family, size, self.image_settings, self.bounds, self.limits)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
         """The turns of a conversation. `tools` are those that the assistant may call.
@@ -176,10 +169,11 @@ class Processor:
                 slice_tokens: int) -> Encoded:
         if (num_bytes := len(text.encode())) > MOST_TEXT:
             raise RowError(f"{num_bytes} bytes of text; allowed: at most {MOST_TEXT}")
-        whole = [self.grid_of(size) for size in sizes]
-        pieces = [piece for number, (size, grid) in enumerate(zip(sizes, whole))
-                  for piece in self._pieces(number, size, grid, slice_tokens)]
-        runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self._runs(size, grid)]
+        whole = [self.family.grid(size) for size in sizes]
+        pieces = [(piece, number, self.family.seconds_per_step(size))
+                  for number, (size, grid) in enumerate(zip(sizes, whole))
+                  for piece in self.family.pieces(size, grid, slice_tokens)]
+        runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self.family.runs(size, grid)]
         text, spans = self._with_media(text, spans, sizes)
         ids, starts, stops = self._spelled.encode(text, hidden)
         labels = np.where(within(starts, stops, spans), ids, np.int32(IGNORE))
@@ -193,12 +187,6 @@ class Processor:
         return Encoded(np.repeat(ids, repeats), np.repeat(labels, repeats), tuple(grid for grid, _, _ in pieces),
                        int(counts.sum()), tuple(number for _, number, _ in pieces),
                        tuple(seconds for _, _, seconds in pieces))
-
-    def _runs(self, size: Size, grid: Grid) -> Sequence[int]:
-        """The number of vision tokens in each of the runs that an image or video has in the text."""
-        if isinstance(size, Clip):
-            return self.family.video_runs(grid, self.merge_size**2)
-        return (math.prod(grid) // self.merge_size**2,)
 
     def _with_media(
         self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]
@@ -215,8 +203,7 @@ class Processor:
                 f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
                 "in another order"
             )
-        written = [self.family.video_text(size, self.limits, self.temporal_patch_size) if isinstance(size, Clip)
-                   else self.family.image_text() for size in sizes]
+        written = [self.family.text(size) for size in sizes]
         pieces, stop = [], 0
         for mark, new in zip(found, written):
             pieces += [text[stop : mark.start()], new]
@@ -226,57 +213,16 @@ class Processor:
         return ("".join([*pieces, text[stop:]]),
                 [(start + shift, stop + shift) for (start, stop), shift in zip(spans, grown[before].tolist())])
 
-    def _pieces(self, number: int, size: Size, grid: Grid, slice_tokens: int) -> list[tuple[Grid, int, float]]:
-        """(grid, index, seconds of a step) of each entry into which an image or video is cut."""
-        seconds = (self.family.seconds_per_step(size, self.limits, self.temporal_patch_size)
-                   if isinstance(size, Clip) else 0.0)
-        return [(piece, number, seconds) for piece in pieces_of(size, grid, self.merge_size**2, slice_tokens)]
-
     def save(self, folder: str | Path) -> None:
         """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder.
         """
         target = Path(folder)
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(str(target))
-        for name, tree in self.family.processor_files(self.image_settings, self.bounds, self.limits).items():
+        for name, tree in self.family.processor_files().items():
             write_json(target / name, dict(tree))
         # Older readers find the template only in this file.
         write_json(target / "chat_template.json", {"chat_template": self.chat_template})
-
-
-def load_processor(
-    preset: str, path: str, min_pixels: int, max_pixels: int, limits: MediaLimits | None = None
-) -> Processor:
-    """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
-
-    Raises:
-        DataError: the folder lacks a file, or is of an unknown family.
-    """
-    limits, folder = limits or MediaLimits(), Path(path)
-    if not preset and not folder.is_dir():
-        raise DataError(f"model.path: no folder {path}")
-    family = family_of(preset, path)
-    if preset:
-        of_bytes = byte_tokenizer(family.special_tokens, family.chat_template, family.named_tokens)
-        return Processor(family, of_bytes, family.chat_template, preset_image_settings(preset), min_pixels,
-                         max_pixels, limits)
-    from jinja2 import TemplateError
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers reads config.json too, whose checks of values raise errors of many kinds
-        raise DataError(f"model.path: {path} has no tokenizer that loads: {first_line(error)}") from None
-    if not tokenizer.is_fast:
-        raise DataError(f"model.path: {path} has no fast tokenizer; allowed: a folder with tokenizer.json")
-    check_vocabulary(folder, tokenizer.get_vocab().values())
-    template = chat_template_of(folder)
-    try:
-        settings = folder_image_settings(folder, family)
-        return Processor(family, tokenizer, template, settings, min_pixels, max_pixels, limits,
-                         video_pixels_of(folder) or VIDEO_PIXELS)
-    except TemplateError as error:
-        raise DataError(f"model.path: {path}: its chat template cannot be used: {first_line(error)}") from None
 
 
 def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

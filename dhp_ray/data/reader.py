@@ -110,7 +110,7 @@ class ReadFragments:
                 wanted = [wanted[row - begin] for row in sorted(rows) if 0 <= row - begin < len(place_of)]
             begin += len(place_of)
             try:
-                for offset, row in zip(wanted, read_rows(fragment, wanted, processor.limits.max_file_bytes)):
+                for offset, row in zip(wanted, read_rows(fragment, wanted, processor.family.limits.max_file_bytes)):
                     yield {"position": part.position,
                            "row": place_of[offset]} | self._record(self._named(row, item["epoch"]), processor)
             # the file is gone or damaged, and readers raise errors of many kinds on foreign bytes
@@ -151,7 +151,7 @@ class ReadFragments:
         if self.max_tokens and num_tokens > self.max_tokens:
             raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
         for number, grid in zip(encoded.media, encoded.grids):
-            image_tokens = math.prod(grid) // processor.merge_size**2
+            image_tokens = math.prod(grid) // processor.family.merge_size**2
             if self.max_image_tokens and image_tokens > self.max_image_tokens:
                 raise RowError(
                     f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
@@ -172,7 +172,7 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
     if row.error:
         raise RowError(row.error)
     turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
-    limits = processor.limits
+    limits = processor.family.limits
     images = media_of(row.fields, turns, image_root, limits.max_file_bytes, row.members, limits.video_fps)
     sizes: list[Size] = []
     numbers = dict.fromkeys(MEDIA, 0)
@@ -180,9 +180,9 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
         numbers[part.kind] += 1
         try:
             if part.kind == "video":
-                sizes.append(clip_of(data, processor.limits))
+                sizes.append(clip_of(data, processor.family.limits))
             else:
-                sizes.append(image_size(data, processor.limits.max_decoded_pixels))
+                sizes.append(image_size(data, processor.family.limits.max_decoded_pixels))
         except RowError as error:
             raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
     return turns, images, sizes

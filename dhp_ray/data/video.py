@@ -30,10 +30,9 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideData
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.families.base import Clip, patches
+from dhp_ray.data.families.base import Clip, Family, patches
 from dhp_ray.data.images import image_size, rgb_of
 from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, unpack_frames
-from dhp_ray.data.processor import Processor
 from dhp_ray.errors import first_line
 
 MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to look shorter than it is
@@ -48,7 +47,7 @@ Matrix = tuple[int, int, int, int]
 av.logging.set_level(None)
 
 
-def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
+def decode_video(data: bytes, family: Family, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
     """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
     with `num_steps` steps.
 
@@ -56,26 +55,26 @@ def decode_video(data: bytes, processor: Processor, ranges: Sequence[range], num
         ValueError: the decoded frames are not those that the container announced, or are damaged.
         Exception: whatever PyAV raises on bytes that do not decode.
     """
-    temporal = processor.temporal_patch_size
-    with opened_video(data, processor.limits) as decoder:
+    temporal = family.temporal_patch_size
+    with opened_video(data, family.limits) as decoder:
         clip = decoder.clip
-        sampled = processor.frames(clip)
+        sampled = family.frames(clip)
         if -(-len(sampled) // temporal) != num_steps:
             raise ValueError(f"the video gives {len(sampled)} frames; planned: {num_steps * temporal}")
         # A last step without enough frames repeats the last frame.
         numbers = [[sampled[min(place, len(sampled) - 1)]
                     for place in range(steps.start * temporal, steps.stop * temporal)] for steps in ranges]
-        rows, columns = processor.frame_size(clip)
-        frames = {number: _normalised(frame, rows, columns, processor)
+        rows, columns = family.frame_size(clip)
+        frames = {number: _normalised(frame, rows, columns, family)
                   for number, frame in decoder.frames(sorted({number for part in numbers for number in part}))}
-    together = processor.merge_size if processor.family.merged_order else 1
-    return [patches(np.stack([frames[number] for number in part]), temporal, processor.patch_size, together)
+    together = family.merge_size if family.merged_order else 1
+    return [patches(np.stack([frames[number] for number in part]), temporal, family.patch_size, together)
             for part in numbers]
 
 
-def _normalised(frame: np.ndarray, rows: int, columns: int, processor: Processor) -> np.ndarray:
+def _normalised(frame: np.ndarray, rows: int, columns: int, family: Family) -> np.ndarray:
     """A frame resized and normalised, float32 (3, rows, columns)."""
-    settings = processor.image_settings
+    settings = family.settings
     pixels = np.ascontiguousarray(frame.transpose(2, 0, 1))
     if pixels.shape[1:] != (rows, columns):
         import torch  # its bicubic filter is the one that torchvision calls; Pillow's differs by one level in places

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import largest_image_tokens
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s, with_offload_bytes
 from dhp_ray.planner.encoder_memory import with_encoder_apart
@@ -146,7 +145,7 @@ def memory_of(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode) -> Me
 def _largest_image(shape: ModelShape, wanted: Wanted) -> int:
     if not shape.vision:
         return 0
-    return largest_image_tokens(FAMILIES[shape.family], wanted.max_pixels, wanted.frame_pixels, shape.token_pixels)
+    return FAMILIES[shape.family].largest_image_tokens(wanted.max_pixels, wanted.frame_pixels, shape.token_pixels)
 
 
 def _training(shape: ModelShape, ranks: Ranks, wanted: Wanted, mode: Mode, measured: CostModel | None) -> Training:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Bounds, Clip, Family, Size, grid_of, pieces_of
+from dhp_ray.data.families.base import SLICE_TOKENS, Clip, Size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan import Grid, Sample
@@ -147,28 +147,17 @@ class Workload:
 
     def _cut_up(self, size: Size) -> tuple[int, tuple[Grid, ...]]:
         """Vision tokens and grids of an image or video."""
-        family, settings, limits = self._family, self._settings, self._limits
-        assert family is not None
-        is_video = isinstance(size, Clip)
-        bounds = bounds_of(family, settings.frame_pixels if is_video else settings.max_pixels)
+        assert self._family is not None
+        settings = self._settings
+        family = self._family(
+            self._family.image_settings, Data().min_pixels,
+            settings.frame_pixels if isinstance(size, Clip) else settings.max_pixels,
+            MediaLimits(video_fps=settings.video_fps, max_frames=settings.max_frames))
         try:
-            grid = grid_of(family, size, family.image_settings, bounds, limits)
+            grid = family.grid(size)
         except RowError as error:
             raise ConfigError(f"workload: {error}") from None
-        area = bounds.merge_size**2
-        runs = family.video_runs(grid, area) if is_video else (math.prod(grid) // area,)
-        return sum(runs), tuple(pieces_of(size, grid, area, self._slice_tokens))
-
-    @property
-    def _limits(self) -> MediaLimits:
-        return MediaLimits(video_fps=self._settings.video_fps, max_frames=self._settings.max_frames)
-
-
-def bounds_of(family: Family, max_pixels: int) -> Bounds:
-    """How the family cuts images of at most `max_pixels` into patches."""
-    settings: Mapping[str, Any] = family.image_settings
-    return Bounds(int(settings["patch_size"]), int(settings["merge_size"]), Data().min_pixels, max_pixels,
-                  VIDEO_PIXELS)
+        return sum(family.runs(size, grid)), tuple(family.pieces(size, grid, self._slice_tokens))
 
 
 def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random: np.random.Generator) -> np.ndarray:

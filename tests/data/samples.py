@@ -16,14 +16,14 @@ from PIL import Image
 
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.order import Part
-from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, item_of
 
 MIN_PIXELS, MAX_PIXELS = 3136, 1003520
 
 
 def processor() -> Processor:
-    return load_processor("tiny", "", MIN_PIXELS, MAX_PIXELS)
+    return ProcessorSpec("tiny").load()
 
 
 def picture(width: int, height: int, form: str = "PNG", **options: Any) -> bytes:

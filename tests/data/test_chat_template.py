@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.processor import Processor, load_processor
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
+from dhp_ray.data.processor import Processor, ProcessorSpec
+from tests.data.samples import processor, talk
 from tests.data.test_processor import word_tokenizer
 
 PROCESSOR = processor()
@@ -52,7 +52,7 @@ def test_nothing_but_turns_without_weight_is_a_bad_row() -> None:
 def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(FIRST_SYSTEM_TURN)
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     system = {"from": "system", "value": "one"}
     assert learned([system, *talk("a", "true")], loaded) == "true<|im_end|>"
     late = [system, *talk("a", "true"), {"from": "system", "value": "two"}, *talk("b", "true")]
@@ -63,7 +63,7 @@ def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("preset", "breaks"), [("tiny", 1), ("tiny_qwen3_vl", 1), ("tiny_internvl", 1)])
 def test_one_line_break_follows_an_image_of_llava(preset: str, breaks: int) -> None:
     """InternVL's template writes one itself, those of Qwen none."""
-    of = load_processor(preset, "", MIN_PIXELS, MAX_PIXELS)
+    of = ProcessorSpec(preset).load()
     for text in ("<image>\nWhat?", "<image>\n<image>\nWhat?"):
         images = text.count("<image>")
         written = of.tokenizer.decode(of.encode(talk(text, "b"), [(112, 112)] * images).input_ids)
@@ -74,7 +74,7 @@ def test_one_line_break_follows_an_image_of_llava(preset: str, breaks: int) -> N
 
 
 def test_a_line_break_in_a_part_of_its_own_stays() -> None:
-    of = load_processor("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS)
+    of = ProcessorSpec("tiny_internvl").load()
     parts = [{"type": "image"}, {"type": "text", "text": "\nWhat?"}]
     encoded = of.encode([{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}], [(112, 112)])
     assert of.tokenizer.decode(encoded.input_ids).partition("What?")[0].endswith("\n\n")

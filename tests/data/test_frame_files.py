@@ -26,7 +26,7 @@ from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, file_bytes, media_of, pack_frames
-from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, contents_of, read_payloads
 from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
@@ -34,7 +34,7 @@ from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, read_all, talk
 from tests.packs import PATCH_DIMS
 
 LIMITS = MediaLimits()
-PROCESSORS = {preset: load_processor(preset, "", MIN_PIXELS, MAX_PIXELS) for preset in PATCH_DIMS}
+PROCESSORS = {preset: ProcessorSpec(preset).load() for preset in PATCH_DIMS}
 
 
 def drawings(count: int, width: int = 90, height: int = 60) -> list[np.ndarray]:
@@ -62,9 +62,9 @@ def lossless(frames: list[np.ndarray], rate: Fraction) -> bytes:
 
 def learned(processor: Processor, data: bytes) -> tuple[Any, np.ndarray]:
     """What a conversation about a video becomes: its encoding and its patches."""
-    encoded = processor.encode(talk("<video>\nWhat?", "This."), [clip_of(data, processor.limits)])
+    encoded = processor.encode(talk("<video>\nWhat?", "This."), [clip_of(data, processor.family.limits)])
     steps = sum(grid[0] for grid in encoded.grids)
-    return encoded, decode_video(data, processor, [range(steps)], steps)[0]
+    return encoded, decode_video(data, processor.family, [range(steps)], steps)[0]
 
 
 @pytest.mark.parametrize(("count", "rate"), [(1, 2), (2, 2), (7, 2), (8, 2), (24, 8), (9, 0.5), (31, 29.97)])
@@ -118,10 +118,10 @@ def test_every_form_of_a_list_of_frames(root: Path) -> None:
 def test_without_a_rate_every_frame_is_taken(root: Path) -> None:
     """Whatever `data.video_fps` is."""
     for fps in (0.5, 2.0, 7.0):
-        processor = load_processor("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS, MediaLimits(video_fps=fps))
+        processor = ProcessorSpec("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS, MediaLimits(video_fps=fps)).load()
         row = Row("a", {"conversations": talk("<video>", "a"), "videos": [[f"f{number}.png" for number in range(6)]]})
         _, _, (clip,) = contents_of(row, processor, str(root))
-        assert processor.frames(clip) == list(range(6))  # type: ignore[arg-type]
+        assert processor.family.frames(clip) == list(range(6))  # type: ignore[arg-type]
     question = question_of(row, processor, str(root))
     assert question.prompt.vision_tokens == question.whole.vision_tokens == 6 * 4
 

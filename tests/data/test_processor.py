@@ -20,13 +20,12 @@ from transformers.processing_utils import ProcessorMixin
 
 from dhp_ray.data.conversation import turns_of
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families import check_processor_files
 from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
-from dhp_ray.data.model_folder import check_byte_order_marks
-from dhp_ray.data.processor import Processor, load_processor, within
+from dhp_ray.data.model_folder import check_byte_order_marks, check_processor_files
+from dhp_ray.data.processor import Processor, ProcessorSpec, within
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, processor, talk
+from tests.data.samples import MIN_PIXELS, processor, talk
 
 PROCESSOR = processor()
 SIZE = -1
@@ -70,7 +69,7 @@ def word_tokenizer(folder: Path) -> Path:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
                             chat_template=CHAT_TEMPLATE).save_pretrained(folder)
-    settings = PROCESSOR.image_settings | {"image_processor_type": "Qwen2VLImageProcessor"}
+    settings = PROCESSOR.family.settings | {"image_processor_type": "Qwen2VLImageProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     return folder
@@ -78,7 +77,7 @@ def word_tokenizer(folder: Path) -> Path:
 
 def own_processor(folder: Path, ours: Processor) -> OwnProcessor:
     """Made of the same folder by transformers alone."""
-    size = {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels}
+    size = {"shortest_edge": ours.family.min_pixels, "longest_edge": ours.family.max_pixels}
     images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil", size=size)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return OwnProcessor(images, tokenizer, tokenizer.chat_template)
@@ -96,7 +95,7 @@ def test_smart_resize_is_that_of_transformers(height: int, width: int, bounds: t
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, test_data: Path, tmp_path: Path) -> None:
     if kind == "words":
-        ours = load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
+        ours = ProcessorSpec(path=str(word_tokenizer(tmp_path))).load()
     else:
         ours = PROCESSOR
         ours.save(tmp_path)
@@ -112,7 +111,8 @@ def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, tes
         expected = own(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
         assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])
-        assert np.array_equal(np.concatenate([decode(image, ours) for image in images]), expected["pixel_values"])
+        pixels = np.concatenate([decode(image, ours.family) for image in images])
+        assert np.array_equal(pixels, expected["pixel_values"])
         assert encoded.vision_tokens == int((expected["input_ids"] == own.image_token_id).sum())
         assert encoded.text_tokens + encoded.vision_tokens == expected["input_ids"].shape[1]
 
@@ -122,7 +122,7 @@ def test_labels_are_what_a_marked_template_says(kind: str, tmp_path: Path) -> No
     """Transformers reports the assistant's tokens of a template that marks them with {% generation %}: an independent
     way to the mask.
     """
-    ours = PROCESSOR if kind == "bytes" else load_processor("", str(word_tokenizer(tmp_path)), MIN_PIXELS, MAX_PIXELS)
+    ours = PROCESSOR if kind == "bytes" else ProcessorSpec(path=str(word_tokenizer(tmp_path))).load()
     marked = """{%- for message in messages -%}{%- if loop.first and message['role'] != 'system' -%}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -176,7 +176,7 @@ def test_what_cannot_be_encoded_is_a_bad_row(conversation: list, sizes: list[tup
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3_vl", "tiny_internvl"])
 def test_marks_are_words_outside_of_the_users_turns_and_behind_a_backslash(preset: str) -> None:
-    ours = load_processor(preset, "", MIN_PIXELS, MAX_PIXELS)
+    ours = ProcessorSpec(preset).load()
     call = json.dumps({"name": "f", "arguments": {"tag": "<image>"}})
     said = [{"from": "system", "value": "Write <image> and <video>."},
             *talk(r"<image>\<image> is what? \<video>\\<image>", "<video src=a></video> <image>"),
@@ -198,18 +198,18 @@ def test_marks_are_words_outside_of_the_users_turns_and_behind_a_backslash(prese
 def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, 50176)
+    loaded = ProcessorSpec("", str(tmp_path), MIN_PIXELS, 50176).load()
     conversation = talk("<image>\nWhich?", "the left")
     assert np.array_equal(loaded.encode(conversation, [(56, 56)]).input_ids,
                           PROCESSOR.encode(conversation, [(56, 56)]).input_ids)
-    assert loaded.grid_of((1000, 1000)) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
+    assert loaded.family.grid((1000, 1000)) == (1, 16, 16)  # the configuration's max_pixels, not the folder's
     assert {path.name for path in tmp_path.iterdir()} >= {
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json",
         "video_preprocessor_config.json", "processor_config.json"}
 
 
 def test_transformers_reads_the_sizes_of_a_saved_processor(tmp_path: Path) -> None:
-    load_processor("tiny", "", 12544, 50176).save(tmp_path)
+    ProcessorSpec("tiny", "", 12544, 50176).load().save(tmp_path)
     loaded = AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True, backend="pil")
     assert (loaded.size["shortest_edge"], loaded.size["longest_edge"]) == (12544, 50176)
     assert (loaded.patch_size, loaded.temporal_patch_size, loaded.merge_size) == (14, 2, 2)
@@ -231,7 +231,7 @@ def test_a_template_that_strips_answers_is_followed(tmp_path: Path) -> None:
     word_tokenizer(tmp_path)
     stripping = CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | trim -}}")
     (tmp_path / "chat_template.jinja").write_text(stripping)
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     encoded = loaded.encode(talk("a", "  true "), [])
     assert loaded.tokenizer.decode(encoded.labels[encoded.labels != -100]) == "true<|im_end|>"
 
@@ -241,7 +241,7 @@ def test_a_template_that_writes_other_answers_makes_bad_rows(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_text(
         CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('true', 'yes') -}}")
     )
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     with pytest.raises(RowError, match="the chat template changes an answer"):
         loaded.encode(talk("a", "true"), [])
 
@@ -258,7 +258,7 @@ def test_a_template_that_an_editor_saved_anew_writes_the_same(name: str, mark: s
     text = template if name.endswith("jinja") else json.dumps(
         {**(config if name.startswith("tokenizer") else {}), "chat_template": template}, indent=1).replace("\n", "\r\n")
     (tmp_path / name).write_bytes(text.encode())
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     found = loaded.encode(talk("a", "true"), [])
     whole = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
     written = f"{whole}<|im_start|>assistant\ntrue<|im_end|>\n"
@@ -278,7 +278,7 @@ def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text(
         json.dumps({"chat_template": CHAT_TEMPLATE.replace("helpful", "terse")})
     )
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     assert "You are a terse assistant." in loaded.tokenizer.decode(loaded.encode(talk("a", "b"), []).input_ids)
 
 
@@ -313,7 +313,7 @@ def test_a_folder_that_lacks_something_is_refused_in_one_line(
 ) -> None:
     break_it(word_tokenizer(tmp_path))
     with pytest.raises(DataError, match=message) as caught:
-        load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+        ProcessorSpec(path=str(tmp_path)).load()
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("model.path: ")
 
@@ -325,7 +325,7 @@ def test_a_tokenizer_file_of_another_form_is_left_to_its_reader(vocabulary: Any,
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vocab_size": size}))
         check_processor_files(tmp_path)
         with pytest.raises(DataError, match=r"^model\.path: .* has no tokenizer that loads"):
-            load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+            ProcessorSpec(path=str(tmp_path)).load()
 
 
 @pytest.mark.parametrize("config", [
@@ -340,7 +340,7 @@ def test_a_tokenizer_with_words_beyond_the_embedding_is_refused(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     largest = max(tokenizer.get_vocab().values())
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | fitting(config, largest + 1)))
-    load_processor("", str(folder), MIN_PIXELS, MAX_PIXELS)
+    ProcessorSpec(path=str(folder)).load()
     kept = (folder / "tokenizer.json").read_bytes()
     tokenizer.add_tokens(["<red>"])
     tokenizer.save_pretrained(folder)
@@ -350,7 +350,7 @@ def test_a_tokenizer_with_words_beyond_the_embedding_is_refused(
         settings["added_tokens_decoder"] = {str(largest + 1): {"content": "<red>", "special": False}}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError) as caught:
-        load_processor("", str(folder), MIN_PIXELS, MAX_PIXELS)
+        ProcessorSpec(path=str(folder)).load()
     assert (f"its tokenizer has token ids up to {largest + 1}, which take {largest + 2} rows of the model's embedding; "
             f"it has {largest + 1} (vocab_size in config.json)") in str(caught.value)
 
@@ -363,13 +363,13 @@ def fitting(config: dict[str, Any], size: int) -> dict[str, Any]:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.path: no folder"):
-        load_processor("", str(tmp_path / "absent"), MIN_PIXELS, MAX_PIXELS)
+        ProcessorSpec(path=str(tmp_path / "absent")).load()
 
 
 def test_the_reading_side_needs_no_torch() -> None:
     code = (
-        "import sys; from dhp_ray.data import reader, stream; from dhp_ray.data.processor import load_processor\n"
-        "load_processor('tiny', '', 3136, 1003520).encode([{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': "
+        "import sys; from dhp_ray.data import reader, stream; from dhp_ray.data.processor import ProcessorSpec\n"
+        "ProcessorSpec('tiny').load().encode([{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': "
         "'b'}], [])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -18,12 +18,12 @@ from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragments
 from dhp_ray.data.index import check_answers, held_out, index_fragments
-from dhp_ray.data.processor import IGNORE, load_processor
+from dhp_ray.data.processor import IGNORE, ProcessorSpec
 from dhp_ray.schema import Data
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video, write_rows
+from tests.data.samples import picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS
 
-PROCESSORS = {preset: load_processor(preset, "", MIN_PIXELS, MAX_PIXELS) for preset in PATCH_DIMS}
+PROCESSORS = {preset: ProcessorSpec(preset).load() for preset in PATCH_DIMS}
 PROCESSOR = PROCESSORS["tiny"]
 
 

@@ -281,4 +281,4 @@ def test_nlvr_streams_whole(ray_cluster: None, test_data: Path) -> None:
     assert len(samples) == len({sample.id for sample in samples}) == 854
     assert sum(len(sample.vision_grids) for sample in samples) == 1978
     assert {grid for sample in samples
-            for grid in sample.vision_grids} == {ProcessorSpec("tiny").load().grid_of((400, 100))}
+            for grid in sample.vision_grids} == {ProcessorSpec("tiny").load().family.grid((400, 100))}

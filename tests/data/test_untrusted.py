@@ -25,7 +25,7 @@ from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.images import FORMATS, decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.processor import Processor, ProcessorSpec, load_processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.schema import Data
@@ -154,17 +154,17 @@ def test_any_bytes_for_a_stored_set_are_rows_or_one_line(form: str, data: st.Dat
 def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes) -> None:
     try:
         size = image_size(data, 10**5)
-        grid = PROCESSOR.grid_of(size)
+        grid = PROCESSOR.family.grid(size)
     except RowError as error:
         assert_one_line(error)
         return
     try:
-        patches = decode(data, PROCESSOR)
+        patches = decode(data, PROCESSOR.family)
     except Exception:  # what a worker reports as the sample's reason
         return
     # A picture whose metadata is read otherwise with its pixels has another grid: the worker compares, and it becomes a
     # placeholder.
-    assert patches.shape[1] == PROCESSOR.patch_dim
+    assert patches.shape[1] == PROCESSOR.family.patch_dim
     assert sorted((grid[1], grid[2])) == sorted((grid[1], len(patches) // grid[1]))
 
 
@@ -180,10 +180,10 @@ def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> Non
     assert clip.width * clip.height <= 10**5
     assert clip.num_frames <= 60 * 240
     try:
-        patches = decode_video(data, PROCESSOR, [range(grid[0])], grid[0])
+        patches = decode_video(data, PROCESSOR.family, [range(grid[0])], grid[0])
     except (ValueError, av.FFmpegError):  # what a worker reports as the sample's reason
         return
-    assert patches[0].shape == (np.prod(grid), PROCESSOR.patch_dim)
+    assert patches[0].shape == (np.prod(grid), PROCESSOR.family.patch_dim)
 
 
 AVIF = ["AVIF"] if "AVIF" in FORMATS else []
@@ -192,7 +192,7 @@ FORMS = {"RGB": ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "PPM", "GIF", *AVIF], "RG
          "P": ["PNG", "GIF", "BMP"], "1": ["PNG", "BMP", "TIFF"], "CMYK": ["JPEG", "TIFF"], "I;16": ["PNG", "TIFF"]}
 SIDES = st.tuples(st.integers(1, 400), st.integers(1, 400)) | st.tuples(st.integers(1, 3), st.integers(195, 620))
 # most pictures: as they are, shrunk, enlarged
-COUNTING = [PROCESSOR, load_processor("tiny", "", 3136, 12544), load_processor("tiny", "", 100352, 200704)]
+COUNTING = [PROCESSOR, ProcessorSpec("tiny", "", 3136, 12544).load(), ProcessorSpec("tiny", "", 100352, 200704).load()]
 
 
 @st.composite
@@ -232,9 +232,9 @@ def test_the_headers_token_count_is_the_real_processors(data: bytes, ours: Proce
     except RowError as error:
         assert_one_line(error, "aspect ratio")
         with pytest.raises(ValueError, match="aspect ratio"):
-            ours.image_processor(images=[upright], return_tensors="np")
+            ours.family.image_processor(images=[upright], return_tensors="np")
         return
-    expected = ours.image_processor(images=[upright], return_tensors="np")
+    expected = ours.family.image_processor(images=[upright], return_tensors="np")
     assert encoded.grids == tuple(tuple(grid) for grid in expected["image_grid_thw"].tolist())
     assert (
         encoded.vision_tokens

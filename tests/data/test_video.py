@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -28,8 +29,8 @@ def frames_of(data: bytes) -> list[np.ndarray]:
 
 
 def decoded(data: bytes) -> np.ndarray:
-    steps = math.ceil(PROCESSOR.num_frames(clip_of(data, LIMITS)) / 2)
-    return decode_video(data, PROCESSOR, [range(steps)], steps)[0]
+    steps = math.ceil(PROCESSOR.family.num_frames(clip_of(data, LIMITS)) / 2)
+    return decode_video(data, PROCESSOR.family, [range(steps)], steps)[0]
 
 
 @pytest.mark.parametrize(("form", "codec"), [("mp4", "mpeg4"), ("mp4", "libx264"), ("mov", "mpeg4"),
@@ -45,7 +46,7 @@ def test_the_container_tells_what_decodes(form: str, codec: str) -> None:
     encoded = PROCESSOR.encode(talk("<video>What?", "A square."), [clip])
     assert encoded.grids == ((2, 4, 4),)
     assert encoded.seconds == (1.0,)
-    assert decoded(data).shape == (2 * 4 * 4, PROCESSOR.patch_dim)
+    assert decoded(data).shape == (2 * 4 * 4, PROCESSOR.family.patch_dim)
 
 
 def reference_indices(num_frames: int, rate: float, fps: float, max_frames: int) -> list[int]:
@@ -62,9 +63,10 @@ def reference_indices(num_frames: int, rate: float, fps: float, max_frames: int)
 def test_frames_are_taken_as_transformers_does(num_frames: int, rate: float, fps: float, max_frames: int) -> None:
     limits = MediaLimits(video_fps=fps, max_frames=max_frames)
     clip = Clip(28, 28, num_frames, rate)
-    taken = FAMILY.frames(clip, limits, 2)
+    family = replace(FAMILY, limits=limits)
+    taken = family.frames(clip)
     assert taken == reference_indices(num_frames, rate, fps, max_frames)
-    assert len(taken) == FAMILY.num_frames(clip, limits, 2)
+    assert len(taken) == family.num_frames(clip)
 
 
 def test_a_video_of_one_frame_repeats_it() -> None:
@@ -83,8 +85,8 @@ def test_patches_equal_the_video_processors() -> None:
     for size in ((56, 84), (90, 70), (640, 480)):
         data = video(23, *size)
         clip, frames = clip_of(data, LIMITS), np.stack(frames_of(data))
-        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.min_pixels,
-                                             "longest_edge": PROCESSOR.max_pixels}, cap_pixels_per_frame=False)
+        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.family.min_pixels,
+                                             "longest_edge": PROCESSOR.family.max_pixels}, cap_pixels_per_frame=False)
         expected = theirs([torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=True, fps=LIMITS.video_fps,
                           return_tensors="np",
                           video_metadata=[VideoMetadata(total_num_frames=clip.num_frames, fps=clip.frames_per_second)])
@@ -96,20 +98,21 @@ def test_patches_equal_the_video_processors() -> None:
 def test_pairs_of_equal_frames_are_the_image_processors_patches() -> None:
     data = video(8, 84, 56, rate=2, pairs=True, codec="mpeg4")
     clip = clip_of(data, LIMITS)
-    assert FAMILY.frames(clip, LIMITS, 2) == list(range(8))
+    assert FAMILY.frames(clip) == list(range(8))
     frames = frames_of(data)
     patches = decoded(data).reshape(4, 24, 3, 2, 14, 14)
     for step in range(4):
         for half in range(2):
             frame = Image.fromarray(frames[2 * step + half])
-            image = PROCESSOR.image_processor(images=[frame], return_tensors="np")["pixel_values"]
+            image = PROCESSOR.family.image_processor(images=[frame], return_tensors="np")["pixel_values"]
             np.testing.assert_allclose(patches[step, :, :, half], image.reshape(24, 3, 2, 14, 14)[:, :, 0], atol=1e-5)
 
 
 def test_a_resized_frame_is_the_image_processors_within_rounding() -> None:
     """Two bicubic filters, Pillow's and the one that torchvision calls, which round their sums apart in places."""
     data = video(4, 90, 70)
-    image = PROCESSOR.image_processor(images=[Image.fromarray(frames_of(data)[0])], return_tensors="np")["pixel_values"]
+    [frame, *_] = frames_of(data)
+    image = FAMILY.image_processor(images=[Image.fromarray(frame)], return_tensors="np")["pixel_values"]
     patches = decoded(data).reshape(2, -1, 3, 2, 14, 14)[0, :, :, 0]
     differences = np.abs(patches - image.reshape(-1, 3, 2, 14, 14)[:, :, 0]) * 255 * 0.27
     assert differences.max() < 4
@@ -127,9 +130,9 @@ def test_a_long_video_is_cut_in_time() -> None:
     assert (cut.media, cut.seconds) == ((0, 0, 0, 0, 1), (1.0, 1.0, 1.0, 1.0, 0.0))
     assert np.array_equal(whole.input_ids, cut.input_ids)
     assert (whole.vision_tokens, cut.vision_tokens) == (44, 44)
-    pieces = decode_video(data, PROCESSOR, [range(0, 3), range(3, 6), range(6, 9), range(9, 10)], 10)
+    pieces = decode_video(data, PROCESSOR.family, [range(0, 3), range(3, 6), range(6, 9), range(9, 10)], 10)
     assert np.array_equal(np.concatenate(pieces), decoded(data))
-    assert np.array_equal(decode_video(data, PROCESSOR, [range(6, 9)], 10)[0], pieces[2])
+    assert np.array_equal(decode_video(data, PROCESSOR.family, [range(6, 9)], 10)[0], pieces[2])
 
 
 def test_ids_and_labels_of_a_video() -> None:
@@ -173,7 +176,7 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
             continue
         grids = PROCESSOR.encode(talk("<video>", "a"), [clip]).grids
         try:
-            patches = decode_video(data[:stop], PROCESSOR, [range(grids[0][0])], grids[0][0])[0]
+            patches = decode_video(data[:stop], PROCESSOR.family, [range(grids[0][0])], grids[0][0])[0]
         except (ValueError, av.FFmpegError):
             continue
         assert len(patches) == math.prod(grids[0])
@@ -187,4 +190,4 @@ def test_a_damaged_frame_is_not_trained_on(form: str, reason: str) -> None:
     data = damaged_video(form)
     grid = PROCESSOR.encode(talk("<video>", "a"), [clip_of(data, LIMITS)]).grids[0]
     with pytest.raises(ValueError, match=reason):
-        decode_video(data, PROCESSOR, [range(grid[0])], grid[0])
+        decode_video(data, PROCESSOR.family, [range(grid[0])], grid[0])

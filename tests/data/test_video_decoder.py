@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.video import VideoDecoder, clip_of
 from tests.data.samples import video
 
@@ -139,12 +138,13 @@ def test_a_clip_of_variable_rate_has_its_true_times(form: str, codec: str) -> No
     with VideoDecoder(encoded(SLOWING, form, codec), LIMITS) as decoder:
         assert decoder.clip == clip
     # 22 frames in 12.8 s: at 2 a second all are taken
-    taken = Qwen3VL().frames(clip, LIMITS, 2)
+    qwen2_5, qwen3 = (ProcessorSpec(preset).load().family for preset in ("tiny", "tiny_qwen3_vl"))
+    taken = qwen3.frames(clip)
     stamps = [(SLOWING[first] + SLOWING[last]) / 2000 for first, last in zip(taken[::2], taken[1::2])]
-    assert Qwen3VL().video_text(clip, LIMITS, 2) == "".join(
+    assert qwen3.video_text(clip) == "".join(
         f"<{stamp:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>" for stamp in stamps)
-    count = Qwen25VL().num_frames(clip, LIMITS, 2)
-    assert Qwen25VL().seconds_per_step(clip, LIMITS, 2) * count / 2 == pytest.approx(22 / 21 * 12.2)
+    count = qwen2_5.num_frames(clip)
+    assert qwen2_5.seconds_per_step(clip) * count / 2 == pytest.approx(22 / 21 * 12.2)
 
 
 @pytest.mark.parametrize(("form", "codec"), CONTAINERS)

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.files import ADAPTER_FILE
 from dhp_ray.model.lora import LoraSettings
@@ -52,7 +52,7 @@ def test_adapters_of_a_strangers_model(preset: str, nlvr: list[str], test_data: 
     loaded = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(given, dtype=torch.float32),
                                        tmp_path / "adapter")
     train(folder, *common, f"run.steps={STEPS + 1}", "cluster.num_workers=2", "planner.tokens_per_rank=384")
-    processor = load_processor("", str(given), 3136, 20000)
+    processor = ProcessorSpec("", str(given), 3136, 20000).load()
     found = mean_loss(loaded.base_model.model, processor, ledger(folder)[-1], test_data)
     assert losses(folder)[-1] == pytest.approx(found, rel=1e-5)
 

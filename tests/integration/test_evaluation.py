@@ -100,10 +100,10 @@ def test_it_is_plain_transformers_loss_of_the_held_out_samples(
     from transformers.image_utils import load_image
 
     from dhp_ray.data.images import decode
-    from dhp_ray.data.processor import load_processor
+    from dhp_ray.data.processor import ProcessorSpec
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker[0] / "model").eval()
-    processor = load_processor("", str(one_worker[0] / "model"), 3136, 1003520)
+    processor = ProcessorSpec(path=str(one_worker[0] / "model")).load()
     [path] = [word.partition("=")[2] for word in conversations if word.startswith("eval.path=")]
     held_out = json.loads(Path(path).read_text())
     loss_sum, count = 0.0, 0

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dhp_ray.data.images import decode, image_size
-from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.train.payload import Payload
 from tests.integration.jobs import lines, losses, train
 from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
@@ -25,7 +25,7 @@ WAYS = ["planner.sync=step", "planner.sync=micro_batch", "train.activation_offlo
 
 def write(folder: Path, preset: str) -> PreTrainedModel:
     """A model by transformers' own `save_pretrained`, in bf16, with the files of its processor."""
-    processor = load_processor(preset, "", 3136, 20000)
+    processor = ProcessorSpec(preset, "", 3136, 20000).load()
     module = plain_copy(rough_model(preset=preset)).bfloat16()
     module.save_pretrained(folder)
     processor.save(folder)
@@ -66,9 +66,9 @@ def check_evaluated(
     train(folder / "again", *common, f"model.path={folder / 'alone' / 'model'}", "run.steps=1", "cluster.num_workers=2",
           "batch.global_samples=4")
     taken = json.loads((folder / "again" / "ledger.jsonl").read_text().splitlines()[0])["sample_ids"]
-    processor = load_processor("", str(folder / "alone" / "model"), 3136, 20000)
+    processor = ProcessorSpec("", str(folder / "alone" / "model"), 3136, 20000).load()
     assert losses(folder / "again")[0] == pytest.approx(mean_loss(module, processor, taken, test_data), rel=1e-4)
-    picture = processor.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
+    picture = processor.family.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
     turns = processor.turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
     ids = torch.from_numpy(processor.encode_turns(turns, [(56, 56)]).input_ids.astype(np.int64))[None]
     if "image_grid_thw" in picture:
@@ -88,7 +88,7 @@ def mean_loss(module: PreTrainedModel, processor: Processor, taken: list[str], t
         images = [(test_data / "nlvr" / image).read_bytes() for image in names]
         encoded = processor.encode(rows[name]["conversations"], [image_size(image) for image in images])
         payload = Payload(input_ids=encoded.input_ids, labels=encoded.labels, grids=np.array(encoded.grids),
-                          pixels=[decode(image, processor) for image in images], media=np.array(encoded.media),
+                          pixels=[decode(image, processor.family) for image in images], media=np.array(encoded.media),
                           seconds=np.array(encoded.seconds))
         mean, valid = plain_loss(module, payload)
         total, count = total + mean.item() * valid, count + valid

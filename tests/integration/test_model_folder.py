@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
 from tests.integration.faults import Start, end, kill
 from tests.integration.jobs import losses, refused, train
@@ -23,7 +23,7 @@ NUM_COMPARED = 12
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    processor = load_processor("tiny", "", 3136, 1003520)
+    processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
     adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     processor.save(folder)

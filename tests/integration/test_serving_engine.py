@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import VideoDecoder
 from tests.data.samples import picture, talk, video, write_rows
 from tests.integration.jobs import run
@@ -96,8 +96,8 @@ def questions_of(rows: list[dict[str, Any]], media: Path, processor: Processor) 
 
 
 def sampled(clip: Path, processor: Processor) -> dict[str, Any]:
-    with VideoDecoder(clip.read_bytes(), processor.limits) as decoder:
-        numbers = processor.frames(decoder.clip)
+    with VideoDecoder(clip.read_bytes(), processor.family.limits) as decoder:
+        numbers = processor.family.frames(decoder.clip)
         frames = dict(decoder.frames(sorted(set(numbers))))
         found = {"frames": f"{clip}-{processor.family.name}.npy", "numbers": numbers,
                  "num_frames": decoder.clip.num_frames, "rate": decoder.clip.frames_per_second}
@@ -117,7 +117,7 @@ def test_vllm_answers_as_evaluate(ray_cluster: None, python: str, preset: str, t
                 "cluster.num_workers=1")
     assert ended.status == 0, ended.errors
     wanted = [json.loads(line)["prediction"] for line in output.read_text().splitlines()]
-    processor = load_processor("", str(folder), 3136, MAX_PIXELS)
+    processor = ProcessorSpec("", str(folder), 3136, MAX_PIXELS).load()
     asked, answered = tmp_path / "questions.json", tmp_path / "answers.json"
     asked.write_text(json.dumps(questions_of(rows, tmp_path, processor)))
     done = subprocess.run([python, str(ROOT / "tests" / "judge.py"), str(folder), str(asked), str(answered)],

@@ -131,11 +131,11 @@ def test_plain_transformers_gives_the_training_codes_loss(
           "batch.global_samples=1", "planner.tokens_per_rank=512")
 
     from dhp_ray.data.images import decode
-    from dhp_ray.data.processor import load_processor
+    from dhp_ray.data.processor import ProcessorSpec
 
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(one_worker / "model")
-    processor = load_processor("", str(one_worker / "model"), 3136, 1003520)
+    processor = ProcessorSpec(path=str(one_worker / "model")).load()
     images = [(folder / name).read_bytes() for name in conversation["image"]]
     sizes = [load_image(str(folder / name)).size for name in conversation["image"]]
     encoded = processor.encode(conversation["conversations"], sizes)
@@ -143,7 +143,7 @@ def test_plain_transformers_gives_the_training_codes_loss(
     assert input_ids.max() < len(tokenizer)
     with torch.no_grad():
         output = model(input_ids=input_ids, labels=torch.tensor(encoded.labels, dtype=torch.long)[None],
-                       pixel_values=torch.cat([torch.from_numpy(decode(image, processor)) for image in images]),
+                       pixel_values=torch.cat([torch.from_numpy(decode(image, processor.family)) for image in images]),
                        image_grid_thw=torch.tensor(encoded.grids),
                        mm_token_type_ids=(input_ids == model.config.image_token_id).int())
     assert losses(tmp_path / "run")[0] == pytest.approx(output.loss.item(), rel=1e-4)

@@ -14,7 +14,7 @@ import pytest
 from dhp_ray.config import CONF
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.schema import ConfigError
-from dhp_ray.simulate.workload import Workload, bounds_of, drawn_numbers
+from dhp_ray.simulate.workload import Workload, drawn_numbers
 from dhp_ray.simulate.workload_settings import (
     Numbers,
     Part,
@@ -49,7 +49,7 @@ def test_every_workload_gives_samples_for_every_family(name: str, family: str) -
     known = FAMILIES[family]
     for sample in samples:
         assert sample.text_tokens >= 1
-        area = bounds_of(known, settings.max_pixels).merge_size ** 2
+        area = known.image_settings["merge_size"] ** 2
         assert sample.vision_tokens == sum(math.prod(grid) for grid in sample.vision_grids) // area
         assert all(height % 2 == width % 2 == 0 for _, height, width in sample.vision_grids)
     assert all(source.source for _, source in sources_of(settings)), "a source is missing"

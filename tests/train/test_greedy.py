@@ -12,8 +12,8 @@ import torch
 from benchmarks.worlds import plans_of
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.data.families import family_of
-from dhp_ray.data.families.base import Bounds, Medium
+from dhp_ray.data.families.base import Medium
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
@@ -55,8 +55,7 @@ def plain(preset: str, folder: Path) -> dict[str, list[int]]:
     """Of the same prompts by transformers; writes the model."""
     adapter = rough_model(tie_word_embeddings=False, preset=preset)
     adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
-    module, family, found = plain_copy(adapter).eval(), family_of(preset, ""), {}
-    patch = {"tiny": 14, "tiny_qwen3_vl": 16, "tiny_internvl": 14}[preset]
+    module, family, found = plain_copy(adapter).eval(), ProcessorSpec(preset).load().family, {}
     for sample, payload in asked(preset):
         ids = payload.input_ids[:-NUM_TOKENS].astype(np.int64)
         grids, seconds = payload.whole()
@@ -64,7 +63,7 @@ def plain(preset: str, folder: Path) -> dict[str, list[int]]:
         media = [Medium(np.concatenate([part for part, of in zip(payload.pixels, payload.media) if of == number]),
                         tuple(grid), float(second))  # type: ignore[arg-type]
                  for number, grid, second in zip(dict.fromkeys(payload.media), grids, seconds)]
-        inputs = family.model_inputs(media, Bounds(patch, 2, 1, 1, 1))
+        inputs = family.model_inputs(media)
         places = {} if preset == "tiny_internvl" or not media else position_inputs(
             module, torch.from_numpy(ids)[None], torch.from_numpy(grids), torch.from_numpy(seconds))
         tokens = module.generate(input_ids=torch.from_numpy(ids)[None], **places,  # type: ignore

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -51,24 +52,6 @@ Size = tuple[int, int] | Clip
 """The size of an image, (width, height) in pixels, or of a video."""
 
 
-class Bounds(NamedTuple):
-    """How an image or a frame is cut: patches of `patch_size` x `patch_size` pixels, `merge_size` x `merge_size` of
-    which make a token, and between `minimum` and `maximum` pixels in all. `of_video`: the most pixels of all frames of
-    a video, if the family bounds them.
-    """
-
-    patch_size: int
-    merge_size: int
-    minimum: int
-    maximum: int
-    of_video: int
-
-    @property
-    def factor(self) -> int:
-        """Height and width of a token in pixels."""
-        return self.patch_size * self.merge_size
-
-
 class Medium(NamedTuple):
     """A whole image or video: its patches (P, patch_dim), the grid that they fill, and the seconds of a step in time
     (0: an image).
@@ -81,7 +64,17 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """A family's tokens and files, and how it turns images and videos into text and grids."""
+    """A family's tokens and files, and how it turns images and videos into text and grids.
+
+    `settings`: those of the image processor. An image or a frame has between `min_pixels` and `max_pixels`; all frames
+    of a video have at most `video_pixels`, if the family bounds them.
+    """
+
+    settings: Mapping[str, Any] = field(repr=False)
+    min_pixels: int
+    max_pixels: int
+    limits: MediaLimits
+    video_pixels: int = VIDEO_PIXELS
 
     name: ClassVar[str]
     """The `model_type` in config.json."""
@@ -110,81 +103,140 @@ class Family(ABC):
     image_settings: ClassVar[Mapping[str, Any]]
     """Settings of the image processor that apply if a folder does not say otherwise."""
 
+    image_text: ClassVar[str]
+    """The text that replaces an image's mark."""
+
     merged_order: ClassVar[bool] = True
     """Whether the patches of one token are consecutive; otherwise patches come row by row."""
 
+    @property
+    def patch_size(self) -> int:
+        """Height and width of a patch in pixels."""
+        return int(self.settings["patch_size"])
+
+    @property
+    def merge_size(self) -> int:
+        """Height and width of a token in patches."""
+        return int(self.settings["merge_size"])
+
+    @property
+    def temporal_patch_size(self) -> int:
+        """Frames in a patch."""
+        return int(self.settings["temporal_patch_size"])
+
+    @property
+    def factor(self) -> int:
+        """Height and width of a token in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one patch: 3 colours x frames x height x width."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @classmethod
     @abstractmethod
-    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
         """
 
-    def plain(self, name: str, value: Any) -> Any:
+    @classmethod
+    def plain(cls, name: str, value: Any) -> Any:
         """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
         """
         if not name.endswith("_size"):
             return value
         return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
 
+    @property
     @abstractmethod
-    def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
+    def image_processor(self) -> Any:
         """The image processor of transformers, on Pillow (imports torch)."""
 
-    @abstractmethod
-    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
+    def image_patches(self, values: Any) -> np.ndarray:
         """The patches (P, patch_dim) from the `pixel_values` that the image processor makes of one image."""
+        return np.asarray(values, np.float32)
 
     @abstractmethod
-    def processor_files(
-        self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def processor_files(self) -> Mapping[str, Mapping[str, Any]]:
         """The files, by name, from which transformers makes the family's processor."""
 
-    @abstractmethod
-    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
-        """The grid of an image of this many pixels: patches in time (or tiles), height and width.
+    def grid(self, size: Size) -> Grid:
+        """Patches (time or tiles, height, width) of an image or of a whole video.
 
         Raises:
-            RowError: the family refuses the image.
+            RowError: the family refuses it.
         """
+        if not isinstance(size, Clip):
+            return self.image_grid(*size)
+        rows, columns = self.frame_size(size)
+        return (-(-self.num_frames(size) // self.temporal_patch_size), rows // self.patch_size,
+                columns // self.patch_size)
 
-    @abstractmethod
-    def frame_size(
-        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
-    ) -> tuple[int, int]:
-        """(height, width) in pixels to which the `num_frames` frames taken from a video are scaled."""
+    def pieces(self, size: Size, grid: Grid, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
+        """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most
+        `slice_tokens` tokens or of one step in time.
+        """
+        if not isinstance(size, Clip):
+            return [grid]
+        steps, rows, columns = grid
+        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
+        return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]
 
-    def most_frame_pixels(self, max_pixels: int) -> int:
+    def runs(self, size: Size, grid: Grid) -> Sequence[int]:
+        """The number of vision tokens in each of the runs that an image or video has in the text."""
+        return self.video_runs(grid) if isinstance(size, Clip) else (math.prod(grid) // self.merge_size**2,)
+
+    def seconds_per_step(self, size: Size) -> float:
+        """Seconds between two steps in time of a video's grid; 0 for an image."""
+        if not isinstance(size, Clip):
+            return 0.0
+        return self.temporal_patch_size * size.num_frames / (self.num_frames(size) * size.frames_per_second)
+
+    def text(self, size: Size) -> str:
+        """The text that replaces the mark of an image or video; it has the token once for each run."""
+        return self.video_text(size) if isinstance(size, Clip) else self.image_text
+
+    @classmethod
+    def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
+        """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video
+        whose frames have at most `frame_pixels` before the family rounds.
+        """
+        return max(SLICE_TOKENS, max_pixels // token_pixels, cls.most_frame_pixels(frame_pixels) // token_pixels)
+
+    @classmethod
+    def most_frame_pixels(cls, max_pixels: int) -> int:
         """The most pixels of a frame if `max_pixels` are allowed."""
         return max_pixels
 
     @abstractmethod
-    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
+    def image_grid(self, width: int, height: int) -> Grid:
+        """As `grid`, of an image of this many pixels."""
+
+    @abstractmethod
+    def frame_size(self, clip: Clip) -> tuple[int, int]:
+        """(height, width) in pixels to which the frames taken from a video are scaled."""
+
+    @abstractmethod
+    def num_frames(self, clip: Clip) -> int:
         """The number of frames that are taken from a video."""
 
     @abstractmethod
-    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+    def frames(self, clip: Clip) -> list[int]:
         """The indices of the frames that are taken, ascending (may import torch)."""
 
     @abstractmethod
-    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
-        """The text that replaces a video's mark; it has the video token once for each run of vision tokens."""
+    def video_text(self, clip: Clip) -> str:
+        """As `text`, of a video."""
 
-    def image_text(self) -> str:
-        """The text that replaces an image's mark."""
-        return self.tokens["image"]
-
-    @abstractmethod
-    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
-        """The number of vision tokens in each of these runs, for a whole video of this grid."""
+    def video_runs(self, grid: Grid) -> Sequence[int]:
+        """As `runs`, of a whole video: one for each step in time."""
+        time, height, width = grid
+        return (height * width // self.merge_size**2,) * time
 
     @abstractmethod
-    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
+    def model_inputs(self, media: Sequence[Medium]) -> dict[str, np.ndarray]:
         """What the model of transformers takes of the images and videos of one sequence, in the order of the text."""
-
-    def seconds_per_step(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
-        """Seconds between two steps in time of a video's grid."""
-        num_frames = self.num_frames(clip, limits, temporal_patch_size)
-        return temporal_patch_size * clip.num_frames / (num_frames * clip.frames_per_second)
 
 
 def check_shape(height: int, width: int) -> None:
@@ -206,37 +258,3 @@ def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge
                          width // patch_size // merge_size, merge_size, patch_size)
     ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
-
-
-def grid_of(
-    family: Family, size: Size, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
-) -> Grid:
-    """Patches (time, height, width) of an image or of a whole video.
-
-    Raises:
-        RowError: an image or video that the family refuses.
-    """
-    if not isinstance(size, Clip):
-        return family.image_grid(*size, settings, bounds)
-    together = int(settings["temporal_patch_size"])
-    num_frames = family.num_frames(size, limits, together)
-    rows, columns = family.frame_size(size, num_frames, settings, bounds)
-    return (-(-num_frames // together), rows // bounds.patch_size, columns // bounds.patch_size)
-
-
-def largest_image_tokens(family: Family, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
-    """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video whose
-    frames have at most `frame_pixels` before the family rounds.
-    """
-    return max(SLICE_TOKENS, max_pixels // token_pixels, family.most_frame_pixels(frame_pixels) // token_pixels)
-
-
-def pieces_of(size: Size, grid: Grid, merge_area: int, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-    """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most `slice_tokens`
-    tokens or of one step in time.
-    """
-    if not isinstance(size, Clip):
-        return [grid]
-    steps, rows, columns = grid
-    length = max(1, slice_tokens * merge_area // (rows * columns))
-    return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]

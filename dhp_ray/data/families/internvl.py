@@ -4,14 +4,15 @@ a video has one tile per frame.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Bounds, Clip, Family, Medium, check_shape, patches
-from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.families.base import Clip, Family, Medium, check_shape, patches
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan import Grid  # the planner imports numba
@@ -57,6 +58,7 @@ class InternVL(Family):
         "image": TOKEN, "video": TOKEN, "vision_start": START, "vision_end": END, "bos": "<|endoftext|>",
         "eos": "<|im_end|>", "pad": "<|endoftext|>"}
     marks: ClassVar[Mapping[str, str]] = {"image": re.escape(TOKEN), "video": "<video>"}
+    image_text: ClassVar[str] = f"{START}{TOKEN}{END}"
     special_tokens: ClassVar[Sequence[str]] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", START, END, TOKEN,
                                                "<video>")
     named_tokens: ClassVar[Mapping[str, str]] = {
@@ -70,95 +72,87 @@ class InternVL(Family):
         "patch_size": 14, "merge_size": 2, "temporal_patch_size": 1}
     merged_order: ClassVar[bool] = False
 
-    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    @classmethod
+    def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
         return {"size": vision.get("image_size") or 448, "patch_size": vision.get("patch_size") or 14,
                 "merge_size": round(1 / (config.get("downsample_ratio") or 0.5))}
 
-    def plain(self, name: str, value: Any) -> Any:
+    @classmethod
+    def plain(cls, name: str, value: Any) -> Any:
         if name != "size":
             return super().plain(name, value)
         height, width = (value["height"], value["width"]) if isinstance(value, Mapping) else (
             value if isinstance(value, (list, tuple)) else (value, value))
         return {"height": int(height), "width": int(width)}
 
-    def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
+    @cached_property
+    def image_processor(self) -> Any:
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-        return GotOcr2ImageProcessorPil(**self.image_files(settings, bounds))
+        return GotOcr2ImageProcessorPil(**self.tile_settings)
 
-    def image_files(self, settings: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Height and width of a tile in pixels."""
+        return int(self.settings["size"]["height"]), int(self.settings["size"]["width"])
+
+    @property
+    def num_tiles(self) -> tuple[int, int]:
+        """The least and the most tiles into which an image is cut: at most those of its processor, and with the tile of
+        the whole image no more pixels than allowed.
+        """
+        most = max(1, min(int(self.settings["max_patches"]), self.max_pixels // math.prod(self.tile) - 1))
+        return min(int(self.settings["min_patches"]), most), most
+
+    @property
+    def tile_settings(self) -> dict[str, Any]:
         """The settings from which the image processor is made."""
-        known = {name: value for name, value in settings.items() if name not in OF_THE_MODEL}
-        most = self.most_tiles(settings, bounds)
-        return known | {"crop_to_patches": True, "min_patches": min(int(settings["min_patches"]), most),
-                        "max_patches": most}
+        least, most = self.num_tiles
+        known = {name: value for name, value in self.settings.items() if name not in OF_THE_MODEL}
+        return known | {"crop_to_patches": True, "min_patches": least, "max_patches": most}
 
-    def processor_files(
-        self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
-    ) -> Mapping[str, Mapping[str, Any]]:
-        height, width = _tile(settings)
+    def processor_files(self) -> Mapping[str, Mapping[str, Any]]:
         processor = {"processor_class": "InternVLProcessor"}
-        images = self.image_files(settings, bounds) | processor
+        images = self.tile_settings | processor
         video = {name: value for name, value in images.items() if not name.endswith("_patches")}
         return {"preprocessor_config.json": images | {"image_processor_type": "GotOcr2ImageProcessor"},
                 # Published folders leave sampling to the caller. Engines sample themselves, and give no metadata.
                 "video_preprocessor_config.json": video | {
                     "video_processor_type": "InternVLVideoProcessor", "do_sample_frames": False,
-                    "fps": limits.video_fps, "initial_shift": True},
-                "processor_config.json": processor | {
-                    "image_seq_length": height * width // bounds.factor**2}}
+                    "fps": self.limits.video_fps, "initial_shift": True},
+                "processor_config.json": processor | {"image_seq_length": math.prod(self.tile) // self.factor**2}}
 
-    def most_tiles(self, settings: Mapping[str, Any], bounds: Bounds) -> int:
-        """The most tiles into which an image is cut: at most those of its processor, and with the tile of the whole
-        image no more pixels than allowed.
-        """
-        height, width = _tile(settings)
-        return max(1, min(int(settings["max_patches"]), bounds.maximum // (height * width) - 1))
+    def image_patches(self, values: Any) -> np.ndarray:
+        return patches(np.asarray(values, np.float32), 1, self.patch_size, 1)
 
-    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
-        return patches(np.asarray(values, np.float32), 1, bounds.patch_size, 1)
-
-    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
+    def image_grid(self, width: int, height: int) -> Grid:
         check_shape(height, width)
-        tile = _tile(settings)
-        most = self.most_tiles(settings, bounds)
-        columns, rows = tiling(width, height, tile, min(int(settings["min_patches"]), most), most)
-        count = rows * columns
-        return (count + (count > 1), tile[0] // bounds.patch_size, tile[1] // bounds.patch_size)
+        count = math.prod(tiling(width, height, self.tile, *self.num_tiles))
+        return (count + (count > 1), self.tile[0] // self.patch_size, self.tile[1] // self.patch_size)
 
-    def frame_size(
-        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
-    ) -> tuple[int, int]:
-        return _tile(settings)
+    def frame_size(self, clip: Clip) -> tuple[int, int]:
+        return self.tile
 
-    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
-        wanted = int(clip.num_frames / clip.frames_per_second * limits.video_fps)
-        return min(max(1, wanted), limits.max_frames, clip.num_frames)
+    def num_frames(self, clip: Clip) -> int:
+        wanted = int(clip.num_frames / clip.frames_per_second * self.limits.video_fps)
+        return min(max(1, wanted), self.limits.max_frames, clip.num_frames)
 
-    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+    def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, each from the middle of its part, rounded like torch, which this imports."""
         import torch
 
-        interval = clip.num_frames / self.num_frames(clip, limits, temporal_patch_size)
+        interval = clip.num_frames / self.num_frames(clip)
         return torch.arange(interval / 2, clip.num_frames, interval).int().tolist()  # type: ignore[no-any-return]
 
-    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
-        count = self.num_frames(clip, limits, temporal_patch_size)
-        return "\n".join(f"Frame{number}: {START}{TOKEN}{END}" for number in range(1, count + 1))
+    def video_text(self, clip: Clip) -> str:
+        return "\n".join(f"Frame{number}: {self.image_text}" for number in range(1, self.num_frames(clip) + 1))
 
-    def image_text(self) -> str:
-        return f"{START}{TOKEN}{END}"
-
-    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
-        time, height, width = grid
-        return (height * width // merge_area,) * time
-
-    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
+    def model_inputs(self, media: Sequence[Medium]) -> dict[str, np.ndarray]:
         """Tiles (T, 3, height, width), put together again from their patches, which come row by row."""
         if not media:
             return {}
-        (_, rows, columns), size = media[0].grid, bounds.patch_size
+        (_, rows, columns), size = media[0].grid, self.patch_size
         cut = np.concatenate([medium.patches for medium in media]).reshape(-1, rows, columns, 3, size, size)
         return {"pixel_values": cut.transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, rows * size, columns * size)}
 
@@ -175,8 +169,3 @@ def tiling(width: int, height: int, tile: tuple[int, int], least: int, most: int
         if apart < nearest or (apart == nearest and width * height > 0.5 * tile[0] * tile[1] * columns * rows):
             best, nearest = (columns, rows), apart
     return best
-
-
-def _tile(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width of a tile in pixels."""
-    return int(settings["size"]["height"]), int(settings["size"]["width"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Bounds, Clip, Family, Medium, check_shape
-from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.families.base import Clip, Family, Medium, check_shape
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Qwen25VL(Family):
     chat_template: ClassVar[str] = CHAT_TEMPLATE
     tokens: ClassVar[Mapping[str, str]] = TOKENS
     marks: ClassVar[Mapping[str, str]] = {kind: re.escape(TOKENS[kind]) for kind in ("image", "video")}
+    image_text: ClassVar[str] = TOKENS["image"]
     special_tokens: ClassVar[Sequence[str]] = SPECIAL_TOKENS
     structure_tokens: ClassVar[Sequence[str]] = (*SPECIAL_TOKENS, "<|vision_pad|>")
     image_processors: ClassVar[tuple[str, ...]] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
@@ -38,63 +39,63 @@ class Qwen25VL(Family):
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
 
-    def of_model(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    @classmethod
+    def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         vision = config.get("vision_config") or {}
         names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size",
                  "merge_size": "spatial_merge_size"}
-        return {name: vision[of_model] for name, of_model in names.items() if vision.get(of_model) is not None}
+        return {name: vision[stored] for name, stored in names.items() if vision.get(stored) is not None}
 
-    def image_processor(self, settings: Mapping[str, Any], bounds: Bounds) -> Any:
+    @cached_property
+    def image_processor(self) -> Any:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        return Qwen2VLImageProcessorPil(**_without_size(settings), size=_size(bounds.minimum, bounds.maximum))
+        return Qwen2VLImageProcessorPil(**self.sized_settings)
 
-    def processor_files(
-        self, settings: Mapping[str, Any], bounds: Bounds, limits: MediaLimits
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def processor_files(self) -> Mapping[str, Mapping[str, Any]]:
         processor = {"processor_class": self.processor_class}
-        images = _without_size(settings) | processor
+        images = self.sized_settings | processor
         video = images | {"video_processor_type": self.video_processor, "do_sample_frames": True,
-                          "fps": limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": limits.max_frames}
-        return {"preprocessor_config.json": images | {"image_processor_type": "Qwen2VLImageProcessor",
-                                                      "size": _size(bounds.minimum, bounds.maximum)},
-                "video_preprocessor_config.json": video | self.video_bounds(bounds),
+                          "fps": self.limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": self.limits.max_frames}
+        return {"preprocessor_config.json": images | {"image_processor_type": "Qwen2VLImageProcessor"},
+                "video_preprocessor_config.json": video | self.video_settings,
                 "processor_config.json": processor}
 
-    def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
-        """The settings that tell the video processor to what size frames are scaled."""
-        return {"cap_pixels_per_frame": False, "size": _size(bounds.minimum, bounds.maximum)}
+    @property
+    def sized_settings(self) -> dict[str, Any]:
+        """The settings of the image processor, with the pixels allowed here in place of the folder's."""
+        others = {name: value for name, value in self.settings.items() if name not in ("min_pixels", "max_pixels")}
+        return others | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
-    def image_patches(self, values: Any, bounds: Bounds) -> np.ndarray:
-        return np.asarray(values, np.float32)
+    @property
+    def video_settings(self) -> dict[str, Any]:
+        """The settings that tell the video processor to what size frames are scaled, where it is not that of images."""
+        return {"cap_pixels_per_frame": False}
 
-    def image_grid(self, width: int, height: int, settings: Mapping[str, Any], bounds: Bounds) -> Grid:
-        rows, columns = smart_resize(height, width, bounds.factor, bounds.minimum, bounds.maximum)
-        return (1, rows // bounds.patch_size, columns // bounds.patch_size)
+    def image_grid(self, width: int, height: int) -> Grid:
+        rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return (1, rows // self.patch_size, columns // self.patch_size)
 
-    def frame_size(
-        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
-    ) -> tuple[int, int]:
-        return smart_resize(clip.height, clip.width, bounds.factor, bounds.minimum, bounds.maximum)
+    def frame_size(self, clip: Clip) -> tuple[int, int]:
+        return smart_resize(clip.height, clip.width, self.factor, self.min_pixels, self.max_pixels)
 
-    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
-        return math.ceil(clip.num_frames / _interval(clip, limits, temporal_patch_size))
+    def num_frames(self, clip: Clip) -> int:
+        return math.ceil(clip.num_frames / self._interval(clip))
 
-    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+    def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, rounded like torch, which this imports."""
         import torch
 
-        numbers = torch.arange(0, clip.num_frames, _interval(clip, limits, temporal_patch_size),
-                               dtype=torch.float32).int()
+        numbers = torch.arange(0, clip.num_frames, self._interval(clip), dtype=torch.float32).int()
         return numbers.clamp_(max=clip.num_frames - 1).tolist()  # rounding can give one frame too many
 
-    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
+    def video_text(self, clip: Clip) -> str:
         return self.tokens["video"]
 
-    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
-        return (math.prod(grid) // merge_area,)
+    def video_runs(self, grid: Grid) -> Sequence[int]:
+        return (math.prod(grid) // self.merge_size**2,)
 
-    def model_inputs(self, media: Sequence[Medium], bounds: Bounds) -> dict[str, np.ndarray]:
+    def model_inputs(self, media: Sequence[Medium]) -> dict[str, np.ndarray]:
         inputs: dict[str, np.ndarray] = {}
         for values, grids, of_video in (("pixel_values", "image_grid_thw", False),
                                         ("pixel_values_videos", "video_grid_thw", True)):
@@ -102,6 +103,14 @@ class Qwen25VL(Family):
                 inputs |= {values: np.concatenate([medium.patches for medium in chosen]),
                            grids: np.array([medium.grid for medium in chosen], np.int64)}
         return inputs
+
+    def _interval(self, clip: Clip) -> float:
+        """The distance in frames from one taken frame to the next."""
+        together = self.temporal_patch_size
+        most = min(self.limits.max_frames, clip.num_frames) // together * together
+        wanted = min(max(clip.num_frames / clip.frames_per_second * self.limits.video_fps, MIN_FRAMES), most,
+                     clip.num_frames)
+        return clip.num_frames / max(1, math.floor(wanted / together) * together)
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -121,18 +130,3 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         grow = math.sqrt(min_pixels / (height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns
-
-
-def _interval(clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> float:
-    """The distance in frames from one taken frame to the next."""
-    most = min(limits.max_frames, clip.num_frames) // temporal_patch_size * temporal_patch_size
-    wanted = min(max(clip.num_frames / clip.frames_per_second * limits.video_fps, MIN_FRAMES), most, clip.num_frames)
-    return clip.num_frames / max(1, math.floor(wanted / temporal_patch_size) * temporal_patch_size)
-
-
-def _without_size(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in ("size", "min_pixels", "max_pixels")}
-
-
-def _size(minimum: int, maximum: int) -> dict[str, int]:
-    return {"shortest_edge": minimum, "longest_edge": maximum}

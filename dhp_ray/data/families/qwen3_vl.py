@@ -6,18 +6,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Bounds, Clip, check_shape
+from dhp_ray.data.families.base import Clip, Family, check_shape
 from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL
-from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM, TOKENS
-
-if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner imports numba
 
 START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
 
@@ -41,24 +37,23 @@ class Qwen3VL(Qwen25VL):
     processor_class: ClassVar[str] = "Qwen3VLProcessor"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
 
-    def video_bounds(self, bounds: Bounds) -> dict[str, Any]:
-        return {"cap_pixels_per_frame": True, "max_video_tokens": bounds.maximum // bounds.factor**2,
-                "size": {"shortest_edge": bounds.minimum, "longest_edge": bounds.of_video}}
+    @property
+    def video_settings(self) -> dict[str, Any]:
+        return {"cap_pixels_per_frame": True, "max_video_tokens": self.max_pixels // self.factor**2,
+                "size": {"shortest_edge": self.min_pixels, "longest_edge": self.video_pixels}}
 
-    def most_frame_pixels(self, max_pixels: int) -> int:
+    @classmethod
+    def most_frame_pixels(cls, max_pixels: int) -> int:
         """The published processor rounds half the number of frames to an even number: of five frames it bounds the
         pixels of four, of nine those of eight.
         """
         return max_pixels * 5 // 4
 
-    def frame_size(
-        self, clip: Clip, num_frames: int, settings: Mapping[str, Any], bounds: Bounds
-    ) -> tuple[int, int]:
-        factor, height, width = bounds.factor, clip.height, clip.width
-        together = int(settings["temporal_patch_size"])
-        num_frames = max(together, num_frames)  # a single frame is repeated to fill a step in time
-        of_frame = min(bounds.maximum // factor**2 * factor**2, bounds.of_video // num_frames)
-        maximum = max(of_frame, int(bounds.minimum * 1.05)) * num_frames
+    def frame_size(self, clip: Clip) -> tuple[int, int]:
+        factor, height, width, together = self.factor, clip.height, clip.width, self.temporal_patch_size
+        num_frames = max(together, self.num_frames(clip))  # a single frame is repeated to fill a step in time
+        of_frame = min(self.max_pixels // factor**2 * factor**2, self.video_pixels // num_frames)
+        maximum = max(of_frame, int(self.min_pixels * 1.05)) * num_frames
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
@@ -69,27 +64,24 @@ class Qwen3VL(Qwen25VL):
             shrink = math.sqrt(num_frames * height * width / maximum)
             rows = max(factor, math.floor(height / shrink / factor) * factor)
             columns = max(factor, math.floor(width / shrink / factor) * factor)
-        elif pixels < bounds.minimum:
-            grow = math.sqrt(bounds.minimum / (num_frames * height * width))
+        elif pixels < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (num_frames * height * width))
             rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
         return rows, columns
 
-    def num_frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> int:
-        wanted = int(clip.num_frames / clip.frames_per_second * limits.video_fps)
-        return min(max(wanted, MIN_FRAMES), limits.max_frames, clip.num_frames)
+    def num_frames(self, clip: Clip) -> int:
+        wanted = int(clip.num_frames / clip.frames_per_second * self.limits.video_fps)
+        return min(max(wanted, MIN_FRAMES), self.limits.max_frames, clip.num_frames)
 
-    def frames(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> list[int]:
+    def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, including the first and the last frame."""
-        count = self.num_frames(clip, limits, temporal_patch_size)
-        return np.linspace(0, clip.num_frames - 1, count).round().astype(int).tolist()  # type: ignore[no-any-return]
+        return np.linspace(  # type: ignore[no-any-return]
+            0, clip.num_frames - 1, self.num_frames(clip)).round().astype(int).tolist()
 
-    def video_text(self, clip: Clip, limits: MediaLimits, temporal_patch_size: int) -> str:
-        numbers = self.frames(clip, limits, temporal_patch_size)
-        numbers += numbers[-1:] * (-len(numbers) % temporal_patch_size)
+    def video_text(self, clip: Clip) -> str:
+        numbers, together = self.frames(clip), self.temporal_patch_size
+        numbers += numbers[-1:] * (-len(numbers) % together)
         return "".join(f"<{clip.middle_s(first, last):.1f} seconds>{START}{VIDEO}{END}"
-                       for first, last in zip(numbers[::temporal_patch_size],
-                                              numbers[temporal_patch_size - 1 :: temporal_patch_size]))
+                       for first, last in zip(numbers[::together], numbers[together - 1 :: together]))
 
-    def video_runs(self, grid: Grid, merge_area: int) -> Sequence[int]:
-        time, height, width = grid
-        return (height * width // merge_area,) * time
+    video_runs = Family.video_runs  # one for each step in time

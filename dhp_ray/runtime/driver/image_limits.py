@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dhp_ray.config import Config
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import largest_image_tokens
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.schema import Planner
@@ -45,4 +44,4 @@ def skipped_images(given: Planner, limit: int, largest: int) -> str:
 def largest_image_of(config: Config, shape: ModelShape) -> int:
     """Return the tokens of the largest image, or piece of a video, that one rank encodes."""
     pixels = config.data.max_pixels
-    return largest_image_tokens(FAMILIES[shape.family], pixels, pixels, shape.token_pixels)
+    return FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)

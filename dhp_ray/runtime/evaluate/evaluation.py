@@ -21,7 +21,7 @@ from dhp_ray.constraints import in_upload, make_absolute, upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
-from dhp_ray.data.model_folder import own_pixels_of
+from dhp_ray.data.model_folder import own_pixels
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.evaluate.predictions import Answer, Display, Predictions, summary_line
 from dhp_ray.runtime.job.ending import Ending
@@ -73,7 +73,7 @@ def pixels_warning(config: Evaluation) -> str:
         ConfigError: the folder's settings cannot be read.
     """
     try:
-        own = own_pixels_of(Path(config.model.path), config.data.max_pixels)
+        own = own_pixels(Path(config.model.path), config.data.max_pixels)
     except DataError as error:
         raise ConfigError(str(error)) from None
     if not own:

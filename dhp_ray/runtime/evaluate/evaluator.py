@@ -105,7 +105,7 @@ class Evaluator:
         """
         self.load()
         try:
-            row = rows_of(fragment, self.processor.limits.max_file_bytes)[offset]
+            row = rows_of(fragment, self.processor.family.limits.max_file_bytes)[offset]
         except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
             return self._left_out(number, f"{fragment.path}:{fragment.first_row + offset + 1}", reason_of(error))
         try:
@@ -172,7 +172,7 @@ class Evaluator:
                                         torch.tensor([medium.seconds for medium in shown]))
         inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None],
                   "position_ids": family.position_ids(positions)}
-        arrays = self.processor.family.model_inputs(shown, self.processor.bounds)
+        arrays = self.processor.family.model_inputs(shown)
         inputs |= {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {name: values.to(self.device) for name, values in inputs.items()}
 

@@ -21,7 +21,7 @@ from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator, cores
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.constraints import check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.families import PRESETS, check_processor_files
+from dhp_ray.data.families import PRESETS
 from dhp_ray.data.index import (
     KEPT_FROM_BYTES,
     Progress,
@@ -33,6 +33,7 @@ from dhp_ray.data.index import (
     sources_of,
 )
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.model_folder import check_processor_files
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.records.checkpoints import Checkpoints

@@ -160,12 +160,12 @@ def _undecoded(num_grids: int) -> Patches:
 
 
 def _decode_image(data: bytes, processor: Processor) -> Patches:
-    return [decode(data, processor)]
+    return [decode(data, processor.family)]
 
 
 def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
     """Return the patches of a video's pieces; `lengths`: the steps in time of each piece."""
     stops = list(accumulate(lengths))
     wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
-    decoded = iter(decode_video(data, processor, wanted, stops[-1]))
+    decoded = iter(decode_video(data, processor.family, wanted, stops[-1]))
     return [next(decoded) if needed else None for needed in here]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families import FAMILIES, check_processor_files
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.families.internvl import tiling
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import own_pixels_of
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.model_folder import check_processor_files, own_pixels
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.model.build import build_model
 from tests.data.samples import MIN_PIXELS, random_conversation, talk, video
@@ -35,8 +35,8 @@ from tests.packs import TOKEN_IDS
 
 LIMITS = MediaLimits()
 MAX_PIXELS = 7 * 56 * 56
-PROCESSOR = load_processor("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS)
-FAMILY = FAMILIES["internvl"]
+PROCESSOR = ProcessorSpec("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS).load()
+FAMILY = PROCESSOR.family
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path, own: InternVLProce
         assert PROCESSOR.tokenizer.decode(encoded.input_ids) == own.tokenizer.decode(expected["input_ids"][0])
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
         assert sum(grid[0] for grid in encoded.grids) == len(expected["pixel_values"])
-        found = np.concatenate([decode(image, PROCESSOR) for image in images])
+        found = np.concatenate([decode(image, PROCESSOR.family) for image in images])
         assert np.array_equal(found, patches_of(expected["pixel_values"]).numpy())
         tiles |= {grid[0] for grid in encoded.grids}
     assert max(tiles) > 1
@@ -95,17 +95,17 @@ def test_ids_grids_and_pixels_of_videos(frames: int, own: InternVLProcessor) -> 
     clip = clip_of(data, LIMITS)
     conversation = talk("<video>What moves?<image>", "A square.", "<video> And here?", "The same.")
     encoded = PROCESSOR.encode(conversation, [clip, (56, 56), clip])
-    taken = FAMILY.frames(clip, LIMITS, 1)
+    taken = FAMILY.frames(clip)
     replacement = own.replace_video_token({"pixel_values_videos": np.zeros((1, len(taken), 1))}, 0)
     one = own.replace_image_token({"num_patches": [1]}, 0)
     text = own.apply_chat_template(messages_of(conversation), tokenize=False)
     text, _ = own.get_text_with_replacements([text], [one], [replacement, replacement])
     assert PROCESSOR.tokenizer.decode(encoded.input_ids) == text[0]
     assert encoded.grids == ((len(taken), 4, 4), (1, 4, 4), (len(taken), 4, 4))
-    patches = decode_video(data, PROCESSOR, [range(len(taken))], len(taken))[0]
+    patches = decode_video(data, PROCESSOR.family, [range(len(taken))], len(taken))[0]
     shown = torch.from_numpy(np.stack([frames_of(data)[number] for number in taken])).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(shown, size=(56, 56), mode="bicubic", antialias=True)
-    mean, deviation = (torch.tensor(PROCESSOR.image_settings[name]).view(3, 1, 1)
+    mean, deviation = (torch.tensor(PROCESSOR.family.settings[name]).view(3, 1, 1)
                        for name in ("image_mean", "image_std"))
     np.testing.assert_allclose(patches, patches_of((resized / 255 - mean) / deviation), atol=1e-6)
     answers = PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100])
@@ -120,7 +120,7 @@ def test_ids_and_labels_of_random_conversations_with_tiles(own: InternVLProcesso
         encoded = PROCESSOR.encode(conversation, sizes)
         images = [own.replace_image_token(own.image_processor(images=[shown]), 0) for shown in media
                   if not isinstance(shown, bytes)]
-        videos = [own.replace_video_token({"pixel_values_videos": np.zeros((1, FAMILY.num_frames(size, LIMITS, 1)))}, 0)
+        videos = [own.replace_video_token({"pixel_values_videos": np.zeros((1, FAMILY.num_frames(size)))}, 0)
                   for size in sizes if isinstance(size, Clip)]
         text = own.apply_chat_template(messages_of(conversation), tokenize=False)
         text, _ = own.get_text_with_replacements([text], images, videos)
@@ -145,31 +145,32 @@ def test_a_saved_processor_takes_the_frames_that_it_is_given(tmp_path: Path) -> 
 @given(st.integers(1, 5000), st.floats(1, 120), st.sampled_from([0.5, 2.0, 3.7]))
 def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: float) -> None:
     limits, clip = MediaLimits(video_fps=fps, max_frames=64), Clip(32, 32, num_frames, rate)
-    count = FAMILY.num_frames(clip, limits, 1)
+    family = replace(FAMILY, limits=limits)
+    count = family.num_frames(clip)
     # `InternVLVideoProcessor.sample_frames` of transformers 5.23, whose module needs torchvision to import
     shift = num_frames / count / 2
     expected = torch.arange(shift, num_frames, num_frames / count).int().tolist()
-    assert FAMILY.frames(clip, limits, 1) == expected
+    assert family.frames(clip) == expected
     assert len(expected) == count
 
 
 @pytest.mark.parametrize(("pixels", "own"), [(MAX_PIXELS, 0), (MAX_PIXELS + 3000, 0), (100 * MAX_PIXELS, 0),
                                              (MAX_PIXELS - 1, MAX_PIXELS), (100, MAX_PIXELS)])
 def test_a_folder_says_how_many_pixels_its_tiles_have(pixels: int, own: int, folder: Path) -> None:
-    assert own_pixels_of(folder, pixels) == own
+    assert own_pixels(folder, pixels) == own
 
 
 def test_max_pixels_bound_the_tiles() -> None:
-    assert PROCESSOR.grid_of((560, 56)) == (7, 4, 4)  # six, and the whole
-    assert load_processor("tiny_internvl", "", MIN_PIXELS, 2 * 56 * 56).grid_of((560, 56)) == (1, 4, 4)
-    assert load_processor("tiny_internvl", "", MIN_PIXELS, 3000).grid_of((560, 56)) == (1, 4, 4)
+    assert PROCESSOR.family.grid((560, 56)) == (7, 4, 4)  # six, and the whole
+    assert ProcessorSpec("tiny_internvl", "", MIN_PIXELS, 2 * 56 * 56).load().family.grid((560, 56)) == (1, 4, 4)
+    assert ProcessorSpec("tiny_internvl", "", MIN_PIXELS, 3000).load().family.grid((560, 56)) == (1, 4, 4)
     with pytest.raises(RowError, match="aspect ratio"):
-        PROCESSOR.grid_of((56 * 201, 56))
+        PROCESSOR.family.grid((56 * 201, 56))
 
 
 def test_a_saved_processor_loads_as_the_same(folder: Path) -> None:
     check_processor_files(folder)
-    loaded = load_processor("", str(folder), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec("", str(folder), MIN_PIXELS, MAX_PIXELS).load()
     conversation = talk("<video>\nWhich?<image>", "the left")
     found, wanted = (processor.encode(conversation, [Clip(64, 48, 20, 10.0), (70, 190)])
                      for processor in (loaded, PROCESSOR))
@@ -190,9 +191,10 @@ def test_sizes_are_written_in_several_ways(
     (tmp_path / "config.json").write_text(json.dumps(config))
     images = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(images | of_images))
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
-    assert loaded.grid_of((112, 56))[1:] == (4, 4)
-    assert loaded.image_processor(images=[Image.new("RGB", (112, 56))])["num_patches"] == [loaded.grid_of((112, 56))[0]]
+    loaded = ProcessorSpec("", str(tmp_path), MIN_PIXELS, MAX_PIXELS).load()
+    assert loaded.family.grid((112, 56))[1:] == (4, 4)
+    [tiles] = loaded.family.image_processor(images=[Image.new("RGB", (112, 56))])["num_patches"]
+    assert tiles == loaded.family.grid((112, 56))[0]
 
 
 @pytest.mark.parametrize("values", [{"image_size": "large"}, {"patch_size": [14, 7]}])

@@ -21,21 +21,22 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families import FAMILIES, PRESETS, check_processor_files
-from dhp_ray.data.families.base import Bounds, Clip, largest_image_tokens
+from dhp_ray.data.families import PRESETS
+from dhp_ray.data.families.base import Clip
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.processor import Processor, load_processor
+from dhp_ray.data.model_folder import check_processor_files
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import clip_of, decode_video
 from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
 from dhp_ray.model.presets import preset_config
-from tests.data.samples import MAX_PIXELS, MIN_PIXELS, random_conversation, talk, video
+from tests.data.samples import random_conversation, talk, video
 from tests.data.test_video import frames_of
 from tests.packs import TOKEN_IDS
 
 LIMITS = MediaLimits()
-PROCESSOR = load_processor("tiny_qwen3_vl", "", MIN_PIXELS, MAX_PIXELS)
-FAMILY, SETTINGS = FAMILIES["qwen3_vl"], PROCESSOR.image_settings
+PROCESSOR = ProcessorSpec("tiny_qwen3_vl").load()
+FAMILY = PROCESSOR.family
 
 
 class VideoProcessor(Qwen3VLVideoProcessor):
@@ -62,7 +63,7 @@ class VideoProcessor(Qwen3VLVideoProcessor):
 
 def own_processor(ours: Processor) -> Qwen3VLProcessor:
     """Of transformers, with the sizes and the frames a second of ours."""
-    files = ours.family.processor_files(ours.image_settings, ours.bounds, ours.limits)
+    files = ours.family.processor_files()
     settings = dict(files["video_preprocessor_config.json"])
     own = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
     own.image_token, own.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -71,7 +72,7 @@ def own_processor(ours: Processor) -> Qwen3VLProcessor:
     check = ProcessorMixin.check_argument_for_proper_class
     try:
         ProcessorMixin.check_argument_for_proper_class = lambda *_: None  # type: ignore[method-assign]
-        ProcessorMixin.__init__(own, ours.image_processor, ours.tokenizer, VideoProcessor(**settings),
+        ProcessorMixin.__init__(own, ours.family.image_processor, ours.tokenizer, VideoProcessor(**settings),
                                 chat_template=ours.chat_template)
     finally:
         ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
@@ -92,7 +93,7 @@ def as_published(text: str) -> str:
     "<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")])
 def test_only_the_steps_in_time_of_a_video_lie_between_vision_tokens(template: str) -> None:
     """Also if the template writes none."""
-    processor = load_processor("tiny_qwen3_vl", "", MIN_PIXELS, MAX_PIXELS)
+    processor = ProcessorSpec("tiny_qwen3_vl").load()
     processor = replace(processor, chat_template=template)
     clip = Clip(64, 48, 20, 10.0)
     encoded = processor.encode(talk("<video>Which?<image>", "That."), [clip, (70, 90)])
@@ -114,7 +115,8 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path) -> None:
         expected = OWN(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
         assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])
-        assert np.array_equal(np.concatenate([decode(image, PROCESSOR) for image in images]), expected["pixel_values"])
+        pixels = np.concatenate([decode(image, FAMILY) for image in images])
+        assert np.array_equal(pixels, expected["pixel_values"])
 
 
 @pytest.mark.parametrize("frames", [1, 2, 7, 23, 40])
@@ -134,7 +136,7 @@ def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> N
     if frames > 1:
         assert PROCESSOR.tokenizer.decode(encoded.input_ids) == PROCESSOR.tokenizer.decode(expected["input_ids"][0])
     assert [list(grid) for grid in encoded.grids] == expected["video_grid_thw"].tolist()
-    patches = decode_video(data, PROCESSOR, [range(encoded.grids[0][0])], encoded.grids[0][0])[0]
+    patches = decode_video(data, PROCESSOR.family, [range(encoded.grids[0][0])], encoded.grids[0][0])[0]
     np.testing.assert_allclose(np.concatenate([patches, patches]), expected["pixel_values_videos"], atol=2e-6)
     answers = PROCESSOR.tokenizer.decode(encoded.labels[encoded.labels != -100])
     assert answers == "A square.<|im_end|>The same.<|im_end|>"
@@ -165,8 +167,9 @@ def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: flo
     own = Qwen3VLVideoProcessor(min_frames=4, max_frames=max_frames)
     expected = own.sample_frames(VideoMetadata(total_num_frames=num_frames, fps=rate), fps=fps)
     limits, clip = MediaLimits(video_fps=fps, max_frames=max_frames), Clip(32, 32, num_frames, rate)
-    assert FAMILY.frames(clip, limits, 2) == expected.tolist()
-    assert FAMILY.num_frames(clip, limits, 2) == len(expected)
+    family = replace(FAMILY, limits=limits)
+    assert family.frames(clip) == expected.tolist()
+    assert family.num_frames(clip) == len(expected)
 
 
 @given(st.integers(2, 300), st.integers(1, 3000), st.integers(1, 3000),
@@ -175,15 +178,16 @@ def test_frames_are_scaled_as_its_own_does(
     num_frames: int, height: int, width: int, bounds: tuple[int, int, int]
 ) -> None:
     minimum, maximum, of_video = bounds
+    family = replace(FAMILY, min_pixels=minimum, max_pixels=maximum, video_pixels=of_video)
     of_frame = max(min(maximum // 1024 * 1024, of_video // num_frames), int(minimum * 1.05))
     try:
         expected = smart_resize(num_frames, height, width, 2, 32, minimum, of_frame * num_frames)
     except ValueError:
         with pytest.raises(RowError, match="aspect ratio"):
-            FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, SETTINGS, Bounds(16, 2, *bounds))
+            family.frame_size(Clip(width, height, num_frames, 1.0))
     else:
         assume(min(expected) > 0)
-        found = FAMILY.frame_size(Clip(width, height, num_frames, 1.0), num_frames, SETTINGS, Bounds(16, 2, *bounds))
+        found = family.frame_size(Clip(width, height, num_frames, 1.0))
         assert found == expected
 
 
@@ -191,13 +195,13 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     check_processor_files(tmp_path)
-    loaded = load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+    loaded = ProcessorSpec(path=str(tmp_path)).load()
     clip = Clip(64, 48, 20, 10.0)
     conversation = talk("<video>\nWhich?<image>", "the left")
     found, wanted = (processor.encode(conversation, [clip, (70, 90)]) for processor in (loaded, PROCESSOR))
     assert np.array_equal(found.input_ids, wanted.input_ids)
     assert (found.grids, found.seconds) == (wanted.grids, wanted.seconds)
-    assert loaded.bounds == PROCESSOR.bounds
+    assert loaded.family == FAMILY
 
 
 def test_a_processor_of_other_patches_than_the_models(tmp_path: Path) -> None:
@@ -213,18 +217,18 @@ def test_a_model_of_no_known_family(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     with pytest.raises(DataError, match=r"^model.path: [^\n]*config.json is of a model of type 'llava'; allowed: "
                                         r"internvl, qwen2_5_vl, qwen3_vl$"):
-        load_processor("", str(tmp_path), MIN_PIXELS, MAX_PIXELS)
+        ProcessorSpec(path=str(tmp_path)).load()
 
 
 def test_presets_have_the_families_of_their_models() -> None:
     assert {name: preset_config(name, TOKEN_IDS).model_type for name in MODEL_PRESETS} == {
-        name: family for name, family in PRESETS.items() if name != "bytes"}
+        name: family.name for name, family in PRESETS.items() if name != "bytes"}
 
 
 @given(st.integers(32, 3000), st.integers(32, 3000), st.integers(1, 40))
 def test_no_entry_of_a_video_is_larger_than_memory_is_kept_for(height: int, width: int, num_frames: int) -> None:
     """Of five frames the family bounds four."""
     assume(max(height, width) < 100 * min(height, width))
-    bounds = Bounds(16, 2, 4096, 1_003_520, 10**9)
-    rows, columns = FAMILY.frame_size(Clip(width, height, num_frames, 2.0), num_frames, SETTINGS, bounds)
-    assert rows * columns // 1024 <= largest_image_tokens(FAMILY, 0, bounds.maximum, 1024)
+    family = replace(FAMILY, min_pixels=4096, video_pixels=10**9)
+    rows, columns = family.frame_size(Clip(width, height, num_frames, 2.0))
+    assert rows * columns // 1024 <= family.largest_image_tokens(0, family.max_pixels, 1024)

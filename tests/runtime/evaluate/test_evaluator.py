@@ -13,7 +13,7 @@ from dhp_ray.config import EVALUATE, load
 from dhp_ray.data.evaluation import question_of
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
 from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.train.payload import Payload
@@ -63,7 +63,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
             {"id": "1", "conversations": talk("Name a colour.", "Blue.")}]
     found = answers_of(folder, tmp_path, rows)
     module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    processor = load_processor("", str(folder), 3136, MAX_PIXELS)
+    processor = ProcessorSpec("", str(folder), 3136, MAX_PIXELS).load()
     [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(tmp_path / "rows.json")))
     for answer, row in zip(found, read_rows(fragment), strict=True):
         assert not answer.error
@@ -81,7 +81,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
 
 def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
     """Which is cut into entries of at most SLICE_TOKENS."""
-    processor = load_processor("tiny", "", 3136, 1003520)
+    processor = ProcessorSpec("tiny").load()
     (tmp_path / "long.mp4").write_bytes(video(60, 560, 560, rate=2))
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "video": "long.mp4",
                                                 "conversations": talk("<video>What moves?", "A square.")}])
@@ -90,7 +90,7 @@ def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
     assert len(question.whole.grids) > 1
     [medium] = media_in(question, processor)
     assert medium.grid == (30, 40, 40)
-    assert medium.patches.shape == (30 * 40 * 40, processor.patch_dim)
+    assert medium.patches.shape == (30 * 40 * 40, processor.family.patch_dim)
     assert medium.seconds == 1.0
 
 

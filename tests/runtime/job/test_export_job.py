@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import dump, load
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_SETTINGS, BASE_KEY, fingerprint
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
@@ -40,7 +40,7 @@ def saved(rank: int, port: int, settings: list[str]) -> None:
     member.checkpointer.begin(20)
     member.checkpointer.finish()
     assert member.checkpointer.poll() == ([20], "")
-    processor = load_processor(config.model.preset, config.model.path, config.data.min_pixels, config.data.max_pixels)
+    processor = ProcessorSpec(config.model.preset, config.model.path).load()
     member.export("model", processor.save)
     member.close()
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from dhp_ray.comm.device import CUDA, NPU, Accelerator
 from dhp_ray.config import EVALUATE, Config, ConfigError, dump, load
 from dhp_ray.constraints import UPLOADS, make_absolute
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import PLANNERS
 from dhp_ray.runtime.job.preflight import (
@@ -51,7 +51,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything in it."""
     folder = tmp_path_factory.mktemp("model")
-    processor = load_processor("tiny", "", 3136, 1003520)
+    processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
     adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     processor.save(folder)

@@ -18,7 +18,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.config import load
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_SETTINGS, INDEX_FILE
 from dhp_ray.runtime.messages import Membership
@@ -37,7 +37,7 @@ def given(folder: Path, tied: bool = True) -> Path:
     """The tiny model as a stranger may store it: in bf16, the tied head under both names, with a head of another
     part in a type of its own.
     """
-    processor = load_processor("tiny", "", 3136, 1003520)
+    processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
     adapter.save(folder, dict(adapter.module.named_parameters()))
     processor.save(folder)
@@ -54,7 +54,7 @@ def run(rank: int, port: int, num_ranks: int, settings: Sequence[str], smallest_
     """Export what a rank has loaded; returns what it says of a failure, which comes on rank `breaks`."""
     config = load(["cluster.device=cpu", *settings])
     member = Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
-    processor = load_processor(config.model.preset, config.model.path, 3136, 1003520)
+    processor = ProcessorSpec(config.model.preset, config.model.path).load()
 
     def save(folder: Path) -> None:
         processor.save(folder)
@@ -149,7 +149,7 @@ def test_a_presets_keys_and_shapes_are_those_of_transformers(
 ) -> None:
     common = [f"model.preset={preset}", f"train.freeze=[{freeze}]", f"run.dir={tmp_path / 'run'}", *WAYS[way]]
     run_processes(run, 2, 2, common, 0)
-    processor = load_processor(preset, "", 3136, 1003520)
+    processor = ProcessorSpec(preset).load()
     module = build_model(preset, "", processor.token_ids, load(common).seed).module
     module.save_pretrained(tmp_path / "plain")
     found, wanted = exported(tmp_path / "run/model"), exported(tmp_path / "plain")

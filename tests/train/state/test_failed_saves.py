@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
-from dhp_ray.data.processor import load_processor
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import rank as rank_module
@@ -244,7 +244,7 @@ def stall_then_save(rank, port, run_dir):
     checkpointer.begin(2)
     checkpointer.finish()
     second = checkpointer.poll()
-    processor = load_processor(config.model.preset, config.model.path, 3136, 1003520)
+    processor = ProcessorSpec(config.model.preset, config.model.path).load()
     member.export("model", processor.save)
     checkpointer.load(tensors_folder(2, 1))
     member.close()
