@@ -92,9 +92,7 @@ def measure(config: Config, own: dict[str, str]) -> int:
     from dhp_ray.comm.device import choose
     from dhp_ray.data.errors import DataError
     from dhp_ray.errors import first_line
-    from dhp_ray.measure.cost_file import write
-    from dhp_ray.measure.observations import MeasureError
-    from dhp_ray.measure.picture import draw
+    from dhp_ray.measure.fitting import MeasureError
     from dhp_ray.runtime.job.measuring import Request, measure_here
     from dhp_ray.runtime.messages import RunError
     from dhp_ray.runtime.origins import model_name
@@ -120,8 +118,7 @@ def measure(config: Config, own: dict[str, str]) -> int:
                 said.add(what)
 
             measured = measure_here(config, request, tell)
-        write(measured, target)
-        draw(measured, target.with_suffix(".png"))
+        measured.write(target)
     except DataError as error:
         raise ConfigError(str(error)) from None
     except (MeasureError, RunError) as error:

@@ -11,7 +11,7 @@ import yaml
 from dhp_ray.config import dump, load
 from dhp_ray.credentials import MOST_OF_ERROR, Uri, concealed, full_uri, masked
 from dhp_ray.data.errors import DataError
-from dhp_ray.measure.observations import MeasureError
+from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.model.files import ModelError
 from dhp_ray.report.run_files import NoRunError
 from dhp_ray.runtime.messages import RunError

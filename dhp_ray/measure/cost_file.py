@@ -14,22 +14,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import yaml
 
-from dhp_ray.measure.communication import Links, Ring, RingSeconds, fit_latency, fit_links, fit_ring, ring_seconds
-from dhp_ray.measure.fitting import Fit, fit_compute, fixed_of_micro_batch, fixed_of_step, forward_share
-from dhp_ray.measure.observations import Observations, observed
-from dhp_ray.measure.rounds import Spec
-from dhp_ray.measure.timings import PartResult
+from dhp_ray.measure.fitting import (
+    Fit,
+    Links,
+    Observations,
+    PackSeconds,
+    fit_compute,
+    fit_links,
+    fit_ring,
+    fixed_of_micro_batch,
+    observed,
+)
+from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.planner.bandwidth import links_of
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.cost_origin import Origin, device_words
 from dhp_ray.planner.derived_cost import forward_pass_share, ring_bytes_per_token, vision_forward_share
 from dhp_ray.planner.encoder_memory import with_encoder_apart
 from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.storage import replacing
 
 
 class Session(NamedTuple):
@@ -39,23 +47,15 @@ class Session(NamedTuple):
     results: dict[str, Sequence[PartResult]]
 
 
-class Points(NamedTuple):
-    """Predicted and measured seconds of one kind of pack, for the picture."""
-
-    kind: str
-    predicted: np.ndarray
-    measured: np.ndarray
-
-
 @dataclass(frozen=True)
 class Measured:
-    """A cost, the other sections of its file, the points that it was fitted to, and the constants that were measured,
-    by mode and degree where they differ.
+    """A cost, the other sections of its file, the fits behind it, and the constants that were measured, by mode and
+    degree where they differ.
     """
 
     cost: CostModel
     sections: dict[str, Any]
-    points: list[Points]
+    fits: dict[str, Fit]
     constants: dict[str, float]
 
     def text(self) -> str:
@@ -65,8 +65,33 @@ class Measured:
                 f"{100 * errors['median']:.1f} % in the median.\n")
         constants = {name: value for name, value in self.cost.to_json().items()
                      if value not in ({}, "", 0.0) or name in ("quadratic_s", "linear_s", "fixed_s", "overlap")}
-        dumped = yaml.safe_dump(rounded(constants | self.sections), sort_keys=False, width=120, default_flow_style=None)
+        dumped = yaml.safe_dump(_rounded(constants | self.sections), sort_keys=False, width=120,
+                                default_flow_style=None)
         return head + dumped
+
+    def write(self, path: Path) -> None:
+        """Write the file, and a picture beside it."""
+        with replacing(path) as unfinished:
+            unfinished.write_text(self.text(), encoding="utf-8")
+        self.draw(path.with_suffix(".png"))
+
+    def draw(self, target: Path | BinaryIO) -> None:
+        """Write a PNG: predicted against measured seconds of all packs, and the relative error of each."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        both, errors = figure.subplots(1, 2)
+        seconds = np.concatenate([fit.measured for fit in self.fits.values()])
+        both.plot([seconds.min(), seconds.max()], [seconds.min(), seconds.max()], color="0.7", linewidth=1)
+        for kind, fit in self.fits.items():
+            both.scatter(fit.measured, fit.predicted, s=14, label=kind)
+            errors.scatter(fit.measured, 100 * (fit.predicted / fit.measured - 1.0), s=14, label=kind)
+        both.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title=self.cost.name)
+        errors.axhline(0.0, color="0.7", linewidth=1)
+        median = 100 * np.median(np.concatenate([fit.relative_errors for fit in self.fits.values()]))
+        errors.set(xscale="log", xlabel="measured, s", ylabel="predicted - measured, %", title=f"median {median:.1f} %")
+        both.legend()
+        figure.savefig(target, format="png", dpi=110)
 
     def table(self) -> str:
         """A table for people: every constant that was measured, with its mean relative error, and the errors of the fit
@@ -101,94 +126,88 @@ def measured_cost(
     Raises:
         MeasureError: too few packs.
     """
-    main, seen = sessions[0], observed(sessions[0].spec, sessions[0].results)
-    compute = fit_compute([pack for pack in seen.packs if pack.degree == 1])
+    (spec, results), main_sync = sessions[0], sessions[0].spec.sync
+    seen = {session.spec.sync: observed(session.spec, session.results) for session in sessions}
+    main = seen[main_sync]
+    compute = fit_compute([pack for pack in main.packs if pack.degree == 1])
+    fits = {"packs on one rank": compute}
     shown: dict[str, float] = dict(compute.constants)
     constants: dict[str, Any] = dict(compute.constants) | {"attention_block": compute.block}
-    points = [Points("packs on one rank", compute.predicted, compute.measured)]
-    errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute.relative_errors)}
+    errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute)}
+    not_measured = ["forward"]
     constants |= {"forward": forward_pass_share(memory), "vision_forward": vision_forward_share(memory)}
-    of_shape = ["forward"]
-    if share := forward_share(seen):
-        constants["vision_forward"] = shown["vision_forward"] = share
+    if main.forward_shares:
+        constants["vision_forward"] = shown["vision_forward"] = float(np.median(main.forward_shares))
     elif memory.shape.vision:
-        of_shape.append("vision_forward")
-    fixed, seen_in = dict[str, float](), dict[str, Observations]()
-    for session in sessions:
-        sync = session.spec.sync
-        seen_in[sync] = seen if session is main else observed(session.spec, session.results)
-        fixed[sync] = shown[f"fixed_s.{sync}"] = _fixed(session.spec, seen_in[sync], compute)
-        if sync == "micro_batch":
-            constants["update_s"] = shown["update_s"] = fixed_of_step(seen_in[sync])
-    constants |= {"fixed_s": fixed[main.spec.sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
-    links = fit_links([result.exchanged for result in main.results.get("exchanges", ())])
-    rings = {sync: _rings(of_mode, compute, memory, links, None if sync == "step" else fixed[sync])
-             for sync, of_mode in seen_in.items() if any(pack.degree > 1 for pack in of_mode.packs)}
-    ring = fit_ring(rings[main.spec.sync]) if main.spec.sync in rings else None
-    bandwidth, not_measured = _bandwidth(links, ring, derived)
-    not_measured += of_shape
+        not_measured.append("vision_forward")
+    fixed = {sync: fixed_of_micro_batch(of_mode.packs, compute) if sync == "micro_batch" else of_mode.fixed_s
+             for sync, of_mode in seen.items()}
+    shown |= {f"fixed_s.{sync}": value for sync, value in fixed.items()}
+    constants |= {"fixed_s": fixed[main_sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
+    if "micro_batch" in seen:
+        constants["update_s"] = shown["update_s"] = seen["micro_batch"].fixed_s
+    links = fit_links([result.exchanged for result in results.get("exchanges", ())])
+    rings: dict[str, Fit] = {}
+    for sync, of_mode in seen.items():
+        if packs := _ring_packs(of_mode, sync):
+            rings[sync] = fit_ring(packs, compute, ring_bytes_per_token(memory), links,
+                                   fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync))
+    ring = rings.get(main_sync)
+    bandwidth, missing = _bandwidth(links, ring, derived)
     constants["bandwidth_bytes_per_s"] = bandwidth
+    not_measured = missing + not_measured
     if ring is None:
         constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
         not_measured += ["latency_s", "overlap"]
     else:
-        latency = {main.spec.sync: ring.latency_s}
-        if main.spec.sync == "step" and "micro_batch" in rings:
-            latency["micro_batch"] = fit_latency(rings["micro_batch"], ring)
-        shown |= {f"bandwidth_bytes_per_s.{name}.{degree}": rate for name in ("intra", "inter")
-                  if getattr(links, name) for degree, rate in bandwidth[name].items()}
-        shown |= {"overlap": ring.overlap, **{f"latency_s.{sync}": value for sync, value in latency.items()}}
-        constants |= {"latency_s": ring.latency_s, "overlap": ring.overlap,
+        latency, overlap = {sync: fit.constants["latency_s"] for sync, fit in rings.items()}, ring.constants["overlap"]
+        shown |= {f"bandwidth_bytes_per_s.{kind}.{degree}": rate for kind, table in links._asdict().items()
+                  if table for degree, rate in bandwidth[kind].items()}
+        shown |= {"overlap": overlap, **{f"latency_s.{sync}": value for sync, value in latency.items()}}
+        constants |= {"latency_s": latency[main_sync], "overlap": overlap,
                       "latency_s_by_sync": latency if len(latency) > 1 else {}}
-        errors["rings"] = _of_packs(np.abs(ring.predicted / ring.measured - 1.0))
-        points.append(Points("packs on several ranks", ring.predicted, ring.measured))
-    group_s = _group_s(main.results.get("groups", ()))
-    constants["group_s"] = statistics.median(group_s) if group_s else derived.group_s
-    if group_s:
-        shown["group_s"] = constants["group_s"]
+        errors["rings"] = _of_packs(ring)
+        fits["packs on several ranks"] = ring
+    constants["group_s"] = derived.group_s
+    if group_s := _group_s(results.get("groups", ())):
+        constants["group_s"] = shown["group_s"] = statistics.median(group_s)
     else:
         not_measured.append("group_s")
-    constants |= _memory(main.results.get("memory", ()), memory)
+    constants |= _memory(results.get("memory", ()), memory)
     cost = CostModel(**constants, name=name, communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory),
                      source=f"jobs/measure.py on {device_words(origin.device)}")
-    apart = with_encoder_apart(cost, memory, main.spec.sizes.max_tokens)
+    apart = with_encoder_apart(cost, memory, spec.sizes.max_tokens)
     cost = replace(cost, feature_bytes=apart.feature_bytes, vision_forward=apart.vision_forward)
     return Measured(cost, origin.to_json() | {
         "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
-        "measured": _summary(sessions, seen, compute, not_measured),
-        "errors": errors}, points, shown)
+        "measured": {"max_tokens": spec.sizes.max_tokens, "quick": spec.quick, "packs": len(main.packs),
+                     "packs_left_out": compute.left_out, "repeats": main.num_repeats,
+                     "spread": float(np.median(main.spreads)), "derived": not_measured},
+        "errors": errors}, fits, shown)
 
 
-def _fixed(spec: Spec, seen: Observations, compute: Fit) -> float:
-    return fixed_of_micro_batch(seen, compute) if spec.sync == "micro_batch" else fixed_of_step(seen)
-
-
-def _rings(
-    seen: Observations, compute: Fit, memory: MemoryModel, links: Links, gathers_s: float | None
-) -> RingSeconds:
+def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
+    """The packs on several ranks; in micro_batch those with images if there are any, as `fixed_of_micro_batch` is of
+    these.
+    """
     packs = [pack for pack in seen.packs if pack.degree > 1]
-    if gathers_s is not None:  # it includes gathering the encoder, if there is one
-        packs = [pack for pack in packs if pack.has_images] or packs
-    return ring_seconds(packs, compute, ring_bytes_per_token(memory), links, gathers_s)
+    of_images = [pack for pack in packs if pack.has_images and sync == "micro_batch"]
+    return of_images or packs
 
 
-def _bandwidth(links: Links, ring: Ring | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
-    """The bandwidths of the file, and the names of those that were not measured. If only links
-    inside a node were, those across nodes are as fast as described, or as much slower as described, whichever is
-    faster, but never faster than those inside; if only those across were, links inside count as them.
+def _bandwidth(links: Links, ring: Fit | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
+    """The bandwidths of the file, divided by the slowness of rings, and the names of those that were not measured. If
+    only links inside a node were, those across nodes are as fast as described, or as much slower as described,
+    whichever is faster, but never faster than those inside; if only those across were, links inside count as them.
     """
     inside, across = (min(table.values()) for table in links_of(derived.bandwidth_bytes_per_s))
-    slowness = ring.slowness if ring else 1.0
-    found: dict[str, Any] = {}
-    missing = []
-    for name, table in (("intra", links.intra), ("inter", links.inter)):
-        if table:
-            found[name] = {degree: rate / slowness for degree, rate in table.items()}
-        else:
-            missing.append(f"bandwidth_bytes_per_s.{name}")
+    slowness = ring.constants["slowness"] if ring else 1.0
+    found: dict[str, Any] = {kind: {degree: rate / slowness for degree, rate in table.items()}
+                             for kind, table in links._asdict().items() if table}
+    missing = [f"bandwidth_bytes_per_s.{kind}" for kind in links._fields if kind not in found]
     if not found:
         known = derived.bandwidth_bytes_per_s
-        return {name: known.get(name, known) for name in ("intra", "inter")}, missing
+        return {kind: known.get(kind, known) for kind in links._fields}, missing
     if "inter" not in found:
         found["inter"] = {degree: min(rate, max(rate * across / inside, across / slowness))
                           for degree, rate in found["intra"].items()}
@@ -215,12 +234,6 @@ def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any
     return found
 
 
-def _summary(sessions: Sequence[Session], seen: Observations, compute: Fit, derived: Sequence[str]) -> dict[str, Any]:
-    return {"max_tokens": sessions[0].spec.sizes.max_tokens, "quick": sessions[0].spec.quick,
-            "packs": len(seen.packs), "packs_left_out": compute.left_out, "repeats": seen.num_repeats,
-            "spread": float(np.median(seen.spreads)), "derived": list(derived)}
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -228,24 +241,17 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _of_packs(errors: np.ndarray) -> dict[str, float]:
+def _of_packs(fit: Fit) -> dict[str, float]:
+    errors = fit.relative_errors
     return {"median": float(np.median(errors)), "mean": float(errors.mean()), "worst": float(errors.max())}
 
 
-def rounded(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Round every number that is not whole to four significant digits."""
     if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
+        return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(inner) for inner in value]
+        return [_rounded(inner) for inner in value]
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else float(f"{value:.4g}")
-
-
-def write(measured: Measured, path: Path) -> None:
-    """Write the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(measured.text(), encoding="utf-8")
-    unfinished.replace(path)

@@ -1,26 +1,160 @@
-"""Fits a cost's constants to the measured seconds of packs, with their errors.
+"""Fits a cost's constants to what ranks report of their rounds: medians over ranks and repeats, then least squares.
+
+    a pack on one rank   seconds = amounts (`planner/work.py`) x constants of compute
+    a message            seconds = waiting + bytes / bandwidth, by degree and link
+    a pack's ring        seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
+                                                                            - overlap (d - 1) / d * attention / d)
 
 Every constant is at least 0. Errors are relative to the measured time, so a short pack counts as much as a long one.
-Packs whose error is above 10 % and above OUTLYING times the median error are left out and counted.
+`slowness`, at least 1, is the time of an exchange beside compute over its time alone, with all else that a ring does
+for each token that travels (it merges outputs, and adds up gradients in fp32). With sync=micro_batch a ring's messages
+queue behind those that gather parameters, so `latency_s` is fitted for each mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.measure.observations import MeasureError, Observations, PackSeconds
+from dhp_ray.credentials import MOST_OF_ERROR, shown
+from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
-from dhp_ray.planner.work import TERMS
+from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.rates import pairs_of
+from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, TERMS, work_of
+from dhp_ray.train.results import PackTime
 
 OUTLYING = 6.0
+"""Packs whose error is above 10 % and above so many times the median error are left out and counted."""
 SPARE = 3
 """Different packs that must be measured in addition to one for each constant."""
-
 BLOCKS = (0.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 """Candidates for the number of keys that an attention kernel takes at a time; the one with the least error is used."""
+SLOWNESS = np.geomspace(1.0, 32.0, 41)
+OVERLAP = np.linspace(0.0, 1.0, 21)
+AS_GOOD = 1.05
+"""Points of the grid with an error of up to this many times the least error count as equally good."""
+
+
+class MeasureError(ValueError):
+    """Measurements to which no cost can be fitted; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message, MOST_OF_ERROR))
+
+
+@dataclass(frozen=True)
+class PackSeconds:
+    """A pack: the `amounts` of each member, (members, terms) (`planner/work.py`); and median seconds: `busy_s`, the
+    compute of the busiest member; `together_s`, with what its members wait for one another; `whole_s`, from begin to
+    end.
+    """
+
+    degree: int
+    across: bool
+    lengths: np.ndarray
+    amounts: np.ndarray
+    busy_s: float
+    together_s: float
+    whole_s: float
+
+    @property
+    def tokens(self) -> float:
+        return float(self.lengths.sum())
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.amounts[:, IMAGES].any())
+
+    def amounts_at(self, block: float) -> np.ndarray:
+        """The amounts, for kernels that take `block` keys at a time; (members, terms)."""
+        found = self.amounts.copy()
+        found[:, 0] = pairs_of(self.lengths, block).sum() / self.degree
+        return found
+
+
+@dataclass
+class Observations:
+    """All observations of a session. `rest_s`: for each round, the seconds of its step before and after its packs.
+    `forward_shares`: for each round with images apart, the share of the encoder's first phase in the time of both.
+    `spreads`: of each median over repeats, how far the middle half of them lies apart, as a share of it.
+    """
+
+    packs: list[PackSeconds] = field(default_factory=list)
+    rest_s: list[float] = field(default_factory=list)
+    forward_shares: list[float] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    num_repeats: int = 0
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a step before its first pack and after its last one: `fixed_s` of `sync=step`, `update_s` of
+        `sync=micro_batch`.
+        """
+        return float(np.median(self.rest_s))
+
+    def median(self, values: Sequence[float] | np.ndarray) -> float:
+        """The median of repeats; counts them, with their spread."""
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+        self.num_repeats += len(values)
+        self.spreads.append((high - low) / middle if middle else 0.0)
+        return float(middle)
+
+
+def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observations:
+    """Evaluate the rounds of every part; `results` by part, then by rank."""
+    found = Observations()
+    for part, by_rank in results.items():
+        for number, plan in enumerate(spec.rounds(part)):
+            timings = [result.rounds[number] for result in by_rank]
+            found.rest_s.append(float(np.median([_rest_s(steps) for steps in zip(*timings)])))
+            times = [[{time.index: time for time in step.packs} for step in of_rank] for of_rank in timings]
+            if part == "apart":
+                found.forward_shares.append(float(np.median(
+                    [_forward_share(of_rank, found) for of_rank in times if ENCODE in of_rank[0]])))
+            else:
+                _add_packs(found, plan, times)
+    return found
+
+
+def _rest_s(steps: Sequence[StepTiming]) -> float:
+    """Seconds of a step on the slowest rank, without the time from its first pack to its last one."""
+    times = [time for step in steps for time in step.packs]
+    span_s = max(time.end_s for time in times) - min(time.start_s for time in times)
+    return max(0.0, max(step.step_s for step in steps) - span_s)
+
+
+def _forward_share(of_rank: Sequence[dict[int, PackTime]], found: Observations) -> float:
+    forward_s, backward_s = (
+        found.median([repeat[phase].busy_s for repeat in of_rank]) if phase in of_rank[0] else 0.0
+        for phase in (ENCODE, BACKWARD))
+    return forward_s / (forward_s + backward_s)
+
+
+def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[int, PackTime]]]) -> None:
+    """Add the packs of a round: medians over the groups that run the same pack. `times`: by rank and repeat."""
+    work = work_of(plan)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, group in enumerate(plan.groups):
+        alike.setdefault(group.pack.sequences, []).append(number)
+    for numbers in alike.values():
+        seconds = []
+        for number in numbers:
+            members = [[repeat[number] for repeat in times[rank]] for rank in plan.groups[number].ranks]
+            busy, blocked, whole = np.array([[(time.busy_s, time.blocked_s, time.end_s - time.start_s)
+                                              for time in member] for member in members]).transpose(2, 0, 1)
+            busy_s = max(found.median(of_member) for of_member in busy)
+            # members that wait for each other in every layer take longer than the busiest of them alone: in a repeat,
+            # they take the compute of the busiest one and the least time that any of them waits
+            together_s = float(np.median(busy.max(axis=0) + blocked.min(axis=0)))
+            seconds.append((busy_s, max(busy_s, together_s), float(np.median(whole.max(axis=0)))))
+        group = plan.groups[numbers[0]]
+        lengths = np.array([plan.samples[row].num_tokens for row in group.pack.sequences], dtype=np.float64)
+        found.packs.append(PackSeconds(group.degree, plan.cluster.crosses(group.ranks), lengths,
+                                       work.amounts[work.group == numbers[0]], *np.median(seconds, axis=0).tolist()))
 
 
 class Fit(NamedTuple):
@@ -47,7 +181,7 @@ class Fit(NamedTuple):
 
 
 def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
-    """Fit the constants of compute (`planner/work.py`) to packs on single ranks.
+    """Fit the constants of compute to packs on single ranks.
 
     Raises:
         MeasureError: too few packs to separate the constants, or packs that take no longer for more tokens.
@@ -69,44 +203,80 @@ def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
     if distinct < used.sum() + SPARE:
         raise MeasureError(f"{distinct} different packs were measured; allowed: at least {int(used.sum()) + SPARE} for "
                            f"the {int(used.sum())} constants {', '.join(np.array(TERMS)[used])}")
-    solved = bounded_least_squares(amounts / seconds[:, None], np.ones(len(seconds)))
-    off = np.abs(amounts @ solved / seconds - 1.0)
+    matrix = amounts / seconds[:, None]
+    off = np.abs(matrix @ bounded_least_squares(matrix, np.ones(len(matrix))) - 1.0)
     kept = off <= max(OUTLYING * float(np.median(off)), 0.1)
-    matrix = amounts[kept] / seconds[kept, None]
-    solved = bounded_least_squares(matrix, np.ones(len(matrix)))
-    errors = _errors(amounts, solved, seconds)[used]
+    solved = bounded_least_squares(matrix[kept], np.ones(int(kept.sum())))
+    parts = amounts * solved
+    predicted = parts.sum(axis=1)
+    share = parts / np.maximum(predicted[:, None], 1e-300)
+    errors = np.abs(predicted / seconds - 1.0) @ share / np.maximum(share.sum(axis=0), 1e-12)
     return Fit(dict(zip(TERMS, solved.tolist())),
-               dict(zip(np.array(TERMS)[used].tolist(), errors.tolist())), amounts @ solved, seconds,
+               dict(zip(np.array(TERMS)[used].tolist(), errors[used].tolist())), predicted, seconds,
                int((~kept).sum()), block)
 
 
-def _errors(amounts: np.ndarray, constants: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    parts = amounts * constants
-    share = parts / np.maximum(parts.sum(axis=1, keepdims=True), 1e-300)
-    off = np.abs(parts.sum(axis=1) / seconds - 1.0)
-    found: np.ndarray = (share * off[:, None]).sum(axis=0) / np.maximum(share.sum(axis=0), 1e-12)
-    return found
-
-
-def forward_share(seen: Observations) -> float | None:
-    """The share of the encoder's first phase in the time of both phases; None if it was not measured."""
-    return float(np.median(seen.forward_share)) if seen.forward_share else None
-
-
-def fixed_of_step(seen: Observations) -> float:
-    """Seconds of a step before its first pack and after its last one: `fixed_s` of `sync=step`, `update_s` of
-    `sync=micro_batch`.
-    """
-    return float(np.median(seen.rest_s))
-
-
-def fixed_of_micro_batch(seen: Observations, compute: Fit) -> float:
+def fixed_of_micro_batch(packs: Sequence[PackSeconds], compute: Fit) -> float:
     """Seconds that gathering and reducing add once per micro-batch to the compute of its packs: the value with the
     least relative errors. Only packs with images count if any were measured, because the encoder is gathered if any
     rank has an image.
     """
-    alone = [pack for pack in seen.packs if pack.degree == 1]
+    alone = [pack for pack in packs if pack.degree == 1]
     of_images = [pack for pack in alone if pack.has_images] or alone
     whole = np.array([pack.whole_s for pack in of_images])
     above = np.maximum(0.0, whole - np.array([compute.seconds(pack) for pack in of_images]))
     return weighted_median(above, 1.0 / whole)
+
+
+class Links(NamedTuple):
+    """Bytes per second by degree, inside nodes and across them (empty: not measured)."""
+
+    intra: dict[int, float]
+    inter: dict[int, float]
+
+
+def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
+    """Fit bandwidths to the median message times of all ranks in each kind of ring."""
+    points: dict[tuple[bool, int], list[tuple[int, float]]] = {}
+    for ring in sorted((ring for rings in by_rank for ring in rings), key=lambda ring: (ring.across, ring.degree)):
+        points.setdefault((ring.across, ring.degree), []).extend(ring.seconds.items())
+    links = Links({}, {})
+    for (across, degree), alike in points.items():
+        size, seconds = np.array(alike, dtype=np.float64).T
+        found = bounded_least_squares(np.stack([1.0 / seconds, size / seconds], 1), np.ones(len(size)))
+        links[across][degree] = 1.0 / max(float(found[1]), 1e-15)
+    return links
+
+
+def fit_ring(
+    packs: Sequence[PackSeconds], compute: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None,
+    known: Fit | None = None,
+) -> Fit:
+    """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid that are as good as
+    the best one, the one with the least slowness, then the least overlap.
+
+    Args:
+        gathers_s: seconds that a micro-batch takes in addition to its packs; None: sync=step.
+        known: the fit of the other mode, which has the same slowness and overlap.
+    """
+    degree = np.array([pack.degree for pack in packs], dtype=np.float64)
+    whole = np.array([pack.together_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)
+                      for pack in packs])
+    bandwidth = np.array([links[pack.across][pack.degree] for pack in packs])
+    transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
+    own_s = np.array([compute.seconds(pack) for pack in packs])
+    attention = compute.constants["quadratic_s"] * np.array([pack.amounts_at(compute.block)[0, 0] for pack in packs])
+    hidden = (degree - 1) / degree * attention
+
+    def fitted(slowness: float, overlap: float) -> tuple[float, Fit]:
+        exposed = own_s + np.maximum(0.0, slowness * transfer - overlap * hidden)
+        latency = weighted_median((whole - exposed) / (degree - 1), (degree - 1) / whole)
+        constants = {"slowness": slowness, "overlap": overlap, "latency_s": max(0.0, latency)}
+        predicted = exposed + constants["latency_s"] * (degree - 1)
+        return float((np.abs(predicted - whole) / whole).sum()), Fit(constants, {}, predicted, whole)
+
+    if known:
+        return fitted(known.constants["slowness"], known.constants["overlap"])[1]
+    points = [fitted(slowness, overlap) for slowness in SLOWNESS.tolist() for overlap in OVERLAP.tolist()]
+    least = min(off for off, _ in points)
+    return next(fit for off, fit in points if off <= AS_GOOD * least + 1e-12)

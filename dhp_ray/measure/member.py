@@ -1,102 +1,196 @@
-"""One rank that measures: its engine and its step, and how it runs a round."""
+"""One rank that measures: it runs rounds, passes messages, makes process groups, and reads its peak memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, zip_longest
+from math import prod
+from pathlib import Path
+from time import perf_counter
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pool import GroupPool
 from dhp_ray.comm.progress import Moment
 from dhp_ray.comm.totals import numbers_of_ranks
-from dhp_ray.comm.transport import Transport
-from dhp_ray.measure.payloads import payload_of
-from dhp_ray.measure.rounds import Round, Spec
-from dhp_ray.measure.timings import PackTiming, StepTiming
+from dhp_ray.measure.rounds import TEXT_BESIDE_IMAGES, Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPlan
+from dhp_ray.model.loss import IGNORED
+from dhp_ray.planner.plan import Plan, Sample
 from dhp_ray.planner.rank_plan import encoded_images
 from dhp_ray.planner.work import BACKWARD, ENCODE
-from dhp_ray.train.engine import Engine
-from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 
 LONG_S, QUICK_S = 6.0, 1.5
-"""Seconds for which a round is repeated in all passes together, if that allows at least LEAST repeats."""
+"""Seconds for which a round is repeated, if that allows at least LEAST repeats."""
 LEAST, MOST = 3, 9
-"""The least and the most repeats of a round in all passes together."""
+"""The least and the most repeats of a round."""
 SLOW_S = 15.0
-"""A round that takes longer than this needs one repeat, and is left out of later passes."""
+"""A round that takes longer than this is run once."""
+MESSAGE_BYTES = tuple(2**power for power in range(12, 25, 2))
+LARGE_BYTES = 2**26
+"""Also passed on a device, whose links need messages of this size to reach their bandwidth."""
+TIMES, TIMES_QUICK = 25, 9
+"""The number of times that a message is passed; the first two do not count."""
+GROUP_TIMES = 5
 
 
 @dataclass
 class Member:
-    """A rank of a world that exists only for measuring: its engine's state is useless afterwards."""
+    """A rank of a world that exists only for measuring: the state of `stepper.engine` is useless afterwards. Every rank
+    calls each method alike.
+    """
 
     rank: int
     spec: Spec
-    adapter: ModelAdapter
-    engine: Engine
-    transport: Transport
-    world: dist.ProcessGroup | None
+    stepper: RankStep
     accelerator: Accelerator
-    device: torch.device
     precision: str
-    warm: bool = field(init=False, default=False)
-    stepper: RankStep = field(init=False)
+    timeout: timedelta
+    warm: bool = False
 
-    def __post_init__(self) -> None:
-        kind = MicroBatchStep if self.spec.sync == "micro_batch" else RankStep
-        self.stepper = kind(self.adapter, self.engine, self.transport, self.world, self.device)
+    def measure(self, part: str, progress: Callable[[float], None] = lambda share: None) -> PartResult:
+        """Measure a part of PARTS. `progress` is called with the share of its rounds that are done."""
+        match part:
+            case "exchanges":
+                return PartResult(exchanged=self._exchanges())
+            case "groups":
+                return PartResult(group_s=self._group_seconds())
+            case "memory":
+                return PartResult(peaks=self._peaks())
+        rounds, found = self.spec.rounds(part), []
+        for number, plan in enumerate(rounds, 1):
+            found.append(self.repeats(plan))
+            progress(number / len(rounds))
+        return PartResult(rounds=found)
 
-    def link(self, ranks: tuple[int, ...]) -> Link:
-        """The link of a group of ranks over the transport; every rank must call `transport.prepare` for the group
-        before.
-        """
-        return self.transport.link(ranks, 0)
-
-    def timed(self, round_: Round, earlier: Sequence[StepTiming] = ()) -> list[StepTiming]:
-        """Run a round as often as a pass has time for, equally often on every rank. Returns the timings of `earlier`
-        passes and the new ones.
-        """
-        if earlier and max(self.of_all(earlier[0].step_s)) > SLOW_S:
-            return list(earlier)
-        plan = round_.plan.rank_plan(1, self.rank)
-        inputs = collated(plan, self._payloads(plan), self.adapter, self.precision, self.device.type != "cpu")
+    def repeats(self, plan: Plan) -> list[StepTiming]:
+        """Run a round as often as there is time for, equally often on every rank."""
+        of_rank, device = plan.rank_plan(1, self.rank), self.stepper.device
+        payloads = {sample.id: payload_of(sample, self.stepper.adapter, here)
+                    for pack in (*of_rank.packs, *of_rank.encoded)
+                    for sample, here in zip(pack.samples, encoded_images(pack, self.rank))}
+        inputs = collated(of_rank, payloads, self.stepper.adapter, self.precision, device.type != "cpu")
         if not self.warm:  # the first steps of a process take longer
             self._run(inputs)
             self.warm = True
-        timings = [self._run(inputs)]
-        slowest_s = max(self.of_all(timings[0].step_s))
-        budget_s, passes = QUICK_S if self.spec.quick else LONG_S, self.spec.num_passes
-        least = 1 if slowest_s > SLOW_S else LEAST // passes
-        times = min(MOST // passes, max(least, int(budget_s / passes / max(slowest_s, 1e-6))))
-        return [*earlier, *timings, *(self._run(inputs) for _ in range(times - 1))]
-
-    def of_all(self, number: float) -> list[float]:
-        """Gather a number from every rank, in order of ranks. Every rank waits here for all others."""
-        return numbers_of_ranks(torch.tensor(number, dtype=torch.float64), self.world, self.engine.progress)
+        first = self._run(inputs)
+        slowest_s = max(self._of_all(first.step_s))
+        least = 1 if slowest_s > SLOW_S else LEAST
+        times = min(MOST, max(least, int((QUICK_S if self.spec.quick else LONG_S) / max(slowest_s, 1e-6))))
+        return [first, *(self._run(inputs) for _ in range(times - 1))]
 
     def _run(self, inputs: StepInputs) -> StepTiming:
         result = self.stepper.run(inputs, 0.0)  # learning rate 0 leaves the weights unchanged
-        phases = zip((ENCODE, BACKWARD), result.encoder_times)
-        times = [*((seen.index, seen) for seen in result.pack_times), *phases]
-        return StepTiming(result.step_time_s, tuple(
-            PackTiming(number, seen.busy_s, seen.blocked_s, seen.start_s, seen.end_s) for number, seen in times))
+        phases = [seen._replace(index=number) for number, seen in zip((ENCODE, BACKWARD), result.encoder_times)]
+        return StepTiming(result.step_time_s, (*result.pack_times, *phases))
 
-    def _payloads(self, plan: RankPlan) -> dict[str, Payload]:
-        return {sample.id: payload_of(sample, self.adapter, here) for pack in (*plan.packs, *plan.encoded)
-                for sample, here in zip(pack.samples, encoded_images(pack, self.rank))}
+    def _of_all(self, number: float) -> list[float]:
+        """Gather a number from every rank, in order of ranks. Every rank waits here for all others."""
+        return numbers_of_ranks(torch.tensor(number, dtype=torch.float64), self.stepper.world,
+                                self.stepper.engine.progress)
+
+    def _exchanges(self) -> list[Exchanged]:
+        """Pass messages in all rings that the ranks may form; returns the times of this rank."""
+        spec, found = self.spec, []
+        rings = [(degree, False, spec.groups(degree)) for degree in spec.degrees()]
+        rings += [(2, True, pairs)] if (pairs := spec.pairs_across()) else []
+        sizes = MESSAGE_BYTES if self.stepper.device.type == "cpu" else (*MESSAGE_BYTES, LARGE_BYTES)
+        for degree, across, groups in rings:
+            self.stepper.transport.prepare(groups)
+            own = next((ranks for ranks in groups if self.rank in ranks), None)
+            if own is not None:
+                found.append(Exchanged(degree, across, {size: self._message_s(own, size) for size in sizes}))
+            self._of_all(0.0)  # ranks without a group wait here
+        return found
+
+    def _message_s(self, ranks: tuple[int, ...], size: int) -> float:
+        device, link, times = self.stepper.device, self.stepper.transport.link(ranks, 0), []
+        there = torch.zeros(size // 4, device=device)
+        here = torch.empty_like(there)
+        for _ in range(TIMES_QUICK if self.spec.quick else TIMES):
+            begin = Moment(device)
+            link.exchange([(there, (link.index + 1) % link.size)], [(here, (link.index - 1) % link.size)]).wait()
+            times.append(Moment(device).since_s(begin))
+        return statistics.median(times[2:])
+
+    def _group_seconds(self) -> dict[int, list[float]]:
+        """Measure the seconds that this rank takes to make a group of each degree, with its first exchange."""
+        found: dict[int, list[float]] = {}
+        for degree in self.spec.degrees() or [2]:
+            groups = self.spec.groups(degree)[:1] or self.spec.pairs_across()[:1]
+            times = []
+            for _ in range(GROUP_TIMES):
+                pool = GroupPool(1, self.timeout, self.accelerator, self.stepper.engine.progress)
+                self._of_all(0.0)
+                begin = perf_counter()
+                pool.prepare(groups)
+                times.append(perf_counter() - begin)
+                pool.clear()
+            if any(self.rank in ranks for ranks in groups):
+                found[degree] = times
+        return found
+
+    def _peaks(self) -> list[tuple[int, float]]:
+        """Measure packs of growing size: (tokens, peak bytes of a step above those held before it). Empty if the system
+        does not report memory.
+        """
+        most, device, found = self.spec.sizes.max_tokens, self.stepper.device, []
+        for tokens in (max(1, most // 4), most) if most > TEXT_BESIDE_IMAGES else (most,):
+            before = _reset_peak(device)
+            if before is None:
+                return []
+            self.repeats(self.spec.plan_of([((rank,), ((tokens, ()),)) for rank in range(self.spec.num_ranks)]))
+            found.append((tokens, max(0.0, _peak(device) - before)))
+        return found
 
 
-def seconds_of(device: torch.device, call: Any) -> float:
-    """Seconds that a call takes on the device; waits for its end."""
-    begin = Moment(device)
-    call()
-    return Moment(device).since_s(begin)
+def payload_of(sample: Sample, adapter: ModelAdapter, encoded_here: Sequence[bool]) -> Payload:
+    """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
+    half has labels, like an answer.
+    """
+    drawn = np.random.default_rng(sum(map(ord, sample.id)))
+    # the lowest ids are plain text in all tokenizers here
+    plain = min(adapter.vocabulary_size, adapter.image_token_id, adapter.video_token_id)
+    half = sample.text_tokens // 2
+    pieces = np.array_split(drawn.integers(0, plain, half), max(1, len(sample.vision_grids)))
+    images = [np.full(prod(grid) // adapter.merge_area, adapter.image_token_id) for grid in sample.vision_grids]
+    answer = drawn.integers(0, plain, sample.text_tokens - half)
+    ids = np.concatenate([*chain.from_iterable(zip_longest(pieces, images, fillvalue=answer[:0])), answer])
+    labels = np.where(np.arange(len(ids)) < len(ids) - len(answer), IGNORED, ids)
+    pixels = [drawn.standard_normal((prod(grid), adapter.patch_dim), dtype=np.float32) if here else None
+              for grid, here in zip(sample.vision_grids, encoded_here)]
+    return Payload(input_ids=ids.astype(np.int32), labels=labels.astype(np.int32),
+                   grids=np.array(sample.vision_grids, np.int64).reshape(-1, 3), pixels=list(pixels))
+
+
+def _reset_peak(device: torch.device) -> float | None:
+    """Reset the peak and return the bytes held now; None if the system does not report them."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats()
+        return float(module.memory_allocated())
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM becomes VmRSS
+        return _status("VmRSS")
+    return None
+
+
+def _peak(device: torch.device) -> float:
+    """Peak bytes since `_reset_peak`."""
+    if device.type != "cpu":
+        return float(torch.get_device_module(device).max_memory_allocated())
+    return _status("VmHWM")
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -1,40 +1,59 @@
-"""The rounds of a measurement: plans like those of a run, which all ranks run several times.
+"""What is measured, packs from small to large in rounds (plans like those of a run), and what ranks report of them.
 
     packs, images     every rank runs the same packs, at the same time, each alone
     apart             every rank encodes the same images in the phases around its packs (sync=step)
     rings             neighbours on a node run packs together, in groups of 2, 4, 8, ..., all
     rings across      pairs of ranks on different nodes run packs together
 
-With sync=micro_batch a micro-batch consists of one pack of each rank.
+A cost is a sum of terms, and the packs must separate these terms: single sequences of growing length (attention grows
+with the square), as many tokens in short sequences (attention does not), few and many images of several sizes. About
+half of the packs are mixed at random like batches, because these are the packs whose time is to be predicted. With
+sync=micro_batch a micro-batch consists of one pack of each rank.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
-from dhp_ray.measure.loads import (
-    TEXT_BESIDE_IMAGES,
-    Load,
-    Sizes,
-    distinct,
-    image_loads,
-    samples_of,
-    text_loads,
-)
-from dhp_ray.planner.cluster import ClusterSpec
-from dhp_ray.planner.plan import GroupPlan, Pack, Plan, Sample, VisionPlan
+import numpy as np
 
+from dhp_ray.planner.cluster import ClusterSpec
+from dhp_ray.planner.plan import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.train.results import PackTime
+
+SHORTEST = 32
+"""Text tokens of the shortest sequence."""
+TEXT_BESIDE_IMAGES = 40
+MIXED, MIXED_QUICK = 14, 6
+"""Number of packs that are mixed at random."""
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS_OF_ROUNDS = ("packs", "images", "apart", "rings", "rings across")
-PARTS = (*PARTS_OF_ROUNDS, "exchanges", "groups", "memory")
-"""What is measured; the last three have no rounds (`links.py`, `memory.py`)."""
-PASSES = 3
-"""Within a mode, all rounds are run in this many passes, so that a slow minute of the machine falls on all of them
-alike."""
+PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups", "memory")
+"""What is measured; the last three have no rounds (`member.py`)."""
+
+Load = tuple[tuple[int, tuple[Grid, ...]], ...]
+"""A pack: for each of its sequences, the number of text tokens and the grids of its images."""
+
+
+class Sizes(NamedTuple):
+    """What packs may hold: at most `max_tokens` tokens a rank, `grids` of images from small to large (none: the model
+    has no encoder), and `merge_area`, the number of patches in one vision token.
+    """
+
+    max_tokens: int
+    grids: tuple[Grid, ...]
+    merge_area: int
+
+    def tokens(self, load: Load) -> int:
+        return sum(text + self.vision_tokens(grids) for text, grids in load)
+
+    def vision_tokens(self, grids: Sequence[Grid]) -> int:
+        return sum(map(prod, grids)) // self.merge_area
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +70,6 @@ class Spec:
     @property
     def num_ranks(self) -> int:
         return len(self.nodes)
-
-    @property
-    def num_passes(self) -> int:
-        """Passes over all rounds: one if `quick`."""
-        return 1 if self.quick else PASSES
 
     def degrees(self) -> list[int]:
         """The degrees of rings inside a node: 2, 4, 8, ... and the largest node's number of ranks; none if that is 1.
@@ -79,101 +93,140 @@ class Spec:
         both = [[rank for rank, node in enumerate(self.nodes) if node == name] for name in names]
         return [tuple(sorted(pair)) for pair in zip(*both)]
 
+    def parts(self) -> list[str]:
+        """The parts of PARTS that can be measured here."""
+        several, images = self.num_ranks > 1, bool(self.sizes.grids)
+        left_out = {"images": not images, "apart": not images or self.sync == "micro_batch",
+                    "rings": not self.degrees(), "rings across": len(set(self.nodes)) == 1, "exchanges": not several,
+                    "groups": not several}
+        return [part for part in PARTS if not left_out.get(part)]
 
-class Round(NamedTuple):
-    """A plan to measure, and the part that it belongs to."""
+    def rounds(self, part: str) -> list[Plan]:
+        """The rounds of a part; in each of them, a rank runs several packs, one after the other."""
+        alone = [(rank,) for rank in range(self.num_ranks)]
+        if part == "packs":
+            return self._rounds(alone, text_loads(self.sizes, self.quick))
+        if part == "images":
+            return self._rounds(alone, image_loads(self.sizes, self.quick))
+        if part == "apart":
+            loads = [load for load in image_loads(self.sizes, self.quick) if sum(len(grids) for _, grids in load) > 1]
+            return [self.plan_of([(ranks, load) for ranks in alone], VisionPlan("world"))
+                    for load in loads[-(3 if self.quick else 8) :]]
+        if part == "rings":
+            return [plan for degree in self.degrees()
+                    for plan in self._rounds(self.groups(degree), self._ring_loads(degree), degree)]
+        if part == "rings across":
+            return self._rounds(self.pairs_across(), self._ring_loads(2), 2)
+        return []
 
-    part: str
-    plan: Plan
+    def plan_of(self, packs: Sequence[tuple[tuple[int, ...], Load]], vision: VisionPlan | None = None) -> Plan:
+        """A plan of packs in this order. Packs of the same load have the same sequences and are in the same
+        micro-batch; their images are dealt out to the ranks in turn.
+        """
+        samples: list[Sample] = []
+        groups: list[GroupPlan] = []
+        rows: dict[Load, Pack] = {}
+        for ranks, load in packs:
+            if load not in rows:
+                rows[load] = Pack(tuple(range(len(samples), len(samples) + len(load))))
+                samples += [Sample(f"{len(rows) - 1}.{place}", text, self.sizes.vision_tokens(grids), grids)
+                            for place, (text, grids) in enumerate(load)]
+            num_images = sum(len(grids) for _, grids in load)
+            encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
+            micro_batch = list(rows).index(load) if self.sync == "micro_batch" else 0
+            groups.append(GroupPlan(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
+        cluster = ClusterSpec.of_nodes(self.nodes, self.sizes.max_tokens)
+        return Plan("measured", self.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0,
+                    vision=vision or VisionPlan())
 
+    def _ring_loads(self, degree: int) -> list[Load]:
+        """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with
+        images, the exchange of encoded features.
+        """
+        text = text_loads(self.sizes, True, degree)
+        images, every = image_loads(self.sizes, True, degree), 2 if degree > 2 and self.quick else 1
+        return list(dict.fromkeys([*text[::every], *images[::every]]))
 
-def parts_of(spec: Spec) -> list[str]:
-    """The parts of PARTS that can be measured here."""
-    several, images = spec.num_ranks > 1, bool(spec.sizes.grids)
-    left_out = {"images": not images, "apart": not images or spec.sync == "micro_batch",
-                "rings": not spec.degrees(), "rings across": len(set(spec.nodes)) == 1, "exchanges": not several,
-                "groups": not several}
-    return [part for part in PARTS if not left_out.get(part)]
+    def _rounds(self, groups: Sequence[tuple[int, ...]], loads: Sequence[Load], degree: int = 1) -> list[Plan]:
+        return [self.plan_of([(ranks, load) for load in few for ranks in groups]) for few in self._cut(loads, degree)]
 
-
-def passes_of(parts: Sequence[str], num_passes: int) -> list[str]:
-    """The parts in the order in which they are measured: those that have rounds once a pass, the others at the end.
-
-    Example: packs, rings and groups in two passes are measured as packs, rings, packs, rings, groups.
-    """
-    of_rounds = [part for part in parts if part in PARTS_OF_ROUNDS]
-    return of_rounds * num_passes + [part for part in parts if part not in PARTS_OF_ROUNDS]
-
-
-def rounds_of(part: str, spec: Spec) -> list[Round]:
-    """The rounds of a part; in each of them, a rank runs several packs, one after the other."""
-    alone = [(rank,) for rank in range(spec.num_ranks)]
-    if part == "packs":
-        return _rounds(part, spec, alone, text_loads(spec.sizes, spec.quick))
-    if part == "images":
-        return _rounds(part, spec, alone, image_loads(spec.sizes, spec.quick))
-    if part == "apart":
-        loads = [load for load in image_loads(spec.sizes, spec.quick) if sum(len(grids) for _, grids in load) > 1]
-        return [Round(part, plan_of([(ranks, load) for ranks in alone], spec, VisionPlan("world")))
-                for load in loads[-(3 if spec.quick else 8) :]]
-    if part == "rings":
-        return [round_ for degree in spec.degrees()
-                for round_ in _rounds(part, spec, spec.groups(degree), _ring_loads(spec, degree), degree)]
-    if part == "rings across":
-        return _rounds(part, spec, spec.pairs_across(), _ring_loads(spec, 2), 2)
-    return []
-
-
-def _ring_loads(spec: Spec, degree: int) -> list[Load]:
-    """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with images,
-    the exchange of encoded features.
-    """
-    text = text_loads(spec.sizes, True, degree)
-    images, every = image_loads(spec.sizes, True, degree), 2 if degree > 2 and spec.quick else 1
-    return distinct([*text[::every], *images[::every]])
-
-
-def _rounds(
-    part: str, spec: Spec, groups: Sequence[tuple[int, ...]], loads: Sequence[Load], degree: int = 1
-) -> list[Round]:
-    return [Round(part, plan_of([(ranks, load) for load in few for ranks in groups], spec))
-            for few in _cut(loads, spec.sizes, degree)]
-
-
-def _cut(loads: Sequence[Load], sizes: Sizes, degree: int) -> Iterator[list[Load]]:
-    """Cut the loads into pieces whose inputs fit in memory together."""
-    piece: list[Load] = []
-    for load in loads:
-        if piece and sum(map(sizes.tokens, [*piece, load])) > degree * ROUND_TOKENS * sizes.max_tokens:
+    def _cut(self, loads: Sequence[Load], degree: int) -> Iterator[list[Load]]:
+        """Cut the loads into pieces whose inputs fit in memory together."""
+        piece: list[Load] = []
+        for load in loads:
+            if piece and sum(map(self.sizes.tokens, [*piece, load])) > degree * ROUND_TOKENS * self.sizes.max_tokens:
+                yield piece
+                piece = []
+            piece.append(load)
+        if piece:
             yield piece
-            piece = []
-        piece.append(load)
-    if piece:
-        yield piece
 
 
-def plan_of(packs: Sequence[tuple[tuple[int, ...], Load]], spec: Spec, vision: VisionPlan | None = None) -> Plan:
-    """A plan of packs in this order. Packs of the same load have the same sequences and are in the same micro-batch;
-    their images are dealt out to the ranks in turn.
+class StepTiming(NamedTuple):
+    """One rank's account of one run of a round. The index of a pack's time is its number in the plan, that of an
+    encoder's phase its number in `planner/work.py`.
     """
-    samples: list[Sample] = []
-    groups: list[GroupPlan] = []
-    rows: dict[Load, Pack] = {}
-    for ranks, load in packs:
-        if load not in rows:
-            made = samples_of(load, spec.sizes.merge_area, str(len(rows)))
-            rows[load] = Pack(tuple(range(len(samples), len(samples) + len(made))))
-            samples += made
-        num_images = sum(len(grids) for _, grids in load)
-        encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
-        micro_batch = list(rows).index(load) if spec.sync == "micro_batch" else 0
-        groups.append(GroupPlan(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
-    cluster = ClusterSpec.of_nodes(spec.nodes, spec.sizes.max_tokens)
-    return Plan("measured", spec.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0,
-                vision=vision or VisionPlan())
+
+    step_s: float
+    packs: tuple[PackTime, ...]
 
 
-def memory_loads(spec: Spec) -> list[Load]:
-    """The packs whose memory is measured, the smaller one first."""
-    most = spec.sizes.max_tokens
-    return [((max(1, most // 4), ()),), ((most, ()),)] if most > TEXT_BESIDE_IMAGES else [((most, ()),)]
+class Exchanged(NamedTuple):
+    """Every member of a ring of `degree` ranks sent a message on and received one: median seconds by its bytes."""
+
+    degree: int
+    across: bool
+    seconds: dict[int, float]
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What one rank reports of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
+    or (tokens, peak bytes) of packs.
+    """
+
+    rounds: list[list[StepTiming]] = field(default_factory=list)
+    exchanged: list[Exchanged] = field(default_factory=list)
+    group_s: dict[int, list[float]] = field(default_factory=dict)
+    peaks: list[tuple[int, float]] = field(default_factory=list)
+
+
+def text_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
+    """Packs without images for `degree` ranks together."""
+    most = degree * sizes.max_tokens
+    spaced = np.geomspace(min(SHORTEST * degree, most), most, 5 if quick else 8)
+    lengths = list(dict.fromkeys(spaced.round().astype(int).tolist()))
+    found: list[Load] = [((length, ()),) for length in lengths]
+    for count in (4, 16):
+        found += [((length // count, ()),) * count for length in lengths[2 if quick else 1 :: 2] if length >= 8 * count]
+    return list(dict.fromkeys([*found, *_mixed_loads(sizes, quick, False, degree)]))
+
+
+def image_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
+    """Packs with images for `degree` ranks together; none if the model has no encoder."""
+    found: list[Load] = [((TEXT_BESIDE_IMAGES, (grid,) * count),)
+                         for grid in sizes.grids for count in ((1, 6) if quick else (1, 3, 9))]
+    if sizes.grids:
+        found += _mixed_loads(sizes, quick, True, degree)
+    return list(dict.fromkeys(load for load in found if sizes.tokens(load) <= degree * sizes.max_tokens
+                              and any(grids for _, grids in load)))
+
+
+def _mixed_loads(sizes: Sizes, quick: bool, images: bool, degree: int) -> list[Load]:
+    """Random packs of one to sixteen sequences, most of them short; equal arguments give equal packs."""
+    drawn = random.Random(f"{sizes} {images} {degree}")
+    found: list[Load] = []
+    for number in range(MIXED_QUICK if quick else MIXED):
+        room = degree * sizes.max_tokens * (0.25, 0.5, 1.0)[number % 3]
+        wanted = (1, 2, 3, 5, 8, 16)[number % 6]
+        load: Load = ()
+        for _ in range(wanted):
+            text = max(8, min(int(room / 2), int(drawn.lognormvariate(0.0, 0.9) * room / (2 * wanted))))
+            grids = drawn.choices(sizes.grids, k=drawn.randint(1 - bool(load), 3)) if images else []
+            while grids and sizes.tokens((*load, (text, tuple(grids)))) > room:
+                grids.remove(max(grids, key=prod))
+            if sizes.tokens((*load, (text, tuple(grids)))) <= room:
+                load = (*load, (text, tuple(grids)))
+        if load:
+            found.append(load)
+    return found

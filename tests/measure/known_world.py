@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from dhp_ray.measure.links import MESSAGE_BYTES
-from dhp_ray.measure.rounds import Spec, parts_of, rounds_of
-from dhp_ray.measure.timings import Exchanged, PackTiming, PartResult, StepTiming
+from dhp_ray.measure.member import MESSAGE_BYTES
+from dhp_ray.measure.rounds import Exchanged, PartResult, Sizes, Spec, StepTiming
 from dhp_ray.planner.cost import CostModel
 from dhp_ray.planner.plan import Plan
 from dhp_ray.planner.work import work_of
+from dhp_ray.train.results import PackTime
+
+SIZES = Sizes(512, ((1, 4, 4), (1, 8, 12), (1, 16, 16)), 4)
 
 TRUE = CostModel(4e-8, 5.5e-5, 4608.0, 0.012, {"intra": {2: 5e8}, "inter": {2: 1e8}}, communication="ring",
                  latency_s=2.5e-3, pack_s=6e-3, group_s=0.004, vision_quadratic_s=1.8e-8, vision_linear_s=2e-5,
@@ -21,12 +24,16 @@ BESIDE_GATHERS_S = 0.02
 """By which a ring's step takes longer in lockstep."""
 
 
+def spec(num_ranks: int = 2, **changed: Any) -> Spec:
+    return Spec(**{"sync": "step", "nodes": (0,) * num_ranks, "sizes": SIZES, "quick": True} | changed)
+
+
 def results_of(spec: Spec, noise: float = 0.0, seed: int = 0) -> dict[str, list[PartResult]]:
     """Of every part, by rank."""
     draw = np.random.default_rng(seed)
     found: dict[str, list[PartResult]] = {}
-    for part in parts_of(spec):
-        rounds = [_round(round_.plan, spec, draw, noise) for round_ in rounds_of(part, spec)]
+    for part in spec.parts():
+        rounds = [_round(plan, spec, draw, noise) for plan in spec.rounds(part)]
         found[part] = [PartResult(rounds=[round_[rank] for round_ in rounds]) for rank in range(spec.num_ranks)]
     for rank in range(spec.num_ranks):
         own = {"exchanges": PartResult(exchanged=_exchanged(spec, draw, noise)),
@@ -66,7 +73,7 @@ def _round(plan: Plan, spec: Spec, draw: np.random.Generator, noise: float) -> l
                                  + tokens * float(rate[degree].across_s if across else rate[degree].inside_s))
                 own_s = seconds * (1 + noise * draw.normal())
                 blocked_s += GATHER_S * (spec.sync == "micro_batch")
-                packs.append(PackTiming(group, own_s, blocked_s, clock, clock + own_s + blocked_s))
+                packs.append(PackTime(group, clock, clock + own_s + blocked_s, blocked_s))
                 clock += own_s + blocked_s
             after_s = UPDATE_S if spec.sync == "micro_batch" else TRUE.fixed_s
             found[rank].append(StepTiming(clock - 0.001 + after_s, tuple(packs)))

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from dhp_ray.measure.cost_file import Measured, Session, measured_cost, write
-from dhp_ray.measure.picture import draw
+from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.cost_origin import CostFile, Origin, difference, origin_of_run
 from dhp_ray.planner.memory import MemoryModel
 from dhp_ray.planner.memory_terms import MemorySettings
-from tests.measure.known_world import BESIDE_GATHERS_S, GATHER_S, TRUE, UPDATE_S, results_of
-from tests.measure.specs import spec
+from tests.measure.known_world import BESIDE_GATHERS_S, GATHER_S, TRUE, UPDATE_S, results_of, spec
 from tests.published_configs import shape_of
 
 MEMORY = MemoryModel(shape_of("3B", 3), MemorySettings(sync="step", world_size=2, precision="bf16", recomputes=False))
@@ -36,7 +34,9 @@ def measured(*syncs: str, **changed: Any) -> Measured:
 
 def test_a_file_that_is_written_is_read_as_it_was_fitted(tmp_path: Path) -> None:
     found = measured()
-    write(found, tmp_path / "new" / "cost.yaml")
+    found.write(tmp_path / "new" / "cost.yaml")
+    assert (tmp_path / "new" / "cost.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "cost.png").stat().st_size > 10_000
     read = CostFile.load(tmp_path / "new" / "cost.yaml")
     assert read.origin is not None
     assert difference(read.origin, origin()) == ""
@@ -130,9 +130,3 @@ def test_shares_of_the_forward_pass_that_are_not_measured_follow_from_the_passes
     assert found.cost.forward == 1 / 3  # forward, again, and a backward pass without weights
     assert found.cost.vision_forward == 1 / 4
     assert found.sections["measured"]["derived"][-2:] == ["forward", "vision_forward"]
-
-
-def test_the_picture_is_one(tmp_path: Path) -> None:
-    draw(measured(), tmp_path / "cost.png")
-    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "cost.png").stat().st_size > 10_000

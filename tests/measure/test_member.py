@@ -9,15 +9,13 @@ import pytest
 import dhp_ray.measure.member as member_module
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
-from dhp_ray.measure.links import MESSAGE_BYTES
-from dhp_ray.measure.loads import Sizes
-from dhp_ray.measure.rounds import Spec, rounds_of
-from dhp_ray.measure.timings import PartResult
+from dhp_ray.measure.member import MESSAGE_BYTES
+from dhp_ray.measure.rounds import PartResult, Sizes, Spec
 from dhp_ray.planner.work import BACKWARD, ENCODE
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.measuring import measured_part, member_with
+from dhp_ray.runtime.worker.measuring import member_with
 from dhp_ray.runtime.worker.rank import Rank
-from tests.measure.specs import spec
+from tests.measure.known_world import spec
 from tests.ranks import run_processes
 
 SMALL = Sizes(48, ((1, 4, 4), (1, 4, 8)), 4)
@@ -36,7 +34,7 @@ def measured(
     found = {}
     for part in parts:
         with mock.patch.object(member_module, "QUICK_S", member_module.QUICK_S if part == "packs" else 0.0):
-            found[part] = measured_part(member, member_with(member, of), part)
+            found[part] = member_with(member, of).measure(part)
     after = member.engine.full_parameters()
     moved = max((float((after[name] - value).abs().max()) for name, value in before.items()), default=0.0)
     member.close()
@@ -50,13 +48,13 @@ def test_two_ranks_measure_every_part() -> None:
     for found, moved in by_rank:
         assert moved == 0.0
         for part in ("packs", "apart", "rings"):
-            rounds = rounds_of(part, of)
+            rounds = of.rounds(part)
             assert len(found[part].rounds) == len(rounds)
             for repeats in found[part].rounds:
                 assert len(repeats) >= 3
                 for step in repeats:
                     assert all(pack.end_s <= step.step_s for pack in step.packs)
-                    numbers = [pack.group for pack in step.packs]
+                    numbers = [pack.index for pack in step.packs]
                     assert {ENCODE, BACKWARD} <= set(numbers) if part == "apart" else min(numbers) >= 0
         assert all(pack.blocked_s > 0 for step in found["rings"].rounds[0] for pack in step.packs)
         exchanged, = found["exchanges"].exchanged
@@ -67,26 +65,6 @@ def test_two_ranks_measure_every_part() -> None:
         assert [tokens for tokens, _ in found["memory"].peaks] == [12, 48]
     repeats = [[len(repeats) for repeats in found["packs"].rounds] for found, _ in by_rank]
     assert repeats[0] == repeats[1]
-
-
-def two_passes(rank: int, port: int, of: Spec) -> list[list[int]]:
-    """The repeats of each round after one pass, after two, and after one more where the first steps were slow."""
-    config = load(["model.preset=tiny", "run.dir=unused"])
-    member = Rank(config, Membership(rank, of.num_ranks, 1, "127.0.0.1", port), CPU)
-    measuring = member_with(member, of)
-    first = measured_part(member, measuring, "packs")
-    second = measured_part(member, measuring, "packs", earlier=first)
-    assert [new[: len(old)] for new, old in zip(second.rounds, first.rounds)] == first.rounds
-    slow = PartResult(rounds=[[step._replace(step_s=rank * 1000.0) for step in steps] for steps in first.rounds])
-    third = measured_part(member, measuring, "packs", earlier=slow)
-    member.close()
-    return [[len(steps) for steps in result.rounds] for result in (first, second, third)]
-
-
-def test_a_later_pass_adds_repeats_unless_the_steps_of_a_rank_are_slow() -> None:
-    first, second, third = run_processes(two_passes, 2, spec(sizes=SMALL), timeout_s=240)[0]
-    assert all(both > one > 0 for one, both in zip(first, second))
-    assert third == first
 
 
 @pytest.mark.slow
@@ -100,9 +78,9 @@ def test_every_way_to_train_is_measured(sync: str, overrides: list[str]) -> None
     for found, moved in run_processes(measured, 2, of, overrides, parts, timeout_s=300):
         assert moved == 0.0
         for step in found["images"].rounds[0]:
-            assert [pack.group for pack in step.packs] == sorted(pack.group for pack in step.packs)
+            assert [pack.index for pack in step.packs] == sorted(pack.index for pack in step.packs)
         if "apart" in parts:
-            phases = [[pack.group for pack in step.packs if pack.group < 0] for step in found["apart"].rounds[0]]
+            phases = [[pack.index for pack in step.packs if pack.index < 0] for step in found["apart"].rounds[0]]
             assert phases[0] == ([ENCODE] if frozen else [ENCODE, BACKWARD])
 
 

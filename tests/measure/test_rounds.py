@@ -1,24 +1,32 @@
-"""Which plans are measured on which ranks."""
+"""What is measured: packs, the plans that run them, and that every model takes them."""
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import pytest
 
-from dhp_ray.measure.rounds import PARTS, PASSES, ROUND_TOKENS, parts_of, passes_of, rounds_of
-from tests.measure.specs import SIZES, spec
+from dhp_ray.measure.member import payload_of
+from dhp_ray.measure.rounds import PARTS, ROUND_TOKENS, Sizes, image_loads, text_loads
+from dhp_ray.model.loss import IGNORED
+from dhp_ray.planner.work import TERMS, work_of
+from dhp_ray.train.payload import check_payload
+from tests.measure.known_world import SIZES, spec
+from tests.packs import PATCH_DIMS, rough_model
 
 
 def test_every_rank_runs_the_same_packs_alone() -> None:
     for part in ("packs", "images"):
-        for round_ in rounds_of(part, spec(3)):
-            packs = [[group.pack.sequences for group in round_.plan.groups if group.ranks == (rank,)]
+        for plan in spec(3).rounds(part):
+            packs = [[group.pack.sequences for group in plan.groups if group.ranks == (rank,)]
                      for rank in range(3)]
             assert packs[0] == packs[1] == packs[2]
             assert len(set(packs[0])) == len(packs[0])
-            tokens = sum(round_.plan.samples[row].num_tokens for rows in packs[0] for row in rows)
+            tokens = sum(plan.samples[row].num_tokens for rows in packs[0] for row in rows)
             assert tokens <= (ROUND_TOKENS + 1) * SIZES.max_tokens
             for rank in range(3):
-                assert [pack.index for pack in round_.plan.rank_plan(1, rank).packs]
+                assert [pack.index for pack in plan.rank_plan(1, rank).packs]
 
 
 def test_rings_are_of_neighbours_inside_a_node_and_of_pairs_across_two() -> None:
@@ -27,17 +35,17 @@ def test_rings_are_of_neighbours_inside_a_node_and_of_pairs_across_two() -> None
     assert several.groups(2) == [(0, 1), (2, 3), (5, 6)]
     assert several.groups(5) == [(0, 1, 2, 3, 4)]
     assert several.pairs_across() == [(0, 5), (1, 6)]
-    assert {group.ranks for round_ in rounds_of("rings across", several) for group in round_.plan.groups} == {
+    assert {group.ranks for plan in several.rounds("rings across") for group in plan.groups} == {
         (0, 5), (1, 6)}
-    degrees = {group.degree for round_ in rounds_of("rings", several) for group in round_.plan.groups}
+    degrees = {group.degree for plan in several.rounds("rings") for group in plan.groups}
     assert degrees == {2, 4, 5}
-    assert all(round_.plan.cluster.crosses(group.ranks) for round_ in rounds_of("rings across", several)
-               for group in round_.plan.groups)
+    assert all(plan.cluster.crosses(group.ranks) for plan in several.rounds("rings across")
+               for group in plan.groups)
 
 
 def test_rings_have_small_packs_with_and_without_images() -> None:
     """What every pack of several ranks takes shows in small ones."""
-    plans = [round_.plan for round_ in rounds_of("rings", spec(quick=False))]
+    plans = spec(quick=False).rounds("rings")
     packs = [[plan.samples[row] for row in group.pack.sequences] for plan in plans for group in plan.groups]
     for images in (False, True):
         tokens = [sum(sample.num_tokens for sample in pack) for pack in packs
@@ -52,26 +60,61 @@ def test_rings_have_small_packs_with_and_without_images() -> None:
     ({"sizes": SIZES._replace(grids=())}, {"rings across", "images", "apart"}),
     ({"nodes": (0, 1)}, {"rings"})])
 def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, left_out: set[str]) -> None:
-    assert set(PARTS) - set(parts_of(spec(**changed))) == left_out
-
-
-def test_passes_go_over_all_parts_with_rounds_before_the_next_begins() -> None:
-    parts = parts_of(spec(quick=False))
-    order = passes_of(parts, spec(quick=False).num_passes)
-    rounds = ["packs", "images", "apart", "rings"]
-    assert order == [*rounds * PASSES, "exchanges", "groups", "memory"]
-    assert [part for part in order if rounds_of(part, spec(quick=False))] == rounds * PASSES
-    assert passes_of(parts, spec(quick=True).num_passes) == parts
+    assert set(PARTS) - set(spec(**changed).parts()) == left_out
 
 
 def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:
-    for round_ in rounds_of("images", spec(sync="micro_batch")):
-        assert len({(group.micro_batch, group.pack) for group in round_.plan.groups}) == len(round_.plan.groups) // 2
-        assert round_.plan.rank_plan(1, 1).num_micro_batches == len(round_.plan.groups) // 2
+    for plan in spec(sync="micro_batch").rounds("images"):
+        assert len({(group.micro_batch, group.pack) for group in plan.groups}) == len(plan.groups) // 2
+        assert plan.rank_plan(1, 1).num_micro_batches == len(plan.groups) // 2
 
 
 def test_images_apart_are_encoded_by_the_rank_that_has_them() -> None:
-    for round_ in rounds_of("apart", spec()):
-        assert round_.plan.vision.apart
-        for group in round_.plan.groups:
+    for plan in spec().rounds("apart"):
+        assert plan.vision.apart
+        for group in plan.groups:
             assert set(group.encoders) == set(group.ranks)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_packs_fit_and_are_always_the_same_ones(quick: bool, degree: int) -> None:
+    loads = [*text_loads(SIZES, quick, degree), *image_loads(SIZES, quick, degree)]
+    assert all(0 < SIZES.tokens(load) <= degree * SIZES.max_tokens for load in loads)
+    assert len(set(loads)) == len(loads)
+    assert loads == [*text_loads(SIZES, quick, degree), *image_loads(SIZES, quick, degree)]
+    assert max(map(SIZES.tokens, loads)) > 0.9 * degree * SIZES.max_tokens
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_packs_tell_all_constants_apart(quick: bool) -> None:
+    """The matrix of what each constant is multiplied with has full rank, also with packs of text alone."""
+    found = [work_of(plan).amounts for part in ("packs", "images") for plan in spec(quick=quick).rounds(part)]
+    scaled = np.concatenate(found) / np.concatenate(found).max(axis=0)
+    assert np.linalg.cond(scaled) < 100
+    assert scaled.shape[1] == len(TERMS)
+
+
+def test_no_pack_is_empty_on_ranks_with_hardly_any_memory() -> None:
+    for max_tokens in (8, 16, 24):
+        assert all(text_loads(SIZES._replace(max_tokens=max_tokens), True))
+
+
+def test_without_an_encoder_there_are_no_images() -> None:
+    assert image_loads(Sizes(512, (), 4), quick=True) == []
+
+
+@pytest.mark.parametrize("preset", sorted(PATCH_DIMS))
+def test_every_family_takes_them(preset: str) -> None:
+    adapter = rough_model(preset=preset)
+    grid = adapter.smallest_grid if preset == "tiny_internvl" else (1, 8, 12)
+    load = ((9, (grid, grid)), (40, ()))
+    sizes = Sizes(512, (), adapter.merge_area)
+    for sample in spec(1, sizes=sizes).plan_of([((0,), load)]).samples:
+        payload = payload_of(sample, adapter, [True, False][: len(sample.vision_grids)])
+        check_payload(sample, payload, adapter, (True, False)[: len(sample.vision_grids)])
+        assert [pixels is None for pixels in payload.pixels] == [False, True][: len(sample.vision_grids)]
+        assert sample.vision_tokens == sum(map(prod, sample.vision_grids)) // adapter.merge_area
+        labelled = payload.labels != IGNORED
+        assert labelled.sum() == sample.text_tokens - sample.text_tokens // 2
+        assert (payload.labels[labelled] == payload.input_ids[labelled]).all()

@@ -21,10 +21,8 @@ from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.measure import cost_file
-from dhp_ray.measure.observations import MeasureError
-from dhp_ray.measure.picture import draw
-from dhp_ray.measure.rounds import PARTS, Spec
-from dhp_ray.measure.timings import PartResult
+from dhp_ray.measure.fitting import MeasureError
+from dhp_ray.measure.rounds import PARTS, PartResult, Spec
 from dhp_ray.planner import warm_up
 from dhp_ray.planner.checks import PlanError
 from dhp_ray.planner.cost import SYNCS
@@ -343,7 +341,7 @@ def measure_costs(
     text = measured.text()
     folder.write(COST_FILE, text.encode())
     picture = BytesIO()
-    draw(measured, picture)
+    measured.draw(picture)
     folder.write(COST_PICTURE, picture.getvalue())
     errors = measured.sections["errors"]["packs"]
     tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}"))

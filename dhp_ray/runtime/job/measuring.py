@@ -2,7 +2,7 @@
 one per core), and this process collects their results.
 
     this process   store | start ranks | ---- progress, results of parts ---- | fit, cost file
-    each rank      join as a worker would | parts, in passes, with the other ranks | leave
+    each rank      join as a worker would | part after part, with the other ranks | leave
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose, cores
 from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.constraints import check_device
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
-from dhp_ray.measure.member import Member
-from dhp_ray.measure.rounds import Spec, parts_of, passes_of
-from dhp_ray.measure.timings import PartResult
+from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described
 from dhp_ray.planner.memory import MemoryModel
@@ -33,7 +31,7 @@ from dhp_ray.planner.plan import PlanError
 from dhp_ray.runtime.job.preflight import check_measurement_here, devices_here
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of
-from dhp_ray.runtime.worker.measuring import MAX_TOKENS, measured_part, member_with, spec_of
+from dhp_ray.runtime.worker.measuring import MAX_TOKENS, member_with, spec_of
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import StateSize, fused_operators, state_size
 
@@ -171,7 +169,7 @@ def _collected(
 
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
     """Return the parts of session `number`; links and memory are measured only in the first one."""
-    parts = parts_of(spec)
+    parts = spec.parts()
     if number == 0:
         return parts
     return [part for part in parts if part in ("images" if "images" in parts else "packs", "rings", "rings across")]
@@ -207,21 +205,8 @@ def _received(
     return found
 
 
-def _measure(rank: Rank, measuring: Member, parts: Sequence[str], pipe: Connection, session: int) -> None:
-    """Measure the parts in passes; send the share of a part that is done, and its result after the last pass."""
-    turns = passes_of(parts, measuring.spec.num_passes)
-    results: dict[str, PartResult] = {}
-    for turn, part in enumerate(turns):
-        earlier, of = turns[:turn].count(part), turns.count(part)
-        tell = partial(_tell_share, pipe, session, part, earlier, of)
-        results[part] = measured_part(rank, measuring, part, tell, results.get(part))
-        if earlier == of - 1:
-            pipe.send(("part", (session, part, results[part])))
-
-
-def _tell_share(pipe: Connection, session: int, part: str, earlier: int, of: int, share: float) -> None:
-    """Send the share of a part that is done, `share` of a pass after `earlier` of `of` passes."""
-    pipe.send(("share", (session, part, (earlier + share) / of)))
+def _tell_share(pipe: Connection, session: int, part: str, share: float) -> None:
+    pipe.send(("share", (session, part, share)))
 
 
 def _rank_main(
@@ -246,7 +231,9 @@ def _rank_main(
             place = Membership(rank, spec.num_ranks, number + 1, "127.0.0.1", port, nodes=nodes)
             member = Rank(one, place, accelerator)
             measuring = member_with(member, spec)
-            _measure(member, measuring, parts_of_session(spec, number, accelerator), pipe, number)
+            for part in parts_of_session(spec, number, accelerator):
+                result = measuring.measure(part, partial(_tell_share, pipe, number, part))
+                pipe.send(("part", (number, part, result)))
             member.close()
     except BaseException as error:
         traceback.print_exc()

@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from dhp_ray.config import Config
-from dhp_ray.measure.links import exchanges, group_seconds
-from dhp_ray.measure.loads import Sizes
 from dhp_ray.measure.member import Member
-from dhp_ray.measure.memory import peaks
-from dhp_ray.measure.rounds import Spec, parts_of, rounds_of
-from dhp_ray.measure.timings import PartResult
+from dhp_ray.measure.rounds import PartResult, Sizes, Spec
 from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.planner.plan import Grid
 from dhp_ray.runtime.worker.prefetch import processor_spec
@@ -67,34 +63,12 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
     shape = type(rank.adapter).shape(rank.adapter.module.config)
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
     spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
-    if part not in parts_of(spec):
+    if part not in spec.parts():
         return spec, None
-    return spec, measured_part(rank, member_with(rank, spec), part)
+    return spec, member_with(rank, spec).measure(part)
 
 
 def member_with(rank: Rank, spec: Spec) -> Member:
     """Return the member for a rank that has joined its generation. The rank's state is useless afterwards."""
-    return Member(rank.membership.rank, spec, rank.adapter, rank.engine, rank.stepper.transport, rank.stepper.world,
-                  rank.accelerator, rank.device, rank.config.train.precision)
-
-
-def measured_part(
-    rank: Rank, member: Member, part: str, progress: Callable[[float], None] = lambda share: None,
-    earlier: PartResult | None = None,
-) -> PartResult:
-    """Return this rank's result of a part of PARTS that has something to measure; every rank calls this alike.
-    `progress` is called with the share that is done. `earlier`: its result of earlier passes, which is in the one
-    returned.
-    """
-    match part:
-        case "exchanges":
-            return PartResult(exchanged=exchanges(member))
-        case "groups":
-            return PartResult(group_s=group_seconds(member, timedelta(seconds=rank.config.comm.timeout_s)))
-        case "memory":
-            return PartResult(peaks=peaks(member))
-    rounds, found = rounds_of(part, member.spec), []
-    for number, round_ in enumerate(rounds):
-        found.append(member.timed(round_, earlier.rounds[number] if earlier else []))
-        progress((number + 1) / len(rounds))
-    return PartResult(rounds=found)
+    return Member(rank.membership.rank, spec, rank.stepper, rank.accelerator, rank.config.train.precision,
+                  timedelta(seconds=rank.config.comm.timeout_s))
