@@ -24,7 +24,7 @@ REPEATS = 7
 
 def pack_seconds(parts: list[list[Any]]) -> float:
     """Median seconds of forward and backward of one pack on one rank."""
-    from dhp_ray.comm.link import Link
+    from dhp_ray.comm.pack_communicator import PackCommunicator
     from dhp_ray.train.collate import collate
     from dhp_ray.train.pack import pack_loss
     from tests.packs import make_pack, make_sample
@@ -34,7 +34,7 @@ def pack_seconds(parts: list[list[Any]]) -> float:
     times = []
     for _ in range(REPEATS):
         begin = perf_counter()
-        loss = pack_loss(adapter(), collate(pack, payloads, 0, adapter()), Link([0], 0, None))
+        loss = pack_loss(adapter(), collate(pack, payloads, 0, adapter()), PackCommunicator([0], 0, None))
         loss.backward()  # type: ignore[no-untyped-call]
         times.append(perf_counter() - begin)
     return median(times[1:])
@@ -78,9 +78,9 @@ def message_seconds(rank: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from dhp_ray.comm.link import Link
+    from dhp_ray.comm.pack_communicator import PackCommunicator
 
-    link, found = Link([0, 1], rank, dist.group.WORLD), []
+    link, found = PackCommunicator([0, 1], rank, dist.group.WORLD), []
     for size in MESSAGE_BYTES:
         here, there, times = torch.zeros(size // 4), torch.empty(size // 4), []
         for _ in range(40):
@@ -95,7 +95,7 @@ def group_seconds(rank: int) -> float:
     """Median seconds to make a process group of two ranks, with its first exchange."""
     from datetime import timedelta
 
-    from dhp_ray.comm.pool import GroupPool
+    from dhp_ray.comm.transport import GroupPool
 
     times = []
     for _ in range(REPEATS):

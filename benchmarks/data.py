@@ -41,7 +41,7 @@ import ray  # noqa: E402
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from dhp_ray.comm.link import Link  # noqa: E402
+from dhp_ray.comm.pack_communicator import PackCommunicator  # noqa: E402
 from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
 from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
@@ -148,7 +148,7 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
     """Seconds in which one rank decodes these samples and runs them forward and backward."""
     processor = ProcessorSpec.of(Model(preset="tiny"), data).load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
-    link = Link((0,), 0, None)
+    link = PackCommunicator((0,), 0, None)
     packs = [RankPack(number, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
              for number, sample in enumerate(samples)]
     begun = time.perf_counter()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
-from dhp_ray.comm.link import Link, Pending
+from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
@@ -163,7 +163,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class SilentLink(Link):
+class SilentLink(PackCommunicator):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
     def __init__(self, degree: int) -> None:

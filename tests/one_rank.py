@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import npu
@@ -24,7 +24,7 @@ from tests.packs import Film, make_pack, make_sample, plain_copy, plain_gradient
 VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
 
 
-def link_of_one_rank() -> Link:
+def link_of_one_rank() -> PackCommunicator:
     return open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
 
 

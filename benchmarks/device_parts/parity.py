@@ -19,7 +19,7 @@ from benchmarks.device_parts.record import CheckError, Record
 from benchmarks.device_parts.settings import Settings
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.train.collate import collate
 from dhp_ray.train.flat_engine import FlatEngine

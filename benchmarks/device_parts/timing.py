@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dhp_ray.comm.progress import Moment
+from dhp_ray.comm.progress import StreamTimestamp
 
 SIZES = {"cuda": (2048, 4096, 8192, 16384), "cpu": (256, 512)}
 """Rows and columns of the matrices that the rate is the best of."""
@@ -26,10 +26,10 @@ def seconds_of(call: Callable[[], Any], device: torch.device, rounds: int = 5, a
 
 
 def timed(call: Callable[[], Any], device: torch.device, calls: int = 1) -> float:
-    begin = Moment(device)
+    begin = StreamTimestamp(device)
     for _ in range(calls):
         call()
-    return Moment(device).since_s(begin)
+    return StreamTimestamp(device).since_s(begin)
 
 
 def compute_type(device: torch.device) -> torch.dtype:

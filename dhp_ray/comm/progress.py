@@ -39,7 +39,7 @@ class Mark(NamedTuple):
         return ", ".join(filter(None, (self.stage, self.doing)))
 
 
-class Moment:
+class StreamTimestamp:
     """A point in time of the device's current stream, or on the CPU of the process."""
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Moment:
             self._event = torch.get_device_module(device).Event(enable_timing=True)
             self._event.record()
 
-    def since_s(self, earlier: Moment) -> float:
+    def since_s(self, earlier: StreamTimestamp) -> float:
         """Return the seconds since an earlier moment of the same device. Waits until the device has got here."""
         if self._event is None:
             return self._seconds - earlier._seconds
@@ -58,7 +58,7 @@ class Moment:
         return float(earlier._event.elapsed_time(self._event)) / 1000.0
 
 
-Wait = tuple[Moment, Moment]
+Wait = tuple[StreamTimestamp, StreamTimestamp]
 """Begin and end of a wait for peers."""
 
 
@@ -83,7 +83,7 @@ class Progress:
         self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
         self._lock = Lock()
         self._waits: list[Wait] | None = None  # None: not wanted
-        self._waits_since: Moment | None = None
+        self._waits_since: StreamTimestamp | None = None
         self._module: Any = None
         if self.device.type != "cpu":
             self._module = torch.get_device_module(self.device)
@@ -112,9 +112,9 @@ class Progress:
 
     def _time(self, waits: list[Wait], begins: bool) -> None:
         if begins:
-            self._waits_since = self._waits_since or Moment(self.device)
+            self._waits_since = self._waits_since or StreamTimestamp(self.device)
         elif self._waits_since:
-            waits.append((self._waits_since, Moment(self.device)))
+            waits.append((self._waits_since, StreamTimestamp(self.device)))
             self._waits_since = None
 
     @contextmanager

@@ -1,16 +1,24 @@
-"""Which torch ranks a rank of the plan consists of. Only this module knows that it is one, with the same number.
+"""Which torch ranks a rank of the plan consists of, and collectives over all ranks of the plan. Only this module knows
+that it is one, with the same number.
 
     plan     rank 0      rank 1      rank 2          packs, groups, shards and replicas are of these
     torch    rank 0      rank 1      rank 2          process groups and messages are of these
+
+Sums that must be equal on every rank use no float64: HCCL refuses it.
+
+    counts     int64, summed by the collective
+    number     high + low, two fp32 numbers with 48 of float64's 53 bits; gathered, added up in float64 on the host
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single
 
 
@@ -47,3 +55,29 @@ def copy_from_rank(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Non
     """Fill `tensor` on every rank with what rank `source` of `group` has in it. All torch ranks of `group` call this.
     """
     dist.broadcast(tensor, group=group, group_src=torch_peer(source))
+
+
+def sums_of_counts(counts: Sequence[int], group: dist.ProcessGroup | None, progress: Progress) -> list[int]:
+    """Return the sums of whole numbers over all ranks; every rank of `group` calls this with as many. None is for a
+    single rank.
+    """
+    if group is None:
+        return list(counts)
+    totals = torch.tensor(counts, dtype=torch.int64, device=progress.device)
+    with progress.waiting("counts of other ranks"):
+        sum_over_ranks(totals, group)
+    return [int(total) for total in progress.read(totals)]
+
+
+def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: Progress) -> list[float]:
+    """Return the number of every rank, by rank, equal on all of them. `number` has no dimension, and any floating type.
+
+    `progress` belongs to the group's device. The number is within fp32's range; every rank of `group` calls this.
+    """
+    if group is None:
+        return [float(progress.read(number))]
+    high = number.to(torch.float32)
+    low = torch.where(high.isfinite(), number - high, 0.0).to(torch.float32)
+    with progress.waiting("numbers of other ranks"):
+        pairs = gather_over_ranks(torch.stack([high, low]).to(progress.device), group)
+    return [sum(pair) for pair in progress.read(pairs)]

@@ -17,11 +17,13 @@ ranks that wait for it. Over NCCL and HCCL nothing raises, so a control thread a
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +35,6 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import Accelerator
-from dhp_ray.comm.interface import address_towards, listen_on
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.comm.ranks import own_rank, torch_ranks
 
@@ -43,6 +44,10 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 """The timeout of connections to the store, and of connections in gloo groups whose members are all there; a member that
 dies then is waited for this long.
 """
+
+
+SIOCGIFADDR = 0x8915
+"""Linux's call for the IPv4 address of an interface."""
 
 
 class RendezvousError(RuntimeError):
@@ -270,3 +275,37 @@ def is_peer_loss(error: BaseException) -> bool:
     said = str(error).lower()
     refused = any(phrase in said for phrase in REFUSAL)
     return type(error) is RuntimeError and not refused and any(phrase in said for phrase in PEER_LOSS)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface with this IPv4 address; empty if none has it, or for another kind of address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # this interface has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine that a connection to `host` would come from; empty if there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # sends nothing
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def listen_on(address: str) -> None:
+    """Let this process's gloo groups listen on the interface of `address`, unless GLOO_SOCKET_IFNAME names one already.
+
+    By default gloo looks up the host's name, which on many machines gives the loopback (other nodes then cannot reach
+    the rank) or a public address.
+    """
+    name = interface_of(address)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

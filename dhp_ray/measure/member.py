@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from dhp_ray.comm.device import Accelerator
-from dhp_ray.comm.pool import GroupPool
-from dhp_ray.comm.progress import Moment
-from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.progress import StreamTimestamp
+from dhp_ray.comm.ranks import numbers_of_ranks
+from dhp_ray.comm.transport import GroupPool
 from dhp_ray.measure.rounds import TEXT_BESIDE_IMAGES, Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
@@ -117,9 +117,9 @@ class Member:
         there = torch.zeros(size // 4, device=device)
         here = torch.empty_like(there)
         for _ in range(TIMES_QUICK if self.spec.quick else TIMES):
-            begin = Moment(device)
+            begin = StreamTimestamp(device)
             link.exchange([(there, (link.index + 1) % link.size)], [(here, (link.index - 1) % link.size)]).wait()
-            times.append(Moment(device).since_s(begin))
+            times.append(StreamTimestamp(device).since_s(begin))
         return statistics.median(times[2:])
 
     def _group_seconds(self) -> dict[int, list[float]]:

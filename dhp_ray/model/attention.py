@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.link import Link, Pending, Tag
+from dhp_ray.comm.pack_communicator import PackCommunicator, Pending, Tag
 from dhp_ray.model.kernels import Segments, kernel_for
 from dhp_ray.model.kernels.segments import add_rows
 from dhp_ray.model.layout import PackLayout
@@ -43,7 +43,7 @@ class PackContext:
     """
 
     layout: PackLayout
-    link: Link | None = None
+    link: PackCommunicator | None = None
     differentiable: bool = True
     segments: tuple[Segments, ...] = ()
     dropout_keys: Tensor | None = None
@@ -211,7 +211,9 @@ def _travelling(shard: Tensor, context: PackContext, tag: Tag) -> Iterator[tuple
     yield (context.member + 1) % degree, shard
 
 
-def _pass_right(shard: Tensor, source: int, context: PackContext, link: Link, tag: Tag) -> tuple[Tensor, Pending]:
+def _pass_right(
+    shard: Tensor, source: int, context: PackContext, link: PackCommunicator, tag: Tag
+) -> tuple[Tensor, Pending]:
     """Start sending `source`'s shard to the right; return the buffer that receives the next shard from the left."""
     num_tokens = context.layout.num_tokens((source - 1) % link.size)
     arriving = shard.new_empty((2, num_tokens, *shard.shape[2:]))

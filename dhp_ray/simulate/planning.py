@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, plan_batch, plan_uniform, static_layout
 from dhp_ray.planner.baselines.static import Layout
 from dhp_ray.planner.cost import CostModel
@@ -93,7 +93,7 @@ class Dispatcher:
     """Plans batch after batch for one membership, a step ahead. Times are simulated seconds."""
 
     planner: Planner
-    book: PoolBook
+    book: GroupCacheState
     planning: PlanningSettings
     data: DataSettings
     expectation: Expectation = field(default_factory=Expectation)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.planner.plan import Plan, PlanError, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.work import PAID_ONCE, work_of
@@ -84,7 +84,7 @@ class SimulatedRun:
         self.place = self.machine.place(generation.nodes)
         planner = Planner(self.record.planner, self.machine.sync, self.settings.planning.encoder, self.place.cluster,
                           self.place.training.cost, self._layout_batches)
-        self.dispatcher = Dispatcher(planner, PoolBook(self.machine.pool_groups), self.settings.planning,
+        self.dispatcher = Dispatcher(planner, GroupCacheState(self.machine.pool_groups), self.settings.planning,
                                      self.settings.data)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()

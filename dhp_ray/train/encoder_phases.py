@@ -18,8 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.link import Link
-from dhp_ray.comm.rows import return_rows, send_rows
+from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
 from dhp_ray.model.adapter import ModelAdapter, empty_features
 from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs
 
@@ -44,7 +43,7 @@ class EncoderPhases:
         self._features: list[Tensor] = []
         self._like = torch.empty(0)  # has the type and the device of features
 
-    def encode(self, link: Link) -> list[Tensor]:
+    def encode(self, link: PackCommunicator) -> list[Tensor]:
         """Return the features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs
         leave in them.
         """
@@ -60,7 +59,7 @@ class EncoderPhases:
         self._features = [received[rows] for rows in self._rows_of]
         return self._features
 
-    def backward(self, link: Link) -> None:
+    def backward(self, link: PackCommunicator) -> None:
         """Add the encoder's gradients to its parameters', once the backward pass of every pack has run."""
         if not self._trains:
             return

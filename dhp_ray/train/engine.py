@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.train.state.buckets import Bucket, Piece
 from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
 from dhp_ray.train.state.reshard import LocalShard

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.ranks import copy_from_rank
-from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.ranks import copy_from_rank, numbers_of_ranks
 from dhp_ray.compatibility import all_gather_single
 from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.state.buckets import Bucket, FlatLayout, Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.pack import pack_loss
@@ -21,5 +21,5 @@ class MicroBatchModel(nn.Module):
         self.adapter = adapter
         self.module = adapter.module
 
-    def forward(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
+    def forward(self, inputs: PackInputs, link: PackCommunicator, encodes: bool) -> Tensor:
         return pack_loss(self.adapter, inputs, link, encodes)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Wait
 from dhp_ray.planner.plan import RankPack, RankPlan
 from dhp_ray.train.collate import PackInputs
@@ -44,11 +44,11 @@ class MicroBatchStep(RankStep):
 
     engine: ShardedEngine
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
     def _phase(
-        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[PackCommunicator], Any]
     ) -> tuple[Any, PhaseRun]:
         self.engine.before_encoding()
         with self._waiting() as waited:

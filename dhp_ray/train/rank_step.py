@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.link import Link
-from dhp_ray.comm.progress import Moment, Wait, seconds_of
-from dhp_ray.comm.totals import numbers_of_ranks, sums_of_counts
+from dhp_ray.comm.pack_communicator import PackCommunicator
+from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
+from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan
@@ -33,9 +33,9 @@ class PackRun(NamedTuple):
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     loss: Tensor
     num_valid_tokens: int
-    begin: Moment
-    end: Moment
-    link: Link
+    begin: StreamTimestamp
+    end: StreamTimestamp
+    link: PackCommunicator
     waits: tuple[Wait, ...] = ()
     """Those for what the pack computes with, which is gathered and reduced: on devices."""
     gathering_s: float = 0.0
@@ -45,7 +45,7 @@ class PackRun(NamedTuple):
     num_images: int = 0
     """Images of the pack's samples, but for placeholders: every rank of the pack has the same number."""
 
-    def time(self, start: Moment) -> PackTime:
+    def time(self, start: StreamTimestamp) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
                         self.link.blocked_s + seconds_of(self.waits) + self.gathering_s)
@@ -66,13 +66,13 @@ PHASE_INDEX = 2**20
 class PhaseRun(NamedTuple):
     """A phase of the encoder that the device has been given. `waits`: also those within its exchanges."""
 
-    begin: Moment
-    end: Moment
+    begin: StreamTimestamp
+    end: StreamTimestamp
     waits: tuple[Wait, ...]
     gathering_s: float = 0.0
     """As for a pack."""
 
-    def time(self, start: Moment) -> PackTime:
+    def time(self, start: StreamTimestamp) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(-1, self.begin.since_s(start), self.end.since_s(start),
                         seconds_of(self.waits) + self.gathering_s)
@@ -104,7 +104,7 @@ class RankStep:
         apart from packs, with the ranks that encode for it or that it encodes for; apart from that, ranks run
         independently. Every rank enters `_totals` and `update`, even without a pack.
         """
-        start, plan = Moment(self.device), inputs.plan
+        start, plan = StreamTimestamp(self.device), inputs.plan
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
@@ -117,7 +117,7 @@ class RankStep:
         return StepResult(
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens,
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
-            state_version=self.engine.state_version, step_time_s=Moment(self.device).since_s(start),
+            state_version=self.engine.state_version, step_time_s=StreamTimestamp(self.device).since_s(start),
             data_wait_s=data_wait_s, pack_times=tuple(run.time(start) for run in runs if run.index >= 0),
             pool=self.transport.counters(), plan_id=plan.plan_id,
             encoder_times=tuple(run.time(start) for run in encoder_runs), exchanged_bytes=self._exchanged_bytes(inputs),
@@ -166,15 +166,15 @@ class RankStep:
                              [own.received_from for own in inputs.inputs], self.device)
 
     def _phase(
-        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[Link], Any]
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[PackCommunicator], Any]
     ) -> tuple[Any, PhaseRun]:
         """Run one of the phases, in which all ranks may exchange."""
         self.engine.progress.stage = f"step {inputs.plan.step}, {name}"
         self.engine.progress.mark("inputs")
         ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
-        link, begin = self.transport.link(ranks, PHASE_INDEX), Moment(self.device)
+        link, begin = self.transport.link(ranks, PHASE_INDEX), StreamTimestamp(self.device)
         found = call(link)
-        return found, PhaseRun(begin, Moment(self.device), tuple(link.taken_waits()))
+        return found, PhaseRun(begin, StreamTimestamp(self.device), tuple(link.taken_waits()))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Return the bytes of features that this rank sends to others before the packs."""
@@ -183,7 +183,7 @@ class RankStep:
         rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
         return rows * self.adapter.feature_width * COMPUTE_TYPES[inputs.precision].itemsize
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: Link) -> Tensor:
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
         return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(
@@ -193,12 +193,12 @@ class RankStep:
         self.engine.progress.mark("inputs")
         inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
-        begin = Moment(self.device)
+        begin = StreamTimestamp(self.device)
         with self.offload.of_pack(inputs), recomputing(self.adapter, inputs.recomputed):
             loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             self.offload.backward(loss)
-        return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, Moment(self.device), link,
+        return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, StreamTimestamp(self.device), link,
                        moved_bytes=self.offload.moved_bytes, num_images=inputs.num_images)
 
     def _totals(self, runs: Sequence[PackRun]) -> Totals:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
@@ -120,7 +120,7 @@ class ShardedEngine(Engine):
         """Seconds blocked in gathering and reducing so far, on the CPU; 0 on devices."""
         return self._gather.blocked_s + self._scatter.blocked_s
 
-    def loss(self, inputs: PackInputs, link: Link, encodes: bool) -> Tensor:
+    def loss(self, inputs: PackInputs, link: PackCommunicator, encodes: bool) -> Tensor:
         """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.
 
         `encodes`: whether any rank's pack in this micro-batch has an image; then all ranks encode, or images are

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from tests.async_backend.blocked import SILENT_S, Blocked
 from tests.async_backend.rules import Backend, rule, run_group
 
@@ -59,7 +59,7 @@ def tensors_of(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 def exchange_as_a_batch(rank: int, device: torch.device) -> float:
     sent, received = tensors_of(rank, device)
-    link = Link((0, 1), rank, dist.group.WORLD)
+    link = PackCommunicator((0, 1), rank, dist.group.WORLD)
     link.exchange([(sent, 1 - rank)], [(received, 1 - rank)]).wait()
     return received[-1].item()
 

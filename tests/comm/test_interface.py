@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.comm.interface import address_towards, interface_of, listen_on
+from dhp_ray.comm.world import address_towards, interface_of, listen_on
 
 
 def test_the_loopback_and_this_machines_address_have_interfaces() -> None:
@@ -44,7 +44,7 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gloo_listens_there_alone() -> None:
     """A rank of its own process: every socket that it listens on is at the address."""
     program = (
-        "import sys, os, torch.distributed as dist; from dhp_ray.comm.interface import listen_on; "
+        "import sys, os, torch.distributed as dist; from dhp_ray.comm.world import listen_on; "
         "listen_on('127.0.0.1')\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "inodes = {os.readlink(f'/proc/self/fd/{fd}')[8:-1] for fd in os.listdir('/proc/self/fd') if "

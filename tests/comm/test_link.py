@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from tests.ranks import run_ranks
 
 
-def everyone(rank: int, pack_index: int = 0, ranks: tuple[int, ...] | None = None) -> Link:
-    return Link(ranks or tuple(range(dist.get_world_size())), rank, dist.group.WORLD, pack_index)
+def everyone(rank: int, pack_index: int = 0, ranks: tuple[int, ...] | None = None) -> PackCommunicator:
+    return PackCommunicator(ranks or tuple(range(dist.get_world_size())), rank, dist.group.WORLD, pack_index)
 
 
 def pass_right(rank: int) -> list[tuple[float, ...]]:
@@ -82,20 +82,20 @@ def test_a_late_peer_shows_as_blocked_time() -> None:
 
 
 def test_a_pack_of_one_exchanges_nothing() -> None:
-    link = Link((3,), 3, None)
+    link = PackCommunicator((3,), 3, None)
     link.exchange([], []).wait()
     assert (link.size, link.index, link.blocked_s) == (1, 0, 0.0)
 
 
 def test_a_pack_of_two_needs_a_group() -> None:
     with pytest.raises(ValueError, match=r"ranks \(0, 1\) need a process group"):
-        Link((0, 1), 0, None)
+        PackCommunicator((0, 1), 0, None)
 
 
 def silent_peer(rank: int) -> str:
     """A peer that never answers ends the wait after the group's timeout, with torch's own error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    link = Link((0, 1), rank, group)
+    link = PackCommunicator((0, 1), rank, group)
     if rank == 1:
         return ""
     pending = link.exchange([], [(torch.empty(4), 1)])
@@ -113,7 +113,7 @@ def test_a_silent_peer_times_out() -> None:
 
 @pytest.mark.gpu
 def test_blocked_time_on_a_device_is_its_streams() -> None:
-    link = Link((0,), 0, None)
+    link = PackCommunicator((0,), 0, None)
     device = torch.device("cuda", 0)
 
     class Sleep:

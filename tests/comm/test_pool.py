@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.link import Link
-from dhp_ray.comm.pool import GroupPool
+from dhp_ray.comm.pack_communicator import PackCommunicator
+from dhp_ray.comm.transport import GroupPool
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
 Ranks = tuple[int, ...]
-State = tuple[list[Ranks], tuple[int, int, int, int]]
+State = tuple[list[Ranks], tuple[int, ...]]
 
 # Plans of consecutive steps, and the pool of 3 after each: groups from least to most recently used,
 # then (hits, creations, evictions, overflows).
@@ -31,18 +31,18 @@ def walk_steps(rank: int) -> list[State]:
     states: list[State] = []
     for plan, _ in STEPS:
         pool.prepare(plan)
-        states.append((pool.ranks(), (pool.hits, pool.creations, pool.evictions, pool.overflows)))
+        states.append((pool.ranks(), tuple(pool.counters.values())))
         for ranks in plan:
             group = pool.get(ranks)
             if rank in ranks and group is not None:
-                assert sum_over(Link(ranks, rank, group)) == sum(ranks)
+                assert sum_over(PackCommunicator(ranks, rank, group)) == sum(ranks)
     pool.clear()
     assert pool.ranks() == []
     assert pool.get((0, 1)) is None
     return states
 
 
-def sum_over(link: Link) -> float:
+def sum_over(link: PackCommunicator) -> float:
     others = [member for member in range(link.size) if member != link.index]
     received = [torch.zeros(1) for _ in others]
     mine = torch.tensor([float(link.ranks[link.index])])
@@ -50,7 +50,7 @@ def sum_over(link: Link) -> float:
     return float(mine + sum(received))
 
 
-def test_all_ranks_keep_the_same_book() -> None:
+def test_all_ranks_keep_the_same_state() -> None:
     results = run_ranks(walk_steps, 4)
     assert results[0] == [state for _, state in STEPS]
     assert all(other == results[0] for other in results)
@@ -65,7 +65,7 @@ def cycle_groups(rank: int) -> list[int]:
         pool.prepare([pairs[step % 4]])
         dist.barrier()
         counts.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
-    assert pool.evictions == 22
+    assert pool.counters["evictions"] == 22
     return counts
 
 
@@ -83,7 +83,7 @@ def timeout_of_a_new_group(rank: int) -> str:
         return ""
     group = pool.get((0, 1))
     try:
-        Link((0, 1), 0, group).exchange([], [(torch.empty(1), 1)]).wait()
+        PackCommunicator((0, 1), 0, group).exchange([], [(torch.empty(1), 1)]).wait()
     except RuntimeError as error:
         message = str(error)
     dist.barrier()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dhp_ray.comm.progress import AbortedError, Moment, Progress, seconds_of
+from dhp_ray.comm.progress import AbortedError, Progress, StreamTimestamp, seconds_of
 
 CPU = torch.device("cpu")
 
@@ -134,8 +134,8 @@ def test_timed_waits_end_at_the_next_mark_or_with_the_block() -> None:
 
 
 def test_moments_on_the_cpu_are_seconds_apart() -> None:
-    first = Moment(CPU)
-    assert 0.0 <= Moment(CPU).since_s(first) < 1.0
+    first = StreamTimestamp(CPU)
+    assert 0.0 <= StreamTimestamp(CPU).since_s(first) < 1.0
 
 
 @pytest.mark.gpu

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.link import Link
-from dhp_ray.comm.rows import exchange_rows, return_rows, send_rows
+from dhp_ray.comm.pack_communicator import PackCommunicator, exchange_rows, return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
 from tests.ranks import run_ranks
 
@@ -51,7 +50,9 @@ def errors_of_exchange(rank: int, transport_name: str, recompute: bool) -> list[
         mine = rows[me].clone().requires_grad_()
         counts = [len(needs[owner][me]) for owner in range(world)]
 
-        def run(x: Tensor, link: Link = link, index: list[Tensor] = needs[me], counts: list[int] = counts) -> Tensor:
+        def run(
+            x: Tensor, link: PackCommunicator = link, index: list[Tensor] = needs[me], counts: list[int] = counts
+        ) -> Tensor:
             return exchange_rows(x * 2 / 2, index, counts, link) * 1
 
         out = checkpoint(run, mine, use_reentrant=False) if recompute else run(mine)
@@ -155,7 +156,8 @@ def one_owner(rank: int) -> list[float]:
     """
     rows = torch.ones(4, WIDTH, requires_grad=True) if rank == 0 else torch.zeros(0, WIDTH)
     send_index = [torch.tensor(wanted if rank == 0 else [], dtype=torch.long) for wanted in ([3], [1, 3], [])]
-    out = exchange_rows(rows, send_index, [len([[3], [1, 3], []][rank]), 0, 0], Link((0, 1, 2), rank, dist.group.WORLD))
+    link = PackCommunicator((0, 1, 2), rank, dist.group.WORLD)
+    out = exchange_rows(rows, send_index, [len([[3], [1, 3], []][rank]), 0, 0], link)
     assert out.requires_grad
     (out.sum() * (rank + 1)).backward()
     return rows.grad[:, 0].tolist() if rows.grad is not None else []
@@ -168,7 +170,7 @@ def test_members_without_rows_take_part_in_the_backward() -> None:
 def frozen_rows(rank: int, dtype: torch.dtype) -> tuple[bool, list[float], torch.dtype]:
     rows = torch.full((1, WIDTH), float(rank)).to(dtype)
     index = [torch.zeros(1, dtype=torch.long)] * 2
-    out = exchange_rows(rows, index, [1, 1], Link((0, 1), rank, dist.group.WORLD), differentiable=False)
+    out = exchange_rows(rows, index, [1, 1], PackCommunicator((0, 1), rank, dist.group.WORLD), differentiable=False)
     return out.requires_grad, out[:, 0].tolist(), out.dtype
 
 
@@ -178,7 +180,7 @@ def test_rows_that_nobody_trains_have_no_backward(dtype: torch.dtype) -> None:
 
 
 def test_wrong_counts_are_refused() -> None:
-    link, nothing = Link((0,), 0, None), torch.zeros(0, dtype=torch.long)
+    link, nothing = PackCommunicator((0,), 0, None), torch.zeros(0, dtype=torch.long)
     with pytest.raises(ValueError, match="2 send indices and 1 counts for 1 members"):
         exchange_rows(torch.zeros(1, 1), [nothing, nothing], [0], link)
     with pytest.raises(ValueError, match="member 0 keeps 0 of its own rows and expects 2"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.totals import numbers_of_ranks, sums_of_counts
+from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.world import is_peer_loss
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import ParentTransport, PoolTransport, open_transport
+from dhp_ray.comm.transport import open_transport
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -63,10 +63,9 @@ def test_the_parent_is_a_group_of_its_own() -> None:
     assert run_ranks(parent_beside_collectives, 3) == [3.0] * 3
 
 
-@pytest.mark.parametrize(("name", "kind"), [("pool", PoolTransport), ("parent", ParentTransport)])
-def test_a_world_of_one_rank_needs_no_group(name: str, kind: type) -> None:
+@pytest.mark.parametrize("name", ["pool", "parent"])
+def test_a_world_of_one_rank_needs_no_group(name: str) -> None:
     transport = open_transport(name, 0, 1, CPU, 4, TIMEOUT)
-    assert isinstance(transport, kind)
     transport.prepare([])
     assert transport.link((0,), 7).size == 1
     transport.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm import world
 from dhp_ray.comm.device import CPU, Accelerator
-from dhp_ray.comm.pool import GroupPool
+from dhp_ray.comm.transport import GroupPool
 from dhp_ray.comm.world import (
     RendezvousError,
     close_store_connections,
@@ -156,7 +156,7 @@ def keys_of_generations(rank: int, port: int) -> list[list[str]]:
             group = make_group(members[number % len(members)], "gloo", TIMEOUT)
             if rank in members[number % len(members)]:
                 dist.destroy_process_group(group)
-        assert pool.evictions == 37
+        assert pool.counters["evictions"] == 37
         dist.barrier()
         found.append(sorted(store.list_keys()))
         dist.barrier()

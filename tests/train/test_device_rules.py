@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from dhp_ray.comm.link import Link
-from dhp_ray.comm.progress import Moment
+from dhp_ray.comm.pack_communicator import PackCommunicator
+from dhp_ray.comm.progress import StreamTimestamp
 from dhp_ray.train.rank_step import PackRun, RankStep
 from tests.async_backend.rules import EMULATED, Backend, run_group
 from tests.train.networks import Network, make_engine, train_step
@@ -20,8 +20,8 @@ def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, ...]]
     engine = make_engine(network, rank, 2)
     update = train_step(engine, network, 0, rank, 2)
     step = RankStep(cast(Any, None), engine, cast(Any, None), dist.group.WORLD, device)
-    now, loss = Moment(device), torch.tensor(1.1 + rank, dtype=torch.float64)
-    run = PackRun(0, loss, 3 + rank, now, now, Link([rank], rank, None), num_images=2)
+    now, loss = StreamTimestamp(device), torch.tensor(1.1 + rank, dtype=torch.float64)
+    run = PackRun(0, loss, 3 + rank, now, now, PackCommunicator([rank], rank, None), num_images=2)
     return update.gradient_norm, tuple(step._totals([run]))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import Grid, RankPlan, VisionPlan
 from dhp_ray.train.encoder_phases import EncoderPhases, received_rows
@@ -69,7 +69,7 @@ def test_features_and_gradients_are_those_of_the_encoder_in_one_go(
     sizes = [sum(sample.vision_tokens for sample, _ in MADE[preset][:2]), MADE[preset][2][0].vision_tokens]
 
     calls = calls_of_encode(adapter)
-    of_packs = phases.encode(Link([0], 0, None))
+    of_packs = phases.encode(PackCommunicator([0], 0, None))
     assert [len(features) for features in of_packs] == sizes
     assert len(calls) == num_passes
     assert_close(torch.cat(of_packs).detach(), wanted.detach(), num_passes)
@@ -77,7 +77,7 @@ def test_features_and_gradients_are_those_of_the_encoder_in_one_go(
         assert features.is_leaf
         (features.requires_grad_() * weight).sum().backward()
     assert all(parameter.grad is None for parameter in adapter.module.parameters())
-    phases.backward(Link([0], 0, None))
+    phases.backward(PackCommunicator([0], 0, None))
     assert len(calls) == num_passes * (1 if keeps else 2)
     found = gradients(adapter)
     assert found.keys() == expected.keys()
@@ -115,13 +115,13 @@ def saved_in_phases(keeps: bool, pass_patches: int) -> tuple[int, int]:
 
     adapter.encode = noted  # type: ignore[method-assign]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
-        of_packs = phases.encode(Link([0], 0, None))
+        of_packs = phases.encode(PackCommunicator([0], 0, None))
         between, most = len(saved), len(saved)
     assert bool(made) == keeps, "features of passes are let go, or kept with what made them"
     for features in of_packs:
         features.requires_grad_().sum().backward()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.tensor):
-        phases.backward(Link([0], 0, None))
+        phases.backward(PackCommunicator([0], 0, None))
     assert not saved
     assert not made
     return between, most
@@ -152,7 +152,7 @@ def test_without_gradients_there_is_one_phase(evaluates: bool) -> None:
         adapter.freeze(["vision"])
     with torch.set_grad_enabled(not evaluates):
         phases = phases_of(adapter, True, 0)
-        assert not any(features.requires_grad for features in phases.encode(Link([0], 0, None)))
-        phases.backward(Link([0], 0, None))
+        assert not any(features.requires_grad for features in phases.encode(PackCommunicator([0], 0, None)))
+        phases.backward(PackCommunicator([0], 0, None))
     assert len(calls) == 1
     assert all(parameter.grad is None for parameter in adapter.module.parameters())

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.device_parts.reads import counted
-from dhp_ray.comm.link import Link, Pending
+from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
@@ -38,7 +38,7 @@ class OneDevice(TorchDispatchMode):
         return result
 
 
-class Silent(Link):
+class Silent(PackCommunicator):
     """Members that exchange nothing, as their tensors hold nothing."""
 
     def exchange(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.totals import numbers_of_ranks
+from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan import RankPack
 from dhp_ray.train.collate import collate

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.rows import return_rows, send_rows
+from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan

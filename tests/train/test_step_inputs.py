@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.planner.plan import RankPlan
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.pack import pack_loss
@@ -115,7 +115,7 @@ def test_bf16_patches_are_what_the_encoder_makes_of_fp32_ones() -> None:
                 parameter.data = parameter.data.bfloat16()
             inputs = collated(replace(PLAN, packs=PLAN.packs[1:]), payloads(), adapter, precision).inputs[0]
             assert inputs.pixels.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
-            loss = pack_loss(adapter, inputs, Link((0,), 0, None))
+            loss = pack_loss(adapter, inputs, PackCommunicator((0,), 0, None))
             loss.backward()  # type: ignore[no-untyped-call]
             found.append([loss.detach(), *(parameter.grad for parameter in adapter.module.parameters())])
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

@@ -20,7 +20,7 @@ from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import located
 from dhp_ray.data.errors import DataError
@@ -269,7 +269,7 @@ class Dispatcher:
         cluster: ClusterSpec,
         cost: CostModel,
         config: Config,
-        pool: PoolBook,
+        pool: GroupCacheState,
         generation: int = 0,
         speeds: Callable[[], tuple[float, ...]] | None = None,
         write_plan: WritePlan | None = None,

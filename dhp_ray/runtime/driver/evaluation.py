@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.evaluation import MeanScores, references_in, scores_of
@@ -67,7 +67,7 @@ class Evaluation:
         cluster: ClusterSpec,
         cost: CostModel,
         config: Config,
-        pool: PoolBook,
+        pool: GroupCacheState,
         tell: Tell,
         generation: int = 0,
         stopping: Callable[[], str] = lambda: "",

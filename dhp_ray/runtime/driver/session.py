@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from dhp_ray.comm.book import PoolBook
 from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
@@ -163,7 +163,7 @@ class Session:
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below)
         self.mirroring.enter()
         # one for all plans that the ranks are told to run
-        pool = PoolBook(self.pool_groups if config.comm.transport == "pool" else 0)
+        pool = GroupCacheState(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,

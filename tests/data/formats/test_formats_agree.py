@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.data.conversation import ROLES, turns_of
 from dhp_ray.data.evaluation import references_in
 from dhp_ray.data.formats import read_texts
@@ -194,7 +194,7 @@ def loss_and_gradient(adapter: ModelAdapter, record: Row) -> tuple[float, torch.
                     tuple(tuple(grid) for grid in record["grids"].tolist()))
     pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
     adapter.module.zero_grad()
-    loss = pack_loss(adapter, collate(pack, {sample.id: payload(record)}, 0, adapter), Link((0,), 0, None))
+    loss = pack_loss(adapter, collate(pack, {sample.id: payload(record)}, 0, adapter), PackCommunicator((0,), 0, None))
     loss.backward()
     model = adapter.module.model
     gradients = [model.language_model.embed_tokens.weight.grad, model.visual.patch_embed.proj.weight.grad]

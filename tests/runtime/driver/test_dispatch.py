@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
@@ -71,7 +71,7 @@ def dispatcher(group: WorkerGroup) -> Iterator[Dispatcher]:
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3", "planner.sync=step"])
     written: dict[int, Any] = {}
     cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
-    made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, PoolBook(4), 3,
+    made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, GroupCacheState(4), 3,
                       write_plan=written.__setitem__,  # type: ignore[arg-type]
                       scale=lambda: 1.0)
     made.written = written  # type: ignore[attr-defined]
@@ -278,7 +278,7 @@ def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(
     dispatcher.begin(2)
     batches, reader = dispatcher.hand_over()
     following = Dispatcher(stream, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config,
-                           PoolBook(4), 4, batches=batches, reader=reader)
+                           GroupCacheState(4), 4, batches=batches, reader=reader)
     again = following.dispatch(1)
     assert again is not None
     assert again.plan_id == "4.1.1"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Batch
@@ -56,7 +56,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=2", "planner.sync=step"])
     stream: Any = Rows()
     group = WorkerGroup([Member(slot, ACTOR) for slot in range(2)])
-    made = Dispatcher(stream, group, ClusterSpec(2, 2, 64), COST, config, PoolBook(4), 3, scale=lambda: 1.0)
+    made = Dispatcher(stream, group, ClusterSpec(2, 2, 64), COST, config, GroupCacheState(4), 3, scale=lambda: 1.0)
     yield made
     made.stop()
 
@@ -65,7 +65,7 @@ def following(dispatcher: Dispatcher) -> Dispatcher:
     """The dispatcher of the next membership."""
     batches, reader = dispatcher.hand_over()
     return Dispatcher(dispatcher.reader.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config,
-                      PoolBook(4), 4, batches=batches, reader=reader)
+                      GroupCacheState(4), 4, batches=batches, reader=reader)
 
 
 def test_a_planner_that_fails_once_another_plan_was_sent_is_heard_with_the_next_step(

@@ -16,7 +16,7 @@ import ray
 
 from benchmarks.driver_loop import ready_driver
 from benchmarks.driver_loop_ranks import prepared_handles
-from dhp_ray.comm.book import PoolBook
+from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import CostModel, plan_batch
@@ -57,7 +57,7 @@ def passes_of_a_send(num_ranks: int) -> int:
     group = WorkerGroup([Member(slot, Handle(slot)) for slot in range(num_ranks)])  # type: ignore[arg-type]
     cluster = ClusterSpec(num_ranks, 8, 64)
     config = load(["data.format=synthetic", "data.path=unused"])
-    dispatcher = Dispatcher(None, group, cluster, COST, config, PoolBook(0))  # type: ignore[arg-type]
+    dispatcher = Dispatcher(None, group, cluster, COST, config, GroupCacheState(0))  # type: ignore[arg-type]
     plan = plan_batch(samples, cluster, COST, planner="static", sync="step")
     Groups.passes = 0
     batch = Batch(0, samples, {sample.id: (None, 0) for sample in samples}, [], {})  # type: ignore[misc]

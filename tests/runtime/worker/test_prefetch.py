@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from dhp_ray.comm.link import Link
+from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
@@ -94,7 +94,7 @@ def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) ->
     check_payload(sample, payload, adapter, here)
     pack = make_pack(0, [0], [sample])
     with torch.no_grad():
-        found = pack_loss(adapter, collate(pack, {"film": payload}, 0, adapter), Link((0,), 0, None)).item()
+        found = pack_loss(adapter, collate(pack, {"film": payload}, 0, adapter), PackCommunicator((0,), 0, None)).item()
 
     with torch.no_grad():
         expected, count = plain_loss(plain_copy(adapter), payload)

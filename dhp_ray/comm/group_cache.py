@@ -14,8 +14,8 @@ Key = tuple[int, ...]
 Change = tuple[Literal["hit", "create", "evict", "overflow"], Key]
 
 
-class PoolBook:
-    """The keys of at most `capacity` groups, least recently used first. Equal calls leave equal books on all ranks."""
+class GroupCacheState:
+    """The keys of at most `capacity` groups, least recently used first. Equal calls leave equal states on all ranks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
