@@ -23,8 +23,22 @@ from dhp_ray.credentials import concealed
 from dhp_ray.errors import first_line
 from dhp_ray.schema import Config, ConfigError, Evaluation, Preparation
 
-__all__ = ["CHOICES", "CONF", "EVALUATE", "PREPARE_DATA", "TRAIN", "Command", "Config", "ConfigError", "check",
-           "check_device", "dump", "help_text", "load"]
+__all__ = [
+    "CHOICES",
+    "CONF",
+    "EVALUATE",
+    "PREPARE_DATA",
+    "RESOLVED",
+    "TRAIN",
+    "Command",
+    "Config",
+    "ConfigError",
+    "check",
+    "check_device",
+    "dump",
+    "help_text",
+    "load",
+]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
@@ -49,12 +63,19 @@ class Command:
 
 
 COMMAND_LINE = "the command line"
-GONE = {"cluster.ranks_per_relay": ((256,), "256, which is fixed"),
-        "elastic.hang_factor": ((60,), "60, which is fixed"), "elastic.patience": ((20,), "20, which is fixed"),
-        "train.bucket_mb": ((64,), "64, which is fixed"),
-        "train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks")}
-"""Keys that no longer exist: values that files of older runs may still have, because they mean what is done now, and
-what to use in place of others.
+RESOLVED = "resolved"
+"""A section of a run's config.yaml that is no part of its configuration: what its first start found out."""
+
+GONE: dict[str, tuple[Sequence[Any] | None, str]] = {
+    "cluster.ranks_per_relay": ((256,), "256, which is fixed"),
+    "elastic.hang_factor": ((60,), "60, which is fixed"),
+    "elastic.patience": ((20,), "20, which is fixed"),
+    "planner.max_image_tokens": (None, "data.max_pixels, as far as ranks have room"),
+    "train.bucket_mb": ((64,), "64, which is fixed"),
+    "train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks"),
+}
+"""Keys that no longer exist: values that files of older runs may still have, because they mean what is done now (None:
+any), and what to use in place of others.
 """
 
 TRAIN = Command("jobs/train.py", Config, CONF / "train.yaml", check, {group: group for group in CHOICES},
@@ -77,6 +98,7 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
     names = _choices(command, tree.pop("choices", None))
+    tree.pop(RESOLVED, None)
     pairs = [_pair(text) for text in overrides]
     names |= {name: value for name, value in pairs if name in command.choices}
     layers = [(str(path), tree)]
@@ -218,7 +240,7 @@ def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) ->
     types, choices = _types(command.schema), _choices_of(command, dotted)
     if dotted in GONE:
         neutral, instead = GONE[dotted]
-        if value in neutral:
+        if (value in neutral) if neutral else (origin != COMMAND_LINE):
             return
         raise ConfigError(f"{dotted}: got {value!r} ({origin}), which no longer exists; allowed: {instead}")
     if dotted not in types:

@@ -159,8 +159,6 @@ class Planner:
         "longest sequence allowed, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
         minimum=0,
     )
-    max_image_tokens: int = key(0, "most vision tokens of an image, fixed for the run; 0: tokens_per_rank or, if that "
-                                "is auto, as many as there is room for", minimum=0)
 
 
 @dataclass(kw_only=True)

@@ -96,15 +96,15 @@ class MemoryModel(ActivationMemory):
             low, high = (middle, high) if self.fits(memory_bytes, middle, offload, recomputed) else (low, middle)
         return low
 
-    def with_image_limit(self, memory_bytes: float, largest: int, offload: float = 0.0) -> MemoryModel:
+    def with_image_limit(self, memory_bytes: float, largest: int, offload: float = 0.0, tokens: int = 0) -> MemoryModel:
         """A model that has no limit for an image yet, with the one that devices of `memory_bytes` allow: `largest`, if
-        with room for such an image all ranks together still hold a sequence with it; otherwise as many tokens as a rank
-        holds.
+        with room for such an image a rank still holds `tokens` of a pack (0: its share of a sequence with it);
+        otherwise as many tokens as a rank holds.
         """
         found = MemoryModel(self.shape, replace(self.settings, image_limit=largest))
-        if found.tokens_that_fit(memory_bytes, offload) * self.settings.world_size >= largest:
+        if found.fits(memory_bytes, tokens or math.ceil(largest / self.settings.world_size), offload):
             return found
-        tokens = max(1, self.tokens_that_fit(memory_bytes, offload))
+        tokens = tokens or max(1, self.tokens_that_fit(memory_bytes, offload))
         return MemoryModel(self.shape, replace(self.settings, image_limit=tokens))
 
     def fits(self, memory_bytes: float, tokens: int, offload: float = 0.0, recomputed: float = 0.0) -> bool:

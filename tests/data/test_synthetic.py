@@ -53,7 +53,7 @@ def test_the_demo_leaves_no_sample_out() -> None:
     assert len(long) > 20
     encoded = [PROCESSOR.encode(row["conversations"], list(map(image_size, row["images"]))) for row in long]
     largest = max(math.prod(grid) // PROCESSOR.family.merge_size**2 for row in encoded for grid in row.grids)
-    assert 480 < largest <= demo.planner.max_image_tokens
+    assert 480 < largest <= demo.data.max_pixels // 28**2
     assert max(map(num_tokens, long)) <= int(demo.planner.tokens_per_rank) * demo.cluster.num_workers
 
 

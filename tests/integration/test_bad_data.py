@@ -22,9 +22,9 @@ from tests.integration.jobs import Ended, ledger, lines, refused, run, start
 Row = dict[str, Any]
 ANSWER = "An answer."
 LIMITS = ["data.max_file_mb=0.125", "data.max_decoded_pixels=2000000", "data.max_video_seconds=20"]
-# Two ranks of 512 tokens: a sequence may have 1024, an image 512.
+# Two ranks of 512 tokens: a sequence may have 1024.
 SETTINGS = ["model=tiny", "data.format=llava", "cluster.device=cpu", "cluster.num_workers=2",
-            "planner.tokens_per_rank=512", "planner.max_image_tokens=512", "batch.global_samples=4",
+            "planner.tokens_per_rank=512", "batch.global_samples=4",
             "checkpoint.every_steps=0", "run.steps=0", *LIMITS]
 
 # What is wrong with each sample, by its id in the run (the source's number before it); what the line says of it.
@@ -41,7 +41,6 @@ BAD = {
     "0/large-file": "image 1: large.bmp has 1.0 MB; allowed: at most 0.125 (data.max_file_mb)",
     "0/bomb": "image 1: 1500x1500 pixels; allowed: at most 2000000 (data.max_decoded_pixels)",
     "0/strip": "an image of 1005x5 pixels has the aspect ratio 201; allowed: at most 200",
-    "0/large-image": "image 1 alone takes 576 tokens; a rank holds at most 512",
     "0/long": "tokens; the cluster holds at most 1024 in one sequence",
     "0/more-marks": "2 <image> marks for 1 images; allowed: as many marks as images",
     "0/no-mark": "0 <image> marks for 1 images; allowed: as many marks as images",
@@ -92,7 +91,7 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
         "not.mp4": b"not a video", "half.mp4": damaged_video(),
         "long.mp4": video(30, 56, 56, rate=1), "wide.mp4": video(4, 1600, 1300), "large.bmp": picture(600, 582, "BMP"),
         "bomb.png": picture(1500, 1500),
-        "strip.png": picture(1005, 5), "large.png": picture(672, 672), "fine.mp4": video(8, 56, 56),
+        "strip.png": picture(1005, 5), "fine.mp4": video(8, 56, 56),
         "fine.png": picture(56, 56)}
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -114,7 +113,7 @@ def write_llava(folder: Path, good: list[Row], nlvr: Path) -> Path:
         film("half-a-video", "half.mp4"),
         film("long-video", "long.mp4"), film("large-frames", "wide.mp4"), image("large-file", "large.bmp"),
         image("bomb", "bomb.png"),
-        image("strip", "strip.png"), image("large-image", "large.png"),
+        image("strip", "strip.png"),
         {"id": "long", "conversations": talk("What is it?", "a" * 1100)},
         {"id": "more-marks", "image": "fine.png", "conversations": talk("<image><image>", ANSWER)},
         {"id": "no-mark", "image": "fine.png", "conversations": asked},

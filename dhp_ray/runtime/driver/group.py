@@ -77,6 +77,7 @@ class WorkerGroup:
         """`waits`: where waits for the group are reported."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
+        self.image_limit = 0  # the most tokens of an image in this run, once it is resolved
         self.measured_cost: CostFile | None = None  # of planner.cost=measure
         self.first_batch: Sequence[Sample] = ()  # of the run; empty if no modes are to be compared
         self.waits = waits or Waits()

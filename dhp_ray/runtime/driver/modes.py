@@ -38,7 +38,7 @@ from dhp_ray.runtime.driver.host_room import (
     recomputation_of,
     share_of_every_pack,
 )
-from dhp_ray.runtime.driver.image_limits import image_tokens_of, largest_image_of
+from dhp_ray.runtime.driver.image_limits import image_tokens_of, largest_image_of, longest_of
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.schema import MEASURE
 
@@ -167,18 +167,18 @@ def memory_of(config: Config, group: WorkerGroup, mode: Mode, num_ranks: int = 0
     pooled = device.pool_groups(config.comm.pool_groups, group.memory_bytes) if config.comm.transport == "pool" else 0
     world_size = num_ranks or group.size
     num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
-    planner = config.planner
-    limit = planner.max_image_tokens or (None if planner.tokens_per_rank == "auto" else int(planner.tokens_per_rank))
     memory = MemoryModel(shape, MemorySettings(
         sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
         frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
-        largest_image=largest_image_of(config, shape), image_limit=limit,
+        largest_image=largest_image_of(config, shape), image_limit=group.image_limit or None,
         communicators_bytes=num_groups * device.group_bytes, adapters=described.get("adapters", {}),
         drops=train.lora.dropout > 0))
-    if limit:
+    if group.image_limit:
         return memory
-    largest = min(memory.settings.largest_image, planner.max_sequence_tokens or memory.settings.largest_image)
-    return memory.with_image_limit(MEMORY_SHARE * group.memory_bytes, largest, share_of_every_pack(config))
+    given = config.planner.tokens_per_rank
+    largest = min(memory.settings.largest_image, longest_of(config, group))
+    return memory.with_image_limit(MEMORY_SHARE * group.memory_bytes, largest, share_of_every_pack(config),
+                                   0 if given == "auto" else int(given))
 
 
 def cost_of(config: Config, group: WorkerGroup, mode: Mode) -> CostModel:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from copy import copy
 from dataclasses import replace
 from io import BytesIO
 from threading import Thread
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from dhp_ray.config import Config, dump
+from dhp_ray.config import RESOLVED, Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.mixture import Mixture, open_stream
@@ -111,10 +110,9 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
             planned = samples_from_json(records.planned_samples(1))
             group.first_batch = planned or first_samples(stream, config.batch.global_samples)
     largest = image_tokens_of(config, group)
-    given = copy(config.planner)
     choice = resolve_limits(config, stored, group, takes_over)
     limit = image_limit_of(config, group)
-    if line := skipped_images(given, limit, largest):
+    if line := skipped_images(limit, largest):
         tell(Notice(line))
     if not takes_over:
         check_cost(config, group, choice.mode)
@@ -134,7 +132,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         session.history.stream_lost = True
         session.history.refits.restore(records.planned_cost())
         if not records.stored_config():  # the driver was lost before the first step
-            records.write_config(config)
+            records.write_config(config, group.image_limit)
         session.current.number = records.generation
         session.choose_mode()
         session.plan_for_group()
@@ -149,7 +147,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     session.note_not_deleted(not_deleted)
     check_room(group.members, config, folder.local_path(), len(checkpoints.complete()),
                saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
-    records.write_config(config)
+    records.write_config(config, group.image_limit)
     group.waits.keep(records.waited)
     records.truncate(first_step - 1)
     if newest:
@@ -248,7 +246,8 @@ def resolve_limits(
     planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
     if auto_tokens:
         planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
-        planner.max_image_tokens = planner.max_image_tokens or int(stored.get("planner.max_image_tokens") or 0)
+    # older runs have it as a key
+    group.image_limit = int(stored.get(f"{RESOLVED}.image_limit") or stored.get("planner.max_image_tokens") or 0)
     recorded = recorded_sync(config, stored)
     planner.sync = recorded or planner.sync
     choice = mode_of(config, group, auto_tokens)
@@ -256,7 +255,7 @@ def resolve_limits(
         choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
             ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
     planner.sync = choice.mode.sync
-    planner.max_image_tokens = memory_of(config, group, choice.mode).settings.image_limit or 0
+    group.image_limit = memory_of(config, group, choice.mode).settings.image_limit or 0
     if not takes_over:
         check_memory(config, group, choice.mode)
     if planner.tokens_per_rank == "auto":

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from dhp_ray.config import Config, ConfigError, dump
+from dhp_ray.config import RESOLVED, Config, ConfigError, dump
 from dhp_ray.run_folder import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -97,10 +97,14 @@ class RunRecords:
         """See the function `compare_config`."""
         compare_config(self.folder, config, self.holds_run)
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration; raises ConfigError as `compare_config` does."""
+    def write_config(self, config: Config, image_limit: int = 0) -> None:
+        """Write the resolved configuration, and what is fixed beside it: the most tokens of an image.
+
+        Raises:
+            ConfigError: as `compare_config` does.
+        """
         self.compare_config(config)
-        self.folder.write(CONFIG_FILE, dump(config).encode())
+        self.folder.write(CONFIG_FILE, f"{dump(config)}{RESOLVED}:\n  image_limit: {image_limit}\n".encode())
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.

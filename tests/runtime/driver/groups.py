@@ -13,7 +13,7 @@ GIB = 2**30
 
 def config_of(run_dir: str, *more: str) -> Config:
     return load(["data=synthetic", "data.path=none.parquet", f"run.dir={run_dir}", "cluster.num_workers=2",
-                 "cluster.device=cpu", "planner.sync=step", "planner.max_image_tokens=0", *more])
+                 "cluster.device=cpu", "planner.sync=step", *more])
 
 
 def members(*described: dict[str, Any]) -> list[Member]:

@@ -1,8 +1,7 @@
-"""The largest image of a run, and the room that ranks keep for it: `planner.max_image_tokens`."""
+"""The largest image of a run, and the room that ranks keep for it."""
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,29 +23,19 @@ IMAGE = 30_000
 
 
 def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_path: Path) -> None:
-    for tokens, limit in (("3000", 3000), ("auto", 4000)):
+    for tokens in ("3000", "auto"):
         config = config_of(str(tmp_path), "train.precision=bf16", f"data.max_pixels={4000 * 784}",
                            f"planner.tokens_per_rank={tokens}")
-        resolve_limits(config, {}, group_of(4, 4.0, config))
-        assert config.planner.max_image_tokens == limit
-        memory = memory_of(config, group_of(2, 1.0, config), Mode("step", False))
-        assert memory.worst_load(1000).patches == (1000 + limit) * memory.shape.merge_area
+        first, left = group_of(4, 4.0, config), group_of(2, 1.0, config)
+        resolve_limits(config, {}, first)
+        assert first.image_limit == 4000
+        left.image_limit = first.image_limit
+        memory = memory_of(config, left, Mode("step", False))
+        assert memory.worst_load(1000).patches == 5000 * memory.shape.merge_area
 
 
-def test_the_key_that_limits_images_is_told(tmp_path: Path) -> None:
-    """A limit may be given as large as a rank's tokens are."""
-    for own, key in ((0, "that is planner.tokens_per_rank, and planner.max_image_tokens is not set"),
-                     (300, "planner.max_image_tokens")):
-        config = config_of(str(tmp_path), f"data.max_pixels={4000 * 784}", "planner.tokens_per_rank=300",
-                           f"planner.max_image_tokens={own}")
-        given = copy(config.planner)
-        resolve_limits(config, {}, group_of(4, 4.0, config))
-        limit = image_limit_of(config, group_of(4, 4.0, config))
-        assert limit == 300
-        assert skipped_images(given, limit, 4000) == f"images of more than 300 tokens will be skipped: {key}"
-    assert skipped_images(given, 0, 4000) == ""
-    given.tokens_per_rank, given.max_image_tokens = "auto", 0
-    assert [bool(skipped_images(given, limit, 4000)) for limit in (0, 3000, 4000)] == [False, True, False]
+def test_images_that_will_be_skipped_are_told() -> None:
+    assert [bool(skipped_images(limit, 4000)) for limit in (0, 3000, 4000)] == [False, True, False]
 
 
 def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_tokens(tmp_path: Path) -> None:
@@ -56,7 +45,7 @@ def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_to
     group.first_batch = [Sample(str(number), 20_000) for number in range(64)]
     config.data.max_pixels = IMAGE * group.members[0].described["shape"].token_pixels
     resolve_limits(config, {}, group)
-    assert config.planner.max_image_tokens == IMAGE
+    assert group.image_limit == IMAGE
     mode = mode_of(config, group, auto_tokens=True).mode
     recomputation, memory = limits_of_generation(config, group, 4).recomputation, memory_of(config, group, mode)
     assert (mode, recomputation.share) == (Mode("step", False), 1.0)
@@ -75,18 +64,28 @@ def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_p
     again = replace(config, train=replace(config.train, activation_checkpointing="auto"),
                     planner=replace(config.planner))
     resolve_limits(config, {}, group)
-    assert config.planner.max_image_tokens == int(config.planner.tokens_per_rank) == image_limit_of(config, group)
+    assert group.image_limit == int(config.planner.tokens_per_rank) == image_limit_of(config, group)
     choice = resolve_limits(again, {}, group)
-    assert (choice.mode, again.planner.max_image_tokens) == (Mode("step", True), 60_000)
+    assert (choice.mode, group.image_limit) == (Mode("step", True), 60_000)
     assert "step has no room for the largest image; step with recomputation takes " in choice.why
     assert image_limit_of(again, group) == 0
 
 
+def test_tokens_that_are_given_have_room_beside_the_largest_image_or_limit_it(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=300")
+    for memory_gib, limit in ((0.2, 1280), (0.12, 300)):
+        group = group_of(8, memory_gib, config)
+        resolve_limits(config, {}, group)
+        assert group.image_limit == limit
+
+
 def test_the_limit_of_an_image_is_fixed_at_the_runs_first_start(tmp_path: Path) -> None:
-    for words, stored, limit in (([], {}, 1280), (["planner.max_image_tokens=900"], {}, 900),
-                                 ([], {"planner.max_image_tokens": 700}, 700),
+    for words, stored, limit in (([], {}, 1280), ([], {"resolved.image_limit": 700}, 700),
+                                 ([], {"planner.max_image_tokens": 700}, 700),  # as older runs have it
                                  (["planner.max_sequence_tokens=1100"], {}, 1100),
-                                 (["planner.tokens_per_rank=300"], {"planner.max_image_tokens": 200}, 300)):
+                                 (["planner.tokens_per_rank=300"], {"resolved.image_limit": 200}, 200),
+                                 (["planner.tokens_per_rank=300"], {}, 600)):
         config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto", *words)
-        resolve_limits(config, stored, group_of(2, 40.0, config))
-        assert config.planner.max_image_tokens == limit
+        group = group_of(2, 40.0, config)
+        resolve_limits(config, stored, group)
+        assert group.image_limit == limit

@@ -12,6 +12,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
 from dhp_ray.planner.host_memory import CHANGE, host_terms, pinned_bytes
 from dhp_ray.planner.mode import Mode
+from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import cost_of, memory_of
 from dhp_ray.runtime.driver.room import (
     check_host_memory,
@@ -124,10 +125,16 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib, mode = 0.2, Mode("step", False)
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
-    config.planner.tokens_per_rank, config.planner.max_image_tokens = str(first), 1280
-    assert within_memory(config, group_of(8, memory_gib, config), mode, auto=True)[0].tokens == first
-    assert within_memory(config, group_of(16, memory_gib, config), mode, auto=True)[0].tokens == first
-    few = group_of(2, memory_gib, config)
+    config.planner.tokens_per_rank = str(first)
+
+    def group(num_ranks: int) -> WorkerGroup:
+        found = group_of(num_ranks, memory_gib, config)
+        found.image_limit = 1280
+        return found
+
+    assert within_memory(config, group(8), mode, auto=True)[0].tokens == first
+    assert within_memory(config, group(16), mode, auto=True)[0].tokens == first
+    few = group(2)
     fewer, charged = within_memory(config, few, mode, auto=True)
     assert 1 < fewer.tokens < first
     assert within_memory(config, few, mode, auto=False)[0].tokens == first
@@ -142,8 +149,9 @@ def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_eac
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib = 0.2
     first = tokens_that_fit(config, group_of(8, memory_gib, config))
-    config.planner.tokens_per_rank, config.planner.max_image_tokens = str(first), 1280
+    config.planner.tokens_per_rank = str(first)
     left = group_of(2, memory_gib, config)  # survivors
+    left.image_limit = 1280
     held = limits_of_generation(config, left, 2).tokens
     assert held < first
     ranks_for = ranks_that_hold(config, left, 8)
