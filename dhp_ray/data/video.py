@@ -175,6 +175,8 @@ class VideoDecoder:
                     yield number, self._checked(number, frame)
                 if not missing:
                     return
+        except MemoryError:  # of the machine, not of the video
+            raise
         except av.FFmpegError as error:
             raise ValueError(f"the video does not decode after frame {number}: {error.strerror}") from None
         raise ValueError(f"the video ends before frame {min(missing)} of {self.clip.num_frames}")

@@ -11,7 +11,8 @@ from dhp_ray.data.families.qwen3_vl import Qwen3VL
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 
 FAMILIES: dict[str, type[Family]] = {family.name: family for family in (InternVL, Qwen25VL, Qwen3VL)}
-PRESETS = {"bytes": Qwen25VL, "tiny": Qwen25VL, "small": Qwen25VL, "tiny_qwen3_vl": Qwen3VL, "tiny_internvl": InternVL}
+PRESETS: dict[str, type[Family]] = {"bytes": Qwen25VL, "tiny": Qwen25VL, "small": Qwen25VL, "tiny_qwen3_vl": Qwen3VL,
+                                    "tiny_internvl": InternVL}
 """The families of the presets in model/presets.py, and of the byte-level tokenizer alone (`bytes`)."""
 PRESET_SETTINGS: dict[str, dict[str, Any]] = {"tiny_internvl": {"size": {"height": 56, "width": 56}}}
 """Settings in which a preset's image processor differs from its family's."""

@@ -19,7 +19,7 @@ from dhp_ray.credentials import shown
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
-from dhp_ray.errors import first_line
+from dhp_ray.errors import first_line, named_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan import RankPack, RankPlan, Sample
 from dhp_ray.planner.rank_plan import encoded_images, planned_samples
@@ -58,7 +58,7 @@ def load_inputs(
     the next one are decoded, as many as DECODED_AHEAD allows; its decoded patches are not held after that.
 
     Raises:
-        RunError: the blocks that were sent do not hold a planned sample.
+        RunError: the blocks that were sent do not hold a planned sample, or memory does not suffice to decode one.
     """
     row_of = {row["id"]: row for row in rows}
     for sample in planned_samples(plan):
@@ -81,6 +81,8 @@ def load_inputs(
         try:
             payload = _payload(row_of[sample.id], [future.result() for future in own])
             check_payload(sample, payload, adapter, here)
+        except MemoryError as error:  # of the machine, not of the sample
+            raise RunError(f"step {plan.step}: no memory to decode sample {sample.id}: {named_line(error)}") from None
         # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
         except Exception as error:
             failures[sample.id] = shown(first_line(error).removeprefix(f"sample {sample.id}: "))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -246,6 +247,21 @@ def test_a_row_that_was_not_sent_is_named(tmp_path: Path) -> None:
     packs = (make_pack(0, [0], [sample_of(record) for record in records]),)
     with pytest.raises(RunError, match=r"^step 4: sample r2 is planned for rank 0, but is not among the 2 rows that"):
         load_inputs(RankPlan(4, 0, (), packs), records[:2], PROCESSOR, adapter)
+
+
+def test_no_memory_to_decode_is_the_workers_failure(tmp_path: Path) -> None:
+    """Not that of the sample: it would be skipped, though nothing is wrong with it."""
+    (tmp_path / "a.png").write_bytes(picture(6000, 4000))  # 72 MB decoded
+    [record] = records_of(tmp_path, [{"id": "r", "image": "a.png", "conversations": talk("<image>What?", "That.")}])
+    plan, adapter = RankPlan(4, 0, (), (make_pack(0, [0], [sample_of(record)]),)), rough_model()
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**25
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"^step 4: no memory to decode sample r: MemoryError$"):
+            load_inputs(plan, [record], PROCESSOR, adapter)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_few_images_are_decoded_ahead() -> None:
