@@ -68,10 +68,16 @@ RESOLVED = "resolved"
 
 GONE: dict[str, tuple[Sequence[Any] | None, str]] = {
     "cluster.ranks_per_relay": ((256,), "256, which is fixed"),
+    "data.decoders": ((0,), "cluster.cpus_per_worker, which decides"),
+    "data.max_decoded_pixels": ((64_000_000,), "64 times data.max_pixels, at least 64000000, which is fixed"),
+    "data.max_video_seconds": ((3600,), "data.max_frames / data.video_fps, at least 3600, which is fixed"),
+    "data.shuffle_window_mb": ((2048,), "2048, which is fixed; data.shuffle_window may be lower"),
     "elastic.hang_factor": ((60,), "60, which is fixed"),
     "elastic.patience": ((20,), "20, which is fixed"),
     "planner.max_image_tokens": (None, "data.max_pixels, as far as ranks have room"),
+    "planner.refit": (("auto",), "auto, which is fixed"),
     "train.bucket_mb": ((64,), "64, which is fixed"),
+    "train.fused_operators": (("auto",), "auto, which is fixed"),
     "train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks"),
 }
 """Keys that no longer exist: values that files of older runs may still have, because they mean what is done now (None:
@@ -84,7 +90,7 @@ PREPARE_DATA = replace(TRAIN, name="jobs/prepare_data.py", schema=Preparation,
                        keys=r"data\.(format|path|synthetic\.|min_pixels|max_pixels|video_fps|max_frames)|seed")
 EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF / "evaluate.yaml",
                    check=check_evaluation,
-                   keys=r"data\.(?!path|sources|shuffle|decoders)|model\.path|eval\.(?!every)"
+                   keys=r"data\.(?!path|sources|shuffle)|model\.path|eval\.(?!every)"
                    r"|cluster\.(?!min_|max_)|planner\.max_sequence_tokens|comm\.timeout_s")
 
 

@@ -91,24 +91,11 @@ class Data:
                                 "several sources mixed by weight, instead of data.path: [{path: a, weight: 1}, ...]")
     min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
-    max_decoded_pixels: int = key(
-        64_000_000,
-        "most pixels of an image, or of a video's frames; larger ones are refused before decoding",
-        minimum=1,
-    )
     max_file_mb: float = key(512.0, "largest image, video or row in megabytes; a larger one is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)
     max_frames: int = key(768, "most frames taken from a video; those of a longer video are further apart", minimum=4)
-    max_video_seconds: float = key(3600.0, "longest video in seconds; a longer one is refused", above=0)
-    shuffle_window: int = key(
-        4096,
-        "rows from which the next one is drawn at random; 0: rows are shuffled within fragments only",
-        minimum=0,
-    )
-    shuffle_window_mb: float = key(2048.0, "most megabytes of rows in that window, about; large rows shorten it",
-                                   above=0)
-    decoders: int = key(0, "threads of a worker that decode images and videos; 0: as many as cluster.cpus_per_worker",
-                        minimum=0, maximum=256)
+    shuffle_window: int = key(4096, "rows from which the next one is drawn at random, fewer where they have more than "
+                              "2 GB; 0: rows are shuffled within fragments only", minimum=0)
     on_error: str = key("skip", "skip: leave bad samples out and list them in skipped.jsonl; fail: end the run",
                         choices=("skip", "fail"))
 
@@ -133,7 +120,8 @@ class Cluster:
     max_workers: int = key(0, "a running job grows to at most this many workers; 0: cluster.num_workers", minimum=0,
                            maximum=100_000)
     device: str = key("auto", "where workers compute", choices=("auto", "cpu", "cuda", "npu"))
-    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves", minimum=0.0001, maximum=10_000)
+    cpus_per_worker: float = key(1.0, "CPUs that each worker reserves; it decodes images and videos in as many "
+                                 "threads", minimum=0.0001, maximum=10_000)
     start_timeout_s: float = key(10.0, "seconds to wait at the start for num_workers (with an autoscaler: 600)",
                                  above=0, maximum=MONTH_S)
 
@@ -150,8 +138,6 @@ class Planner:
     cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measure before the "
                     "run's first step and keep the file in run.dir; empty: derive costs from model and device, on "
                     "the CPU take conf/cost/cpu.yaml", path="file")
-    refit: str = key("auto", "fit the costs of compute to the measured pack times during the run; auto: measured "
-                     "costs only if their error stays high", choices=("auto", "true", "false"))
     tokens_per_rank: str = key("auto",
                                "most tokens of a pack on one rank: a number, or auto (what the device's memory holds)")
     max_sequence_tokens: int = key(
@@ -261,10 +247,6 @@ class Train:
         "share of every pack")
     deterministic: bool = key(False, "give the same bits for the same plans on the same number of ranks; slower on "
                               "CUDA and NPU")
-    fused_operators: str = key(
-        "auto", "auto: fused norms, rotary embeddings and SwiGLU on NPU, and on CUDA if Liger is installed",
-        choices=("auto", "off"),
-    )
 
 
 @dataclass(kw_only=True)

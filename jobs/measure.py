@@ -27,7 +27,7 @@ measured. No data is read: packs are random tokens and images.
 
 OWN = {"name": "", "out": "", "quick": "false", "ranks": "", "max_tokens": ""}
 KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
-        r"|train\.(prec|freeze|lora|act|fused)")
+        r"|train\.(prec|freeze|lora|act)")
 
 
 def main(argv: list[str]) -> int:

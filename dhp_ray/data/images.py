@@ -47,7 +47,7 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:  # before reading metadata: that of a PNG may lie behind its pixels
-                raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (data.max_decoded_pixels)")
+                raise RowError(f"{width}x{height} pixels; allowed: at most {max_pixels} (by data.max_pixels)")
             if image.mode == "F" or (image.mode == "I" and image.format not in _GREY_16):
                 raise RowError("levels of grey of an unknown range; allowed: 8 bits a colour, up to 16 bits of grey")
             # PngImageFile.getexif decodes the pixels to reach chunks behind them; it is called only if there are any.

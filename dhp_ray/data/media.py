@@ -41,8 +41,10 @@ class MediaLimits:
 
     @classmethod
     def of(cls, data: Data) -> MediaLimits:
-        return cls(data.max_decoded_pixels, int(data.max_file_mb * 2**20), data.video_fps, data.max_frames,
-                   data.max_video_seconds)
+        """As images and videos that are to be larger, or longer, need them."""
+        least = cls()
+        return cls(max(least.max_decoded_pixels, 64 * data.max_pixels), int(data.max_file_mb * 2**20), data.video_fps,
+                   data.max_frames, max(least.max_video_seconds, data.max_frames / data.video_fps))
 
 
 def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,

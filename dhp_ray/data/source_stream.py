@@ -43,6 +43,7 @@ from dhp_ray.planner.plan import Sample
 from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32
+WINDOW_BYTES = 2**31  # of rows from which the next one is drawn
 STORE_SHARE = 1 / 16  # of the object store, that a part may take
 # Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
@@ -84,7 +85,7 @@ class SourceStream:
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
         """About the mean bytes of the images and videos that a row names. The order depends on it, so cursors hold it.
         """
-        self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), data.shuffle_window_mb * 2**20 * share)
+        self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), WINDOW_BYTES * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
         self._parts: deque[Iterator[tuple[ray.ObjectRef | None, Origin]]] = deque()

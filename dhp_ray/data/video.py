@@ -335,13 +335,13 @@ def _checked(clip: Clip, limits: MediaLimits) -> Clip:
     if clip.width * clip.height > limits.max_decoded_pixels:
         raise RowError(
             f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} pixels "
-            "(data.max_decoded_pixels)"
+            "(by data.max_pixels)"
         )
     seconds = max(clip.num_frames / clip.frames_per_second, clip.num_frames / MAX_FRAMES_PER_SECOND)
     if seconds > limits.max_video_seconds:
         raise RowError(
             f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most {limits.max_video_seconds:g} s "
-            "(data.max_video_seconds)"
+            "(by data.max_frames and data.video_fps)"
         )
     return clip
 

@@ -108,7 +108,7 @@ def described(folder: Path, device_name: str) -> Device | None:
 def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: bool = True) -> CostModel:
     """Seconds and bytes of the model and run of `memory`, on ranks of this device in `num_nodes` nodes.
 
-    `fused`: norms, rotations and SwiGLU are fused operators (`train.fused_operators`).
+    `fused`: norms, rotations and SwiGLU are fused operators.
     """
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}

@@ -219,8 +219,8 @@ def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     """Fragments that are read whole, a window of 40 MB, 16 tasks, and 400 MB of the store."""
     path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("a", "b")}
                                                for number in range(1280)])
-    stream = source_stream.SourceStream(Data(format="llava", path=str(path), shuffle_window_mb=40.0),
-                                        Model(preset="tiny"), seed=0)
+    share = 40 / 2048
+    stream = source_stream.SourceStream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0, share=share)
     stream._row_bytes = np.full(40, megabytes * 1e6 / 32)
     stream._planned = len(stream._opening)
     assert stream._part(16, 400e6) == expected

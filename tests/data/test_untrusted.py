@@ -254,7 +254,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
-        ((9000, 9000), "9000x9000 pixels; allowed: at most 64000000 (data.max_decoded_pixels)"),
+        ((9000, 9000), "9000x9000 pixels; allowed: at most 64000000 (by data.max_pixels)"),
         ((10000, 10000), "10000x10000 pixels; allowed"),
         ((60000, 60000), "header cannot be read: Image size"),
     ],

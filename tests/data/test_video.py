@@ -153,9 +153,9 @@ def test_ids_and_labels_of_a_video() -> None:
     (b"\x00\x00\x00\x18ftypmp42" + b"\0" * 200, LIMITS, "not a video that can be read|no video stream"),
     (b"\x1a\x45\xdf\xa3 nothing", LIMITS, "not a video that can be read|no video stream"),
     (video(), MediaLimits(max_decoded_pixels=64 * 48 - 1),
-     r"frames of 64x48 pixels; allowed: at most 3071 pixels \(data.max_decoded_pixels\)"),
+     r"frames of 64x48 pixels; allowed: at most 3071 pixels \(by data.max_pixels\)"),
     (video(30, rate=10), MediaLimits(max_video_seconds=2.5),
-     r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(data.max_video_seconds\)"),
+     r"a video of 3 s \(30 frames\); allowed: at most 2.5 s \(by data.max_frames and data.video_fps\)"),
     (video(300, 16, 16, rate=1000), MediaLimits(max_video_seconds=1), "a video of 1 s"),
 ])
 def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: MediaLimits, reason: str) -> None:

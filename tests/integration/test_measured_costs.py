@@ -54,7 +54,7 @@ def test_wrong_costs_are_refitted_and_a_resumed_run_goes_on_with_them(common: li
 def test_costs_that_are_not_to_be_refitted_stay(common: list[str], tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(WRONG))
     train(tmp_path / "run", *common, *RUN, f"planner.cost={tmp_path / 'wrong.yaml'}", "run.steps=6",
-          "planner.refit=false")
+          "train.deterministic=true")
     assert {cost["linear_s"] for cost in planned_costs(tmp_path / "run")} == {WRONG["linear_s"]}
     assert not [event for event in lines(tmp_path / "run", "events.jsonl") if event["kind"] == "refit"]
     assert all("cost_error" in line for line in lines(tmp_path / "run", "metrics.jsonl"))

@@ -171,13 +171,11 @@ Terms = dict[str, float]
 
 
 def least_error(config: Config, cost: CostModel) -> float:
-    """Return the typical error from which a run's costs are refitted (inf: never), as `planner.refit` says; with auto,
-    costs that were measured for this run are refitted where their error stays HIGH: ranks may have to share cores or
-    links that were free then. A deterministic run keeps its costs, and so its plans.
+    """Return the typical error from which a run's costs are refitted (inf: never). Costs that were measured for this
+    run are refitted where their error stays HIGH: ranks may have to share cores or links that were free then. A
+    deterministic run keeps its costs, and so its plans.
     """
-    if config.planner.refit == "auto":
-        return math.inf if config.train.deterministic else 0.0 if cost.estimated else HIGH
-    return 0.0 if config.planner.refit == "true" else math.inf
+    return math.inf if config.train.deterministic else 0.0 if cost.estimated else HIGH
 
 
 @dataclass

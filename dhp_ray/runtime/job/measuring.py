@@ -23,6 +23,7 @@ from dhp_ray.config import CONF, Config, ConfigError
 from dhp_ray.constraints import check_device
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.measure.rounds import PartResult, Spec
+from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.cost import SYNCS, CostModel
 from dhp_ray.planner.derived_cost import Device, derived_cost, described
 from dhp_ray.planner.memory import MemoryModel
@@ -33,7 +34,7 @@ from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of
 from dhp_ray.runtime.worker.measuring import MAX_TOKENS, member_with, spec_of
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.runtime.worker.run_model import StateSize, fused_operators, state_size
+from dhp_ray.runtime.worker.run_model import StateSize, state_size
 
 JOIN_S = 300.0
 """Seconds that the ranks may take until the first of them reports something."""
@@ -72,7 +73,7 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
         raise ConfigError(str(error)) from None
     sessions = _collected(config, specs, accelerator, progress)
     origin = origin_of(config, memory, accelerator.name, accelerator.model_name(), num_ranks,
-                       fused_operators(config) is not None)
+                       operators_of(config.cluster.device) is not None)
     origin = replace(origin, settings=dict(origin.settings) | {"sync": list(syncs)})
     return measured_cost(sessions, origin, memory, known, request.name)
 
@@ -125,7 +126,7 @@ def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) ->
     """
     device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
     if device:
-        return derived_cost(memory, device, 1, fused_operators(config) is not None)
+        return derived_cost(memory, device, 1, operators_of(config.cluster.device) is not None)
     return CostModel.load(CONF / "cost" / f"{accelerator.name}.yaml")
 
 

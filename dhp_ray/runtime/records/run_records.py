@@ -45,8 +45,6 @@ OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "recomputation", "eval_l
                     "eval_f1")
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
-FREE = ("data.decoders",)
-"""Keys under FIXED that may change: they do not decide what steps compute."""
 
 UPLOAD_INTERVAL_S = 10.0
 """How old the logs on an object store grow while steps commit, unless they take long to upload; `flush` brings them up
@@ -270,14 +268,13 @@ def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> N
     run even if it has no config.yaml.
 
     Raises:
-        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's,
-            unless it is FREE.
+        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_run):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
-        if not name.startswith(FIXED) or name in FREE or name not in stored:
+        if not name.startswith(FIXED) or name not in stored:
             continue
         if _absolute(name, stored[name]) != _absolute(name, value):
             raise ConfigError(

@@ -43,8 +43,8 @@ def processor_spec(config: Config) -> ProcessorSpec:
 
 
 def num_decoders(config: Config) -> int:
-    """Return the number of a worker's decoding threads: `data.decoders`, by default as many as it has CPUs."""
-    return config.data.decoders or max(1, int(config.cluster.cpus_per_worker))
+    """Return the number of a worker's decoding threads: as many as it has CPUs."""
+    return max(1, int(config.cluster.cpus_per_worker))
 
 
 def load_inputs(

@@ -9,7 +9,7 @@ from dhp_ray.config import Config
 from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import adapter_sizes, build_model, model_shape
-from dhp_ray.model.fused import Operators, operators_of
+from dhp_ray.model.fused import operators_of
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.model_shape import ModelShape
@@ -30,15 +30,9 @@ def build_adapter(config: Config) -> ModelAdapter:
     adapter.freeze(config.train.freeze)
     if config.train.lora.rank:
         adapter.add_lora(lora_settings(config))
-    operators = fused_operators(config)
-    if operators:
+    if operators := operators_of(config.cluster.device):
         adapter.fuse(operators)
     return adapter
-
-
-def fused_operators(config: Config) -> Operators | None:
-    """Return the fused operators that the run uses, or None. `cluster.device` must be resolved."""
-    return operators_of(config.cluster.device) if config.train.fused_operators == "auto" else None
 
 
 def untrained_weights(adapter: ModelAdapter) -> StoredWeights | None:

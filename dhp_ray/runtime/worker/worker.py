@@ -95,8 +95,9 @@ class Worker:
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
         from dhp_ray.comm.device import CPU, allow_streams, choose
+        from dhp_ray.model.fused import operators_of
         from dhp_ray.runtime.worker.export import check_reached, save_folder
-        from dhp_ray.runtime.worker.run_model import fused_operators, state_size
+        from dhp_ray.runtime.worker.run_model import state_size
         from dhp_ray.storage import Folder
 
         told = allow_streams()
@@ -107,7 +108,7 @@ class Worker:
                 "device": self.accelerator.name, "told": told if self.accelerator.name == "cuda" else "",
                 **state_size(self.config)._asdict(),
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
-                "host_memory_bytes": CPU.memory_bytes(), "fused": fused_operators(self.config) is not None,
+                "host_memory_bytes": CPU.memory_bytes(), "fused": operators_of(self.config.cluster.device) is not None,
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
 
     @training

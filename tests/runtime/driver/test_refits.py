@@ -131,9 +131,8 @@ NEVER = math.inf
 
 
 @pytest.mark.parametrize(("overrides", "estimated", "expected"), [
-    ([], True, 0.0), ([], False, HIGH), (["planner.refit=true"], False, 0.0), (["planner.refit=false"], True, NEVER),
-    (["planner.refit=false"], False, NEVER), (["train.deterministic=true"], True, NEVER),
-    (["train.deterministic=true"], False, NEVER), (["train.deterministic=true", "planner.refit=true"], True, 0.0)])
+    ([], True, 0.0), ([], False, HIGH), (["train.deterministic=true"], True, NEVER),
+    (["train.deterministic=true"], False, NEVER)])
 def test_from_which_error_costs_are_refitted(
     tmp_path: Path, overrides: list[str], estimated: bool, expected: float
 ) -> None:

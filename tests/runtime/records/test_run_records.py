@@ -226,7 +226,7 @@ def test_the_configuration_is_saved_and_loads_again(tmp_path: Path) -> None:
 def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     open_records(tmp_path).write_config(config())
     changed = config(run__steps=100, cluster__num_workers=5, train__learning_rate=2e-4, planner__tokens_per_rank="960",
-                     comm__transport="parent", data__decoders=3)
+                     comm__transport="parent")
     open_records(tmp_path).write_config(changed)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert stored["run"]["steps"] == 100

@@ -290,6 +290,6 @@ def assert_same(found: Payload, expected: Payload) -> None:
         assert ours is None or np.array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-@pytest.mark.parametrize(("decoders", "cpus", "expected"), [(0, 0.1, 1), (0, 1.0, 1), (0, 3.5, 3), (2, 8.0, 2)])
-def test_a_worker_has_a_decoder_for_each_of_its_cpus(decoders: int, cpus: float, expected: int) -> None:
-    assert num_decoders(Config(data=Data(decoders=decoders), cluster=Cluster(cpus_per_worker=cpus))) == expected
+@pytest.mark.parametrize(("cpus", "expected"), [(0.1, 1), (1.0, 1), (3.5, 3)])
+def test_a_worker_has_a_decoder_for_each_of_its_cpus(cpus: float, expected: int) -> None:
+    assert num_decoders(Config(cluster=Cluster(cpus_per_worker=cpus))) == expected
