@@ -29,7 +29,7 @@ from benchmarks.planner import PEERS, bimodal, published_cost
 from benchmarks.planner_cases import MEMORIES
 from dhp_ray.config import CONF
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, CostModel, Sample, checked_problem, plan_batch, plan_data_set
-from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost.model import SYNCS
 
 BATCHES = 3
 TUNED = ("static_best", "pow2", "dhp_paper")

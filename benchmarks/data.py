@@ -47,7 +47,7 @@ from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import Batch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import load_inputs  # noqa: E402
 from dhp_ray.schema import Data, Model, PreparedData, Synthetic  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402

@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.device_parts.workload import BATCHES, batch_of, config_of
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.derived_cost import Device, derived_cost
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
+from dhp_ray.planner.cost.derived import Device, derived_cost
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, PackLoad
 
 DEVICES = Path(__file__).resolve().parent.parent / "conf" / "device"
 

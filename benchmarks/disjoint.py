@@ -35,7 +35,7 @@ from benchmarks.encoder_cases import MODELS, NODE_RANKS, batch, cluster_and_cost
 from benchmarks.encoder_exact import least_s
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, checked_problem, plan_batch
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.world import without_images
+from dhp_ray.planner.encoder.world import without_images
 
 BUILT_FROM = 0.05
 """What a layout must gain in some row to be built."""

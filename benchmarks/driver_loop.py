@@ -50,7 +50,8 @@ from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E402
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample  # noqa: E402
+from dhp_ray.planner.plan.cluster import ClusterSpec  # noqa: E402
+from dhp_ray.planner.plan.types import Plan, Sample  # noqa: E402
 from dhp_ray.runtime.driver import session as session_module  # noqa: E402
 from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402

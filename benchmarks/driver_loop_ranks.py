@@ -13,8 +13,8 @@ import numpy as np
 import ray
 
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.work import work_of
+from dhp_ray.planner.cost.work import work_of
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.runtime.messages import Status
 from dhp_ray.train.results import PackTime, StepResult
 

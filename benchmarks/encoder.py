@@ -31,9 +31,7 @@ from dhp_ray.config import CONF
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
-from dhp_ray.planner.image_parts import cut_in_time, shares
-from dhp_ray.planner.plan import VisionPlan
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.plan.types import VisionPlan, cut_in_time, encoding_ranks, shares
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.vision_inputs import vision_inputs
 from tests.packs import Film, make_sample, rough_model

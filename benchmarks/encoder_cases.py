@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
-from dhp_ray.planner.derived_cost import Device
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.nodes import regular_nodes
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.cost.derived import Device
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.plan.cluster import regular_nodes
+from dhp_ray.planner.plan.types import Grid
 from dhp_ray.simulate.training import Ranks, Wanted, training_of
 
 NODE_RANKS = 8

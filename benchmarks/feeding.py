@@ -36,7 +36,7 @@ from dhp_ray.data.families.base import Size  # noqa: E402
 from dhp_ray.data.processor import Processor, ProcessorSpec  # noqa: E402
 from dhp_ray.data.video import clip_of  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import DECODED_AHEAD, decodings, futures_of, load_inputs  # noqa: E402
 from dhp_ray.train.step_inputs import collated  # noqa: E402
 from tests.data.samples import talk, video  # noqa: E402

@@ -96,7 +96,7 @@ def live(folder: Path, steps: int) -> None:
     import dhp_ray.runtime.driver.actor as actor_module
     from benchmarks.worlds import data_overrides
     from dhp_ray.config import load
-    from dhp_ray.planner.plan import Plan
+    from dhp_ray.planner.plan.types import Plan
     from dhp_ray.runtime.job.ending import Ending
     from dhp_ray.runtime.job.job import train
     from dhp_ray.runtime.records.lease import take_lease

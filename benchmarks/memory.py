@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.planner.cost import SYNCS
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.model import SYNCS
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from dhp_ray.planner.mode import MEMORY_SHARE
 from dhp_ray.schema import Data
 from tests.published_configs import TEXT, shape_of

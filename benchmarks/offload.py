@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device
-from dhp_ray.planner.layer_share import NO_OFFLOAD
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.nodes import regular_nodes
+from dhp_ray.planner.cost.derived import Device
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, regular_nodes
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.simulate.links import links_of
 from dhp_ray.simulate.step import Network, simulate_step

@@ -32,7 +32,7 @@ from benchmarks.processes import between, table, used  # noqa: E402
 
 if TYPE_CHECKING:
     from dhp_ray.config import Config
-    from dhp_ray.planner.plan import Plan, RankPlan
+    from dhp_ray.planner.plan.types import Plan, RankPlan
     from dhp_ray.train.step_inputs import StepInputs
 
 NUM_RANKS = 2
@@ -151,7 +151,7 @@ def ray_block(overrides: list[str], last_step: int, counted: int) -> tuple[list[
 
 def plan_of(run_dir: Path, step: int) -> Plan:
     """The plan that the run has written for a step."""
-    from dhp_ray.planner.plan import Plan
+    from dhp_ray.planner.plan.types import Plan
 
     return Plan.from_json(json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text()))
 

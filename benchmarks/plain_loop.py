@@ -29,7 +29,7 @@ from benchmarks.device_parts.workload import OwnStep  # noqa: E402
 from benchmarks.worlds import Corpus, corpus_of, data_overrides, plans_of  # noqa: E402
 from dhp_ray.config import load  # noqa: E402
 from dhp_ray.model.presets import preset_config  # noqa: E402
-from dhp_ray.planner.plan import Plan, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan.types import Plan, RankPlan, Sample  # noqa: E402
 from dhp_ray.train.collate import Payload  # noqa: E402
 from dhp_ray.train.step_inputs import collated  # noqa: E402
 from tests.packs import TOKEN_IDS, make_pack, plain_copy, plain_loss  # noqa: E402

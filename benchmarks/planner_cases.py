@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import dhp_ray.planner
 from benchmarks.planner import PEERS, TOKENS_PER_RANK, bimodal, published_cost
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch, warm_up
-from dhp_ray.planner.layer_share import Recomputation
+from dhp_ray.planner.plan.cluster import Recomputation
 
 MEMORIES = (8192, 32768, 131072)
 SLOW = (1.0,) * 5 + (1 / 3,) + (1.0,) * 2

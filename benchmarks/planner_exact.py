@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planner_cases import SMALL_COST, small_case
 from dhp_ray.planner import plan_batch
-from dhp_ray.planner.items import times_at
-from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.problem import Problem, problem_of, times_at
 
 TICKS = 20_000
 """Ticks of the exact model's clock in the planner's makespan."""

@@ -13,11 +13,10 @@ from typing import NamedTuple
 from benchmarks.published_ratios import Ratio
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec
-from dhp_ray.planner.derived_cost import Device, derived_cost
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.rates import waits_s
+from dhp_ray.planner.cost.derived import Device, derived_cost
+from dhp_ray.planner.cost.rates import waits_s
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, PackLoad
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 OFFLOAD_URL = "https://arxiv.org/abs/2502.21231"
 

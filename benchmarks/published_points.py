@@ -1,8 +1,8 @@
 """Points of benchmarks/published.yaml, and what the cost model makes of them.
 
-A step of FSDP is as many micro-batches as the source says, each its pack's time (`planner/cost.py`, derived from the
-model's shape and the device) or what its layers' parameters take to travel, whichever is more, and what is paid once;
-and the update, once a step.
+A step of FSDP is as many micro-batches as the source says, each its pack's time (`planner/cost/model.py`, derived from
+the model's shape and the device) or what its layers' parameters take to travel, whichever is more, and what is paid
+once; and the update, once a step.
 
     1 / rate of the products, of attention, of memory      a pack's time is a sum of these, each times what the pack has
                                                            of it, and of what is known: so they are fitted by least
@@ -24,10 +24,9 @@ import yaml
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec
-from dhp_ray.planner.derived_cost import Device, derived_cost, update_s
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.cost.derived import Device, derived_cost, update_s
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 FILE = Path(__file__).with_name("published.yaml")
 ENDLESS = 1e30

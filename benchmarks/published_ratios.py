@@ -20,10 +20,9 @@ import numpy as np
 from benchmarks.published_points import shape_of
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device, derived_cost
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.cost.derived import Device, derived_cost
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 DYNAMIC_CP_URL = ("https://github.com/NVIDIA/Megatron-LM/blob/10ce7bc4e5c2176bf1a1abb45214f53398b2a571/examples/"
                   "dynamic_context_parallel/README.md")

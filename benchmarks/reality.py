@@ -41,7 +41,7 @@ from benchmarks.worlds import Corpus, corpus_of, data_overrides
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost.model import SYNCS
 from dhp_ray.runtime.job.measuring import Request, measure_here
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from dhp_ray.config import CONF
 from dhp_ray.data.families.base import SLICE_TOKENS
 from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data_set
-from dhp_ray.planner.cluster import ClusterSpec
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.plan import PlanError, VisionPlan
-from dhp_ray.planner.pricing import groups_of, makespan_of, times_of
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import VisionPlan
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.timeline import groups_of, makespan_of, times_of
 from dhp_ray.simulate.machine import Machine, Place
 from dhp_ray.simulate.settings import Simulation, load_simulation
 from dhp_ray.simulate.step import simulate_step

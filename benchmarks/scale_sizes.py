@@ -15,7 +15,7 @@ from benchmarks.planner import PEERS, bimodal, published_cost
 from benchmarks.scale_cases import SAMPLES_PER_RANK, Case, Opened, batches_of
 from dhp_ray.planner import ClusterSpec, Sample, checked_problem, plan_batch
 from dhp_ray.planner.baselines.megatron import groups_as_packs, rounds_of
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.timeline import time_of
 
 TOKENS = 8192
 SIZES = (8, 64, 512, 4096)

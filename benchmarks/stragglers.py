@@ -111,7 +111,7 @@ class SleepingRank:
                           {"hits": 0, "creates": 0, "evictions": 0, "overflows": 0}, plan_id=plan_id)
 
     def _pack(self, pack: Any, name: str, start: float) -> Any:
-        from dhp_ray.planner.plan import ClusterSpec
+        from dhp_ray.planner.plan.cluster import ClusterSpec
         from dhp_ray.train.results import PackTime
 
         degree, begin = len(pack.ranks), time.perf_counter()

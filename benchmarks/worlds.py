@@ -27,8 +27,7 @@ from dhp_ray.data.order import Part, fragment_order
 from dhp_ray.data.processor import Processor
 from dhp_ray.data.reader import ReadFragments, item_of, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
-from dhp_ray.planner.plan import RankPlan, Sample
-from dhp_ray.planner.rank_plan import encoded_images
+from dhp_ray.planner.plan.types import RankPlan, Sample, encoded_images
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.prefetch import payload_of, processor_spec
 from dhp_ray.runtime.worker.rank import Rank

@@ -30,9 +30,9 @@ from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.lora import LoraSettings
-from dhp_ray.planner.host_memory import CHUNK_BYTES
-from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
-from dhp_ray.planner.plan import Grid, RankPack, Sample
+from dhp_ray.planner.memory.host import CHUNK_BYTES
+from dhp_ray.planner.memory.model import MemorySettings, PackLoad
+from dhp_ray.planner.plan.types import Grid, RankPack, Sample
 from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.engine import COMPUTE_TYPES

@@ -14,7 +14,7 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import npu
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload

@@ -19,8 +19,7 @@ from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.weights import Interval
-from dhp_ray.planner.plan import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan
-from dhp_ray.planner.rank_plan import encoded_images
+from dhp_ray.planner.plan.types import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
 from dhp_ray.train.payload import Payload
 from tests.model.paper_positions import paper_positions
 

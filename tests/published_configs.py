@@ -14,7 +14,7 @@ from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwe
 
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample, VisionPlan
+from dhp_ray.planner.memory.model import MemorySettings
+from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample, VisionPlan
 from dhp_ray.train.collate import PackInputs, collate
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.comparisons import row_of
 from benchmarks.planner import PEERS, bimodal, planned, published_cost
 from benchmarks.planner_cases import MEMORIES
-from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost.model import SYNCS
 from tests.readme import ROOT, rows_of, section
 
 TABLES = (ROOT / "benchmarks" / "README.md").read_text()

@@ -24,7 +24,7 @@ from benchmarks.encoder_cases import KINDS, batch, cluster_and_cost
 from benchmarks.encoder_exact import fit, proven_s
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.plan import GroupPlan, Pack, VisionPlan
+from dhp_ray.planner.plan.types import GroupPlan, Pack, VisionPlan
 from tests.packs import rough_model
 from tests.planner.reference_encoder import timeline
 from tests.readme import ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.memory import DEVICES, MODELS, NUM_DEVICES, main, table, tokens_per_rank
-from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost.model import SYNCS
 from tests.readme import section
 
 

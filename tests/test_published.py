@@ -16,7 +16,7 @@ from benchmarks.published_offload import offload_curve
 from benchmarks.published_points import FILE, Point, Published, least_squares
 from benchmarks.published_ratios import Ratio, encoder_apart, packs_in_order, scatter
 from dhp_ray.config import CONF
-from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.cost.derived import Device
 
 PUBLISHED = Published.load()
 

@@ -19,7 +19,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.presets import preset_config
-from dhp_ray.planner.plan import Grid, RankPack, RankPlan, Sample
+from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.payload import Payload

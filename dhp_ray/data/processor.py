@@ -32,7 +32,7 @@ from dhp_ray.data.model_folder import (
 )
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.errors import first_line
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.plan.types import Grid
 from dhp_ray.schema import Data, Model
 
 IGNORE = -100

@@ -39,7 +39,7 @@ from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, item_of
 from dhp_ray.errors import named_line
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
 
 PART_FRAGMENTS = 32

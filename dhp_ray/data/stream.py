@@ -13,7 +13,7 @@ from dhp_ray.data.blocks import Origin
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import read_payloads
 from dhp_ray.data.source_stream import Entry, SourceStream
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
 
 __all__ = ["Batch", "BatchBuilder", "Cursor", "Skipped", "Stream", "read_payloads"]

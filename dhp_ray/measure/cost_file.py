@@ -31,12 +31,15 @@ from dhp_ray.measure.fitting import (
     observed,
 )
 from dhp_ray.measure.rounds import PartResult, Spec
-from dhp_ray.planner.bandwidth import links_of
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.cost_origin import Origin, device_words
-from dhp_ray.planner.derived_cost import forward_pass_share, ring_bytes_per_token, vision_forward_share
-from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.cost.derived import (
+    forward_pass_share,
+    ring_bytes_per_token,
+    vision_forward_share,
+    with_encoder_apart,
+)
+from dhp_ray.planner.cost.model import CostModel, links_of
+from dhp_ray.planner.cost.origin import Origin, device_words
+from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.storage import replacing
 
 

@@ -1,6 +1,6 @@
 """Fits a cost's constants to what ranks report of their rounds: medians over ranks and repeats, then least squares.
 
-    a pack on one rank   seconds = amounts (`planner/work.py`) x constants of compute
+    a pack on one rank   seconds = amounts (`planner/cost/work.py`) x constants of compute
     a message            seconds = waiting + bytes / bandwidth, by degree and link
     a pack's ring        seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
                                                                             - overlap (d - 1) / d * attention / d)
@@ -21,10 +21,10 @@ import numpy as np
 
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
-from dhp_ray.planner.least_squares import bounded_least_squares, weighted_median
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.rates import pairs_of
-from dhp_ray.planner.work import BACKWARD, ENCODE, IMAGES, TERMS, work_of
+from dhp_ray.planner.cost.rates import pairs_of
+from dhp_ray.planner.cost.refit import bounded_least_squares, weighted_median
+from dhp_ray.planner.cost.work import BACKWARD, ENCODE, IMAGES, TERMS, work_of
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.results import PackTime
 
 OUTLYING = 6.0
@@ -48,9 +48,9 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True)
 class PackSeconds:
-    """A pack: the `amounts` of each member, (members, terms) (`planner/work.py`); and median seconds: `busy_s`, the
-    compute of the busiest member; `together_s`, with what its members wait for one another; `whole_s`, from begin to
-    end.
+    """A pack: the `amounts` of each member, (members, terms) (`planner/cost/work.py`); and median seconds: `busy_s`,
+    the compute of the busiest member; `together_s`, with what its members wait for one another; `whole_s`, from begin
+    to end.
     """
 
     degree: int

@@ -22,9 +22,8 @@ from dhp_ray.comm.transport import GroupPool
 from dhp_ray.measure.rounds import TEXT_BESIDE_IMAGES, Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.plan import Plan, Sample
-from dhp_ray.planner.rank_plan import encoded_images
-from dhp_ray.planner.work import BACKWARD, ENCODE
+from dhp_ray.planner.cost.work import BACKWARD, ENCODE
+from dhp_ray.planner.plan.types import Plan, Sample, encoded_images
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated

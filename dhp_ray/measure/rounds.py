@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cluster import ClusterSpec
-from dhp_ray.planner.plan import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.train.results import PackTime
 
 SHORTEST = 32
@@ -164,7 +164,7 @@ class Spec:
 
 class StepTiming(NamedTuple):
     """One rank's account of one run of a round. The index of a pack's time is its number in the plan, that of an
-    encoder's phase its number in `planner/work.py`.
+    encoder's phase its number in `planner/cost/work.py`.
     """
 
     step_s: float

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dhp_ray.model.kernels import Segments
     from dhp_ray.model.lora import LoraSettings
     from dhp_ray.model.weights import StoredWeights
-    from dhp_ray.planner.model_shape import ModelShape
-    from dhp_ray.planner.plan import Grid
+    from dhp_ray.planner.memory.model_shape import ModelShape
+    from dhp_ray.planner.plan.types import Grid
 
 PARTS = ("vision", "language")
 EncoderArguments = Mapping[str, "Tensor | Segments"]

@@ -17,7 +17,7 @@ from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.weights import StoredWeights
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 
 def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:

@@ -31,7 +31,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.lora import write_settings
 from dhp_ray.model.weights import StoredKey, StoredWeights
-from dhp_ray.planner.host_memory import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
+from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
 GENERATION_FILE = "generation_config.json"

@@ -19,21 +19,26 @@ import numpy as np
 from dhp_ray.planner.baselines.megatron import megatron
 from dhp_ray.planner.baselines.paper import dhp_paper
 from dhp_ray.planner.baselines.pow2 import pow2
-from dhp_ray.planner.baselines.static import Layout, best_layout, static, uniform
-from dhp_ray.planner.baselines.static_best import static_best
+from dhp_ray.planner.baselines.static import Layout, best_layout, static, static_best, uniform
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.checks import PlanError, SequenceTooLongError
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.neighbours import neighbours, renamed, reordered
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
-from dhp_ray.planner.pricing import PackTimes, groups_of, makespan_of, making_s, times_of
-from dhp_ray.planner.problem import ENCODERS, Problem, problem_of
-from dhp_ray.planner.sample import samples_from_json
-from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.encoder.world import World, without_images, world_of
+from dhp_ray.planner.errors import PlanError, SequenceTooLongError
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import IN_PACKS, Plan, Sample, samples_from_json
+from dhp_ray.planner.problem import ENCODERS, Problem, neighbours, problem_of, reordered
+from dhp_ray.planner.schedule import Schedule, renamed
 from dhp_ray.planner.search.plan import dhp, dhp_quick
-from dhp_ray.planner.timeline import idle_fraction, plan_starts, starts_of
-from dhp_ray.planner.vision_plan import IN_PACKS
-from dhp_ray.planner.world import World, without_images, world_of
+from dhp_ray.planner.timeline import (
+    PackTimes,
+    groups_of,
+    idle_fraction,
+    makespan_of,
+    making_s,
+    plan_starts,
+    starts_of,
+    times_of,
+)
 
 __all__ = [
     "LAST_RESORT",

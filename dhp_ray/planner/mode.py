@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner import LAST_RESORT, plan_batch
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, Offload, Recomputation
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
-from dhp_ray.planner.pricing import PackTimes, micro_batches_s
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, ClusterSpec, Offload, Recomputation
+from dhp_ray.planner.plan.types import Plan, Sample
+from dhp_ray.planner.timeline import PackTimes, micro_batches_s
 
 COMPARED_RANKS = 256
 """Modes are compared on at most this many ranks, with their share of the batch, unless its longest sequence needs more;

@@ -69,3 +69,12 @@ def first_of_its_kind(kind: np.ndarray, number: np.ndarray) -> np.ndarray:
     first = np.ones(len(order), dtype=bool)
     first[order[1:][same]] = False
     return first
+
+
+def renamed(schedule: Schedule, order: np.ndarray) -> Schedule:
+    """A schedule of the reordered ranks, mapped back to the ranks that they stand for; those of a group ascend."""
+    ranks, group = (
+        order[schedule.ranks],
+        np.repeat(np.arange(len(schedule.first_rank) - 1), np.diff(schedule.first_rank)),
+    )
+    return schedule._replace(ranks=ranks[np.lexsort((ranks, group))])

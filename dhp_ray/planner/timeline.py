@@ -1,28 +1,347 @@
-"""When each group of a plan runs.
+"""Seconds of each group of a schedule or a plan, and when it runs.
 
 sync=step          a group starts when the last of its ranks is free      rank 0  |--a--|---c----|
                                                                          rank 1  |--a--|-b-|
 sync=micro_batch   all groups of a micro-batch start together            rank 0  |--a--|...|--c--|
-                   as soon as that before is over (`pricing.micro_batches_s`)
-both               after the images are encoded, if that is apart from the packs (encoder_timeline.py)
+                   as soon as that before is over (`micro_batches_s`)
+both               after the images are encoded, if that is apart from the packs (`EncoderTimeline`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.encoded_images import encoded_images
-from dhp_ray.planner.encoder_timeline import EncoderTimeline, Packs, timeline_of
-from dhp_ray.planner.plan import GroupPlan, Plan
-from dhp_ray.planner.pricing import PackTimes, micro_batches_s
-from dhp_ray.planner.primitives.list_schedule import list_schedule
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.rates import encoding_s, running_s
+from dhp_ray.planner.encoder.images import EncodedImages, encoded_images
+from dhp_ray.planner.encoder.members import encoders_of
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, SplitImage, encoding_ranks
+from dhp_ray.planner.primitives.compiled import compiled
+from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
 from dhp_ray.planner.problem import Problem, problem_of
-from dhp_ray.planner.schedule import firsts_of, flat, gathered
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.schedule import Ranks, Schedule, crosses_nodes, firsts_of, flat, gathered
+
+
+class PackTimes(NamedTuple):
+    """By group: its seconds; those in which its busiest member encodes images; and all others that it computes or
+    waits for its own members. A pack may take longer than both together, for its layers' parameters (`least_s`).
+    """
+
+    pack_s: np.ndarray
+    encode_s: np.ndarray
+    rest_s: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[GroupPlan]) -> PackTimes:
+        """Those of a plan."""
+        return cls(*(np.array([getattr(group, name) for group in groups], dtype=np.float64)
+                     for name in ("predicted_time_s", "encode_s", "rest_s")))
+
+
+def times_of(problem: Problem, schedule: Schedule) -> PackTimes:
+    """The times of each group."""
+    items, first_rank, degree = problem.items, schedule.first_rank[:-1], np.diff(schedule.first_rank)
+    rates = problem.machine.rates[degree]
+    speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
+    tokens, language, attention, host = (
+        np.add.reduceat(array[schedule.rows], schedule.first_row[:-1])
+        for array in (items.tokens, items.language_s, items.attention_s, items.host_s)
+    )
+    crosses = crosses_nodes(schedule, np.array(problem.cluster.nodes))
+    transfer_s = np.where(crosses, rates.across_s, rates.inside_s)
+    encode_s = _encoders(problem, schedule)[2] if problem.all_image_s.any() else np.zeros(len(degree))
+    encode_s = encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
+    seconds = running_s(language, attention, encode_s, host, tokens, degree, speed, transfer_s, rates)
+    encode_s = encoding_s(encode_s, tokens, rates)
+    return PackTimes(np.maximum(rates.least_s, seconds), encode_s, seconds - encode_s)
+
+
+def makespan_of(problem: Problem, schedule: Schedule, times: PackTimes) -> float:
+    """Seconds of the whole step, including fixed costs (`timeline`)."""
+    fixed_s = problem.cost.fixed_s
+    if problem.sync == "micro_batch":
+        seconds = micro_batches_s(schedule.micro_batch, times)
+        return float(seconds.sum() + fixed_s * len(seconds))
+    return fixed_s + float(
+        list_schedule(schedule.ranks, schedule.first_rank, times.pack_s, problem.cluster.num_ranks)[1].max()
+    )
+
+
+def micro_batches_s(micro_batch: np.ndarray, times: PackTimes) -> np.ndarray:
+    """Seconds of each micro-batch, in the order of their numbers. `micro_batch`: that of each group.
+
+    Ranks meet at every layer, whose parameters are gathered from all of them. So the encoder's layers take as long as
+    on the rank that encodes longest, and after them all others as long as on the rank that takes longest for the rest
+    of its pack:
+
+        rank 0   encodes 3 s    | rest 1 s ...      a micro-batch of 3 + 4 s; each pack alone takes 4 s
+        rank 1   .............. | rest 4 s
+    """
+    numbers, place = np.unique(micro_batch, return_inverse=True)
+    pack_s, encode_s, rest_s = longest = np.zeros((3, len(numbers)))
+    for of_micro_batch, of_packs in zip(longest, times):
+        np.maximum.at(of_micro_batch, place, of_packs)
+    seconds: np.ndarray = np.maximum(pack_s, encode_s + rest_s)
+    return seconds
+
+
+def time_of(problem: Problem, schedule: Schedule) -> float:
+    """Seconds of the whole step under a schedule."""
+    return makespan_of(problem, schedule, times_of(problem, schedule))
+
+
+def new_groups(problem: Problem, schedule: Schedule) -> list[Ranks]:
+    """The process groups of a schedule that are not in the pool."""
+    ranks, first, pool = schedule.ranks.tolist(), schedule.first_rank.tolist(), set(problem.pool)
+    groups = dict.fromkeys(tuple(ranks[begin:end]) for begin, end in pairwise(first) if end - begin > 1)
+    return [group for group in groups if group not in pool]
+
+
+def making_s(problem: Problem, schedule: Schedule) -> float:
+    """Seconds until every rank has made the process groups of a schedule that are not in the pool, in the schedule's
+    order; the ranks of a group make it together.
+    """
+    if problem.cost.group_s == 0.0:
+        return 0.0
+    made = new_groups(problem, schedule)
+    members, degrees = flat(made)
+    times = np.full(len(made), problem.cost.group_s)
+    return float(list_schedule(members, firsts_of(degrees), times, problem.cluster.num_ranks)[1].max())
+
+
+def groups_of(
+    problem: Problem, schedule: Schedule, times: PackTimes, images: EncodedImages | None = None,
+    passes: np.ndarray | None = None,
+) -> tuple[GroupPlan, ...]:
+    """The groups of a plan. `images`: with the ranks that encode them, if that is apart from the packs. `passes`: the
+    pass of each on its rank, with sync=micro_batch. Without vision costs images are dealt out by their patches.
+    """
+    tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
+    tokens = tokens / np.diff(schedule.first_rank)
+    # beyond that, activations are moved, or layers recomputed, so that it fits
+    memory = problem.cost.resident(problem.sync) + problem.cost.memory_bytes_per_token * np.minimum(
+        tokens, problem.cluster.tokens_per_rank)
+    offload, recomputed = (share.share_of(tokens) for share in (problem.cluster.offload, problem.cluster.recomputation))
+    rows, ranks = schedule.rows.tolist(), schedule.ranks.tolist()
+    row, rank = schedule.first_row.tolist(), schedule.first_rank.tolist()
+    encoders, in_pass, image, splits = [], [], [0] * len(row), dict[int, list[SplitImage]]()
+    if images is not None:
+        begin = images.first[:-1]
+        by_row, first = gathered(images.encoder[begin], problem.first_image, schedule.rows)
+        encoders, image = by_row.tolist(), first[schedule.first_row].tolist()
+        if passes is not None:
+            in_pass = gathered(passes[begin], problem.first_image, schedule.rows)[0].tolist()
+        splits = _splits(problem, schedule, images, passes, image)
+    elif len(problem.all_image_s):
+        encoders, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
+    return tuple(
+        [
+            GroupPlan(
+                tuple(ranks[rank[group] : rank[group + 1]]),
+                Pack(tuple(rows[row[group] : row[group + 1]])),
+                seconds,
+                bytes_,
+                micro_batch,
+                tuple(encoders[image[group] : image[group + 1]]),
+                tuple(in_pass[image[group] : image[group + 1]]),
+                tuple(splits.get(group, ())),
+                moved,
+                again,
+                encode_s,
+                rest_s,
+            )
+            for group, (seconds, encode_s, rest_s, bytes_, micro_batch, moved, again) in enumerate(
+                zip(*(array.tolist() for array in times), memory.tolist(), schedule.micro_batch.tolist(),
+                    offload.tolist(), recomputed.tolist())
+            )
+        ]
+    )
+
+
+def _splits(
+    problem: Problem, schedule: Schedule, images: EncodedImages, passes: np.ndarray | None, first_image: list[int]
+) -> dict[int, list[SplitImage]]:
+    """Split images of each group that has some, in the order of its images; those of group g begin with
+    `first_image[g]` in plan order.
+    """
+    split, found = images.split(), dict[int, list[SplitImage]]()
+    if len(split):
+        place = np.empty(len(problem.all_image_s), dtype=np.int64)
+        place[gathered(np.arange(len(place)), problem.first_image, schedule.rows)[0]] = np.arange(len(place))
+        for number in sorted(split.tolist(), key=lambda number: int(place[number])):
+            parts = images.parts(number)
+            group = int(images.group[parts.start])
+            found.setdefault(group, []).append(SplitImage(
+                int(place[number]) - first_image[group], tuple(images.encoder[parts].tolist()),
+                () if passes is None else tuple(passes[parts].tolist())))
+    return found
+
+
+def _encoders(problem: Problem, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    costs = problem.all_image_s.any()
+    return encoders_of(
+        schedule,
+        problem.first_image,
+        problem.all_image_s if costs else problem.all_image_patches,
+        problem.all_image_patches,
+        problem.speeds if costs else np.ones(problem.cluster.num_ranks),
+    )
+
+
+class EncoderTimeline(NamedTuple):
+    """When ranks encode, run packs and run the encoder's backward pass, if images are encoded apart from the packs.
+
+        rank 0  encode i0, i1 | features | pack a ............ | gradients | backward of i0, i1
+        rank 1  encode i2     | features | pack b ... | pack c | gradients | backward of i2
+
+    A rank begins its packs once every rank that it exchanges features with has encoded, and the rows have arrived. It
+    begins the backward pass once every rank that it exchanges gradients with has run its packs. Two ranks exchange if
+    one encodes an image of a pack that the other runs. There is no barrier of all ranks.
+
+    With sync=micro_batch every phase is such a barrier: all ranks run the same number of encoder passes, in lockstep,
+    and each pass, exchange and micro-batch ends with the rank that takes longest.
+
+        rank 0  pass 0 .. | pass 1 ... | features | pack a ........ | pack c ... | gradients | backward of both passes
+        rank 1  pass 0 .. | pass 1 .   | features | pack b ...      | pack d ... | gradients | backward of both passes
+
+    Seconds since the step began. The `fixed_s` that all ranks pay at the start is not included; the `fixed_s` of
+    later micro-batches is.
+
+    By rank: `encoded_s`, the end of the first phase; `ready_s`, the arrival of the features; `ended_s`, the end of its
+    packs; `backward_s`, the begin of the second phase; `end_s`; and the time in which the rank itself encodes in each
+    phase, `forward_busy_s` and `backward_busy_s`. By group: `starts_s`.
+    """
+
+    encoded_s: np.ndarray
+    ready_s: np.ndarray
+    starts_s: np.ndarray
+    ended_s: np.ndarray
+    backward_s: np.ndarray
+    end_s: np.ndarray
+    forward_busy_s: np.ndarray
+    backward_busy_s: np.ndarray
+
+    @property
+    def makespan_s(self) -> float:
+        return float(self.end_s.max())
+
+
+class Packs(NamedTuple):
+    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, without its images, in
+    `micro_batch[g]`.
+    """
+
+    ranks: np.ndarray
+    first_rank: np.ndarray
+    times_s: np.ndarray
+    micro_batch: np.ndarray
+
+
+def timeline_of(
+    images: EncodedImages, passes: np.ndarray | None, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+) -> EncoderTimeline:
+    """The timeline of either mode. `passes`: the pass of each image on its rank, with sync=micro_batch."""
+    if passes is None:
+        return encoder_timeline(images, packs, speeds, cost, keeps)
+    return lockstep_timeline(images, passes, packs, speeds, cost, keeps)
+
+
+def encoder_timeline(
+    images: EncodedImages, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+) -> EncoderTimeline:
+    """The timeline with sync=step."""
+    forward, backward = _shares(cost, keeps)
+    busy_s = np.bincount(images.encoder, images.seconds / speeds[images.encoder], len(speeds))
+    busy_s = busy_s + cost.encoder_pass_s * (busy_s > 0) / speeds
+    encoded_s = forward * busy_s
+    exchange_s = _exchange_s(images, packs, len(speeds), cost)
+    ready_s = _meeting(images, packs, encoded_s) + exchange_s
+    starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
+    begin_s = end_s = ended_s
+    if backward:
+        begin_s = _meeting(images, packs, ended_s) + exchange_s
+        end_s = begin_s + backward * busy_s
+    return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
+
+
+def lockstep_timeline(
+    images: EncodedImages, passes: np.ndarray, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+) -> EncoderTimeline:
+    """The timeline with sync=micro_batch. `passes`: the pass of each image on its rank. A pass takes as long as its
+    images on the slowest rank, and at least as long as gathering the encoder's parameters and reducing its gradients.
+    """
+    num_ranks, num_passes = len(speeds), int(passes.max()) + 1
+    seconds = np.bincount(images.encoder * num_passes + passes, images.seconds, num_ranks * num_passes)
+    busy_s = seconds.reshape(num_ranks, num_passes)
+    busy_s = (busy_s + cost.encoder_pass_s * (busy_s > 0)) / speeds[:, None]
+    passes_s = float(np.maximum(busy_s.max(axis=0), cost.encoder_gather_s).sum())
+    forward_s, backward_s = _shares(cost, keeps)
+    exchange_s = float(_exchange_s(images, packs, num_ranks, cost).max())
+    slowest_s = np.zeros(int(packs.micro_batch.max()) + 1)
+    np.maximum.at(slowest_s, packs.micro_batch, packs.times_s)
+    numbers = np.unique(packs.micro_batch)  # `fixed_s` counts only for micro-batches with packs
+    begins_s = np.zeros(len(slowest_s))
+    begins_s[numbers] = np.cumsum(slowest_s[numbers] + cost.fixed_s) - slowest_s[numbers] - cost.fixed_s
+    ready_s = forward_s * passes_s + exchange_s
+    ended_s = ready_s + float(slowest_s.sum()) + cost.fixed_s * (len(numbers) - 1)
+    begin_s = ended_s + exchange_s * (backward_s > 0)
+    encoded_s, ready_all_s, ended_all_s, begin_all_s, end_s = (
+        np.full(num_ranks, at_s)
+        for at_s in (forward_s * passes_s, ready_s, ended_s, begin_s, begin_s + backward_s * passes_s))
+    return EncoderTimeline(encoded_s, ready_all_s, ready_s + begins_s[packs.micro_batch], ended_all_s, begin_all_s,
+                           end_s, forward_s * busy_s.sum(axis=1), backward_s * busy_s.sum(axis=1))
+
+
+def _shares(cost: CostModel, keeps: bool) -> tuple[float, float]:
+    """The share of an image's seconds in each phase; 0 for the second phase if nothing of the encoder is trained."""
+    forward = cost.vision_forward
+    return forward, 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)
+
+
+def _exchange_s(images: EncodedImages, packs: Packs, num_ranks: int, cost: CostModel) -> np.ndarray:
+    """Seconds of each rank for the rows that it sends or receives, whichever are more. The ranks of a group have equal
+    shares of an image's rows.
+    """
+    rows = _compiled_most_rows(images.rows, images.encoder, images.group, packs.ranks, packs.first_rank, num_ranks)
+    seconds: np.ndarray = cost.feature_bytes / cost.slowest_bytes_per_s * rows
+    return seconds
+
+
+def _meeting(images: EncodedImages, packs: Packs, free_s: np.ndarray) -> np.ndarray:
+    """When each rank and all ranks that it exchanges with are free."""
+    return _compiled_meeting(images.encoder, images.group, packs.ranks, packs.first_rank, free_s)
+
+
+@compiled
+def _compiled_meeting(
+    encoder: np.ndarray, group: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, free_s: np.ndarray
+) -> np.ndarray:
+    meeting_s = free_s.copy()
+    for image in range(len(encoder)):
+        mine = encoder[image]
+        for rank in ranks[first_rank[group[image]] : first_rank[group[image] + 1]]:
+            meeting_s[rank] = max(meeting_s[rank], free_s[mine])
+            meeting_s[mine] = max(meeting_s[mine], free_s[rank])
+    return meeting_s
+
+
+@compiled
+def _compiled_most_rows(
+    rows: np.ndarray, encoder: np.ndarray, group: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, num_ranks: int
+) -> np.ndarray:
+    sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
+    for image in range(len(encoder)):
+        members = ranks[first_rank[group[image]] : first_rank[group[image] + 1]]
+        for rank in members:
+            if rank != encoder[image]:
+                sent[encoder[image]] += rows[image] / len(members)
+                received[rank] += rows[image] / len(members)
+    return np.maximum(sent, received)
 
 
 def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.report.gains import Gains
 
 MAX_BARS = 80

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
-from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.problem import Problem
 
 RUN = "this run"

@@ -15,7 +15,7 @@ from io import BytesIO
 from typing import Any
 
 from dhp_ray.credentials import masked
-from dhp_ray.planner.plan import Plan, Sample
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.report import figures
 from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, spread
 from dhp_ray.report.plan_picture import draw_plan

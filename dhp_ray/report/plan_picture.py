@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from dhp_ray.planner import plan_starts
-from dhp_ray.planner.plan import GroupPlan, Plan
+from dhp_ray.planner.plan.types import GroupPlan, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
 
 ENCODER = "tab:orange"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.report.plan_picture import ENCODER, colours_of, draw_planned, line_width, longest_of
 from dhp_ray.train.results import StepResult
 

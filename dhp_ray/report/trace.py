@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.plan.types import Plan, encoding_ranks
 from dhp_ray.train.results import PackTime, StepResult
 
 GAP_S = 2e-6

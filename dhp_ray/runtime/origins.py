@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.config import Config
-from dhp_ray.planner.cost_origin import Origin, origin_of_run
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.cost.origin import Origin, origin_of_run
+from dhp_ray.planner.memory.model import MemoryModel
 
 
 def origin_of(

@@ -21,8 +21,7 @@ from typing import Any
 import ray
 
 from dhp_ray.data.blocks import UNKNOWN, BlockRows, Origin
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample, SplitImage, VisionPlan
-from dhp_ray.planner.rank_plan import PlanSlices, planned_samples
+from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
 
 PROTOCOL = 5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.simulate.workload import Workload
 
 LOOKED_AT = 32

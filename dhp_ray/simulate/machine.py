@@ -11,14 +11,14 @@ import numpy as np
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
-from dhp_ray.planner.cluster import ClusterSpec
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.derived_cost import Device
-from dhp_ray.planner.host_memory import node_terms
+from dhp_ray.planner.cost.derived import Device
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.host import node_terms
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import MEMORY_SHARE
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.nodes import numbered
-from dhp_ray.planner.plan import PlanError, Sample
+from dhp_ray.planner.plan.cluster import ClusterSpec, numbered
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.simulate.links import links_of
 from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.step import Network

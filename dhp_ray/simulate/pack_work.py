@@ -1,6 +1,6 @@
 """The work of a plan's groups at the true speeds of the ranks: seconds of compute and, separately, of exchanges.
 
-For a pack of sequences on d ranks, with the terms of `planner/cost.py`:
+For a pack of sequences on d ranks, with the terms of `planner/cost/model.py`:
 
     compute   language / (d v) + the fullest member's images + what is paid once          v: speed of the slowest member
              + its waits for copies to host memory, over links that no other rank's copies use
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.cost.rates import again_s, encoding_s, held_s, share_of, waits_s
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import again_s, encoding_s, held_s, share_of, waits_s
 from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
 
 

@@ -18,9 +18,8 @@ import numpy as np
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, plan_batch, plan_uniform, static_layout
 from dhp_ray.planner.baselines.static import Layout
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import Sample
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.plan.types import Sample, encoding_ranks
 from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.simulate.settings import DataSettings, PlanningSettings
 

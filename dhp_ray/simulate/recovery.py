@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.errors import PlanError
 from dhp_ray.runtime.driver.elastic import Condition, Failures, Form, GoOn, Stop, Wait, decide, surviving_state
 from dhp_ray.simulate.faults import Fault
 from dhp_ray.simulate.membership import Generation, HeldState, generation_of, held_by

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dhp_ray.comm.group_cache import GroupCacheState
-from dhp_ray.planner.plan import Plan, PlanError, Sample
+from dhp_ray.planner.cost.work import PAID_ONCE, work_of
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
-from dhp_ray.planner.work import PAID_ONCE, work_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import Elastic
 from dhp_ray.simulate.batches import Batches

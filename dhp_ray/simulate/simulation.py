@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dhp_ray.config import CONF
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.simulate.batches import Batches
 from dhp_ray.simulate.machine import Machine
 from dhp_ray.simulate.records import RunRecord

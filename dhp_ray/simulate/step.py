@@ -2,9 +2,9 @@
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
 sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
-                    in each pass of the encoder, and at each layer of a micro-batch (`pricing.micro_batches_s`)
+                    in each pass of the encoder, and at each layer of a micro-batch (`micro_batches_s`)
 
-If images are encoded apart from the packs, the phases before and after them are those of `planner/encoder_timeline.py`.
+If images are encoded apart from the packs, the phases before and after them are those of `planner/timeline.py`.
 A pack (in `micro_batch`: a micro-batch) takes at least as long as the parameters and gradients of its layers travel
 (`least_s`).
 """
@@ -18,13 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.encoder_timeline import EncoderTimeline
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.pricing import PackTimes, micro_batches_s
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import firsts_of, flat
-from dhp_ray.planner.timeline import timeline_apart
+from dhp_ray.planner.timeline import EncoderTimeline, PackTimes, micro_batches_s, timeline_apart
 from dhp_ray.simulate.links import Links, contended, run_groups, uses_of
 from dhp_ray.simulate.pack_work import PackWork, work_of
 from dhp_ray.train.results import PackTime, StepResult

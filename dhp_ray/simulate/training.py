@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s, with_offload_bytes
-from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.host_memory import node_terms
-from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
-from dhp_ray.planner.layer_share_limits import largest_offload, largest_recomputation
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.derived import Device, derived_cost, gather_s, with_encoder_apart, with_offload_bytes
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.memory.host import node_terms
+from dhp_ray.planner.memory.layer_share import largest_offload, largest_recomputation
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import (
     MEMORY_SHARE,
     Mode,
@@ -28,9 +26,8 @@ from dhp_ray.planner.mode import (
     equal_samples,
     held_samples,
 )
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.nodes import sizes_of
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation, sizes_of
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data
 
 

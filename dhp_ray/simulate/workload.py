@@ -23,7 +23,7 @@ from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.families.base import SLICE_TOKENS, Clip, Size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
-from dhp_ray.planner.plan import Grid, Sample
+from dhp_ray.planner.plan.types import Grid, Sample
 from dhp_ray.schema import ConfigError, Data
 from dhp_ray.simulate.workload_settings import (
     Numbers,

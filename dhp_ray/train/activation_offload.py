@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dhp_ray.model.adapter import PARTS, LayerStack, ModelAdapter
-from dhp_ray.planner.layer_share import LEAST_LAYERS, num_relieved
+from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.host_buffer import HostBuffer
 

@@ -25,8 +25,7 @@ from dhp_ray.model.dropout import token_keys
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.loss import IGNORED, valid_tokens
-from dhp_ray.planner.plan import Grid, RankPack
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.plan.types import Grid, RankPack, encoding_ranks
 from dhp_ray.train.payload import Payload, check_payload, image_tokens, placeholder, tokens_of_parts
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
-from dhp_ray.planner.memory_terms import BUCKET_BYTES
+from dhp_ray.planner.memory.model import BUCKET_BYTES
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.loading import load_frozen, move_buffers, place
 from dhp_ray.train.state.buckets import Bucket, FlatLayout

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.ranks import sum_over_ranks
-from dhp_ray.planner.plan import RankPack
+from dhp_ray.planner.plan.types import RankPack
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs

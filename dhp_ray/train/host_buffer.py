@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dhp_ray.planner.host_memory import CHUNK_BYTES
+from dhp_ray.planner.memory.host import CHUNK_BYTES
 
 ALIGNED_BYTES = 64
 """A tensor begins at a multiple of this: values of any type are aligned there."""

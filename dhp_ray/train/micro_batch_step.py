@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Wait
-from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.planner.plan.types import RankPack, RankPlan
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.rank_step import PackRun, PhaseRun, RankStep

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.planner.image_parts import cut_in_time
-from dhp_ray.planner.plan import Grid, Sample
+from dhp_ray.planner.plan.types import Grid, Sample, cut_in_time
 
 
 @dataclass(kw_only=True)

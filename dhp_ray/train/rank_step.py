@@ -16,7 +16,7 @@ from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
 from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan
+from dhp_ray.planner.plan.types import RankPack, RankPlan
 from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.encoder_phases import EncoderPhases

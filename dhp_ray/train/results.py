@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.work import BACKWARD, ENCODE, Work
+from dhp_ray.planner.cost.work import BACKWARD, ENCODE, Work
 
 
 class PackTime(NamedTuple):

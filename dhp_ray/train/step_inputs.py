@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.planner.rank_plan import encoded_images
+from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images
 from dhp_ray.train.collate import PackInputs, collate, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.payload import Payload, placeholder

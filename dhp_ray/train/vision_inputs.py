@@ -23,9 +23,7 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.planner.image_parts import cut_in_time
-from dhp_ray.planner.plan import Grid, RankPack, RankPlan
-from dhp_ray.planner.vision_plan import encoding_ranks
+from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, cut_in_time, encoding_ranks
 from dhp_ray.train.collate import joined, mapped
 from dhp_ray.train.payload import Payload, check_payload, image_tokens, tokens_of_parts
 

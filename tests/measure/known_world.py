@@ -9,9 +9,9 @@ import numpy as np
 
 from dhp_ray.measure.member import MESSAGE_BYTES
 from dhp_ray.measure.rounds import Exchanged, PartResult, Sizes, Spec, StepTiming
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.work import work_of
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.work import work_of
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.results import PackTime
 
 SIZES = Sizes(512, ((1, 4, 4), (1, 8, 12), (1, 16, 16)), 4)

@@ -11,9 +11,8 @@ import yaml
 
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.cost_origin import CostFile, Origin, difference, origin_of_run
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.origin import CostFile, Origin, difference, origin_of_run
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from tests.measure.known_world import BESIDE_GATHERS_S, GATHER_S, TRUE, UPDATE_S, results_of, spec
 from tests.published_configs import shape_of
 

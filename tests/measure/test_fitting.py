@@ -20,7 +20,7 @@ from dhp_ray.measure.fitting import (
     observed,
 )
 from dhp_ray.measure.rounds import PartResult, Spec
-from dhp_ray.planner.work import IMAGES, TERMS
+from dhp_ray.planner.cost.work import IMAGES, TERMS
 from dhp_ray.train.results import PackTime
 from tests.measure.known_world import FIRST_MESSAGE_S, GATHER_S, REPEATS, TRUE, UPDATE_S, results_of, spec
 

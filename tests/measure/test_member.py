@@ -11,7 +11,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
 from dhp_ray.measure.member import MESSAGE_BYTES
 from dhp_ray.measure.rounds import PartResult, Sizes, Spec
-from dhp_ray.planner.work import BACKWARD, ENCODE
+from dhp_ray.planner.cost.work import BACKWARD, ENCODE
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.measuring import member_with
 from dhp_ray.runtime.worker.rank import Rank

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
-from dhp_ray.planner.layer_share import LayerShare
+from dhp_ray.planner.plan.cluster import LayerShare
 
 
 class Batch(NamedTuple):

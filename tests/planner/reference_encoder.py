@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dhp_ray.planner import CostModel, Plan
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.plan.types import Grid
 from tests.planner.reference_cost import Batch
 
 Factor = Callable[[str, int], float]

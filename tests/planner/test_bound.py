@@ -11,7 +11,7 @@ import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, checked_problem
 from dhp_ray.planner.bound import lower_bound_s
-from dhp_ray.planner.plan import GroupPlan, Pack, VisionPlan
+from dhp_ray.planner.plan.types import GroupPlan, Pack, VisionPlan
 from tests.planner.reference_encoder import timeline
 
 RING = CostModel(

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from dhp_ray.planner import CostModel, PlanError
-from dhp_ray.planner.cost_origin import CostFile, Origin, difference, origin_of_run
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.origin import CostFile, Origin, difference, origin_of_run
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from tests.published_configs import shape_of
 
 SHAPE = shape_of("3B", 3)

@@ -10,10 +10,9 @@ import yaml
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device, collective_bytes_per_s, derived_cost, described, gather_s
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.cost.derived import Device, collective_bytes_per_s, derived_cost, described, gather_s
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from tests.published_configs import TEXT, published_config
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"

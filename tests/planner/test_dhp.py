@@ -15,11 +15,11 @@ from dhp_ray.planner import ClusterSpec, CostModel, Sample, checked_problem, pla
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import packed_to
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.pricing import making_s, time_of
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of, flat
 from dhp_ray.planner.search.plan import dhp
 from dhp_ray.planner.search.rounds import Rounds
+from dhp_ray.planner.timeline import making_s, time_of
 
 ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
                        bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11, 16: 1.08e10, 32: 6.2e9, 64: 5.1e9})

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import Grid, VisionPlan
+from dhp_ray.planner.cost.derived import with_encoder_apart
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.plan.types import Grid, VisionPlan
 from tests.memory_trace import fake_world
 from tests.published_configs import published_config, shape_of
 from tests.step_trace import traced_step

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.encoders import encoders_of, fullest_member_s
-from dhp_ray.planner.items import DEGREES, times_at
-from dhp_ray.planner.pricing import times_of
+from dhp_ray.planner.encoder.members import encoders_of, fullest_member_s
 from dhp_ray.planner.primitives.packing import Packs
-from dhp_ray.planner.problem import packed, problem_of
+from dhp_ray.planner.problem import DEGREES, packed, problem_of, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of
+from dhp_ray.planner.timeline import times_of
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.planner.host_memory import CHANGE, export_bytes, host_terms, pinned_bytes
-from dhp_ray.planner.memory_terms import MemorySettings, Terms
+from dhp_ray.planner.memory.host import CHANGE, export_bytes, host_terms, pinned_bytes
+from dhp_ray.planner.memory.model import MemorySettings, Terms
 from tests.published_configs import published_config
 
 SHAPE = Qwen25VL.shape(published_config("3B"))

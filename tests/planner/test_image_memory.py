@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import published_config, shape_of
 

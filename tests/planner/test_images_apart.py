@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import GAIN, ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, replay
-from dhp_ray.planner.encoder_memory import encoder_bytes, language_bytes, with_encoder_apart
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.cost.derived import encoder_bytes, language_bytes, with_encoder_apart
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.plan.types import VisionPlan
 from tests.published_configs import shape_of
 
 ALONE = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, latency_s=3.0)

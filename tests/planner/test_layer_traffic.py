@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from dhp_ray.planner.layer_traffic import Traffic, layer_traffic
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.cost.derived import Traffic, layer_traffic
+from dhp_ray.planner.plan.types import Grid
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.pack import pack_loss
 from tests.memory_trace import SilentLink, make_inputs, memory_trace

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dhp_ray.planner.least_squares import bounded_least_squares
+from dhp_ray.planner.cost.refit import bounded_least_squares
 
 
 def by_descent(matrix, target, low, high):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, idle_fraction, plan_batch, replay
-from dhp_ray.planner.lockstep_passes import lockstep_passes
-from dhp_ray.planner.plan import VisionPlan
+from dhp_ray.planner.encoder.world import lockstep_passes
+from dhp_ray.planner.plan.types import VisionPlan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts, plan_starts
 from tests.planner.reference_encoder import timeline
 from tests.planner.test_images_apart import ALONE, MIXED, example

@@ -14,8 +14,7 @@ import pytest
 from dhp_ray.model.build import adapter_sizes_of
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
-from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings, PackLoad
+from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel, MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
 

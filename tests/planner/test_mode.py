@@ -10,9 +10,8 @@ import pytest
 
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.derived_cost import Device, derived_cost, gather_s
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.derived import Device, derived_cost, gather_s
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from dhp_ray.planner.mode import (
     COMPARED_RANKS,
     Candidate,
@@ -24,7 +23,7 @@ from dhp_ray.planner.mode import (
     equal_samples,
     reason,
 )
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from tests.published_configs import published_config
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"

@@ -12,7 +12,7 @@ from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
 from dhp_ray.planner import PlanError
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 from tests.packs import TOKEN_IDS
 from tests.published_configs import CONF, NUM_PARAMETERS, model_without_memory, published_config, shape_of, stored_shape
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, SequenceTooLongError, plan_batch, replay
-from dhp_ray.planner.layer_share import NO_OFFLOAD, Offload, num_relieved
-from dhp_ray.planner.layer_share_limits import largest_offload
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.memory.layer_share import largest_offload
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, Offload, num_relieved
 from tests.published_configs import shape_of
 
 HALF = Offload(0.5, 1000, 3000, 1000)

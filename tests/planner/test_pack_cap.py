@@ -16,7 +16,7 @@ from dhp_ray.planner.baselines.pack_cap import best_cap, capacities, degrees_at
 from dhp_ray.planner.baselines.paper import paper_at
 from dhp_ray.planner.baselines.pow2 import pow2_at
 from dhp_ray.planner.baselines.static import Layout, degrees_for, least_degree_of, uniform
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.timeline import time_of
 
 ROOT = Path(__file__).parents[2]
 PACKED_TO_MEMORY = {

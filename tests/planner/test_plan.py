@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, PlanError, Sample
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, Sample
 
 SAMPLES = (Sample("a", 30), Sample("b", 2, 8, ((1, 4, 4), (1, 4, 4))), Sample("c", 15))
 GROUPS = (GroupPlan((0, 1), Pack((0,)), 1.0), GroupPlan((2,), Pack((1,)), 0.5, encoders=(2, 2)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING, bimodal
 
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, Sample, plan_batch
-from dhp_ray.planner.cost import SYNCS
+from dhp_ray.planner.cost.model import SYNCS
 
 ALLOWED = 1.15
 

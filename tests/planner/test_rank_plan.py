@@ -4,8 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample, SplitImage, VisionPlan
-from dhp_ray.planner.rank_plan import encoded_images, planned_samples
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import (
+    GroupPlan,
+    Pack,
+    Plan,
+    RankPack,
+    Sample,
+    SplitImage,
+    VisionPlan,
+    encoded_images,
+    planned_samples,
+)
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (2, 4, 4))))
 GROUPS = (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(3,)), GroupPlan((2,), Pack((1,)), 0.5),

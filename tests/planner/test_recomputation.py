@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, SequenceTooLongError, plan_batch, replay
-from dhp_ray.planner.layer_share import NO_RECOMPUTATION, Offload, Recomputation
-from dhp_ray.planner.layer_share_limits import largest_recomputation
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.memory.layer_share import largest_recomputation
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.plan.cluster import NO_RECOMPUTATION, Offload, Recomputation
 from tests.planner.test_references import random_batch
 from tests.published_configs import shape_of
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.layer_share import Offload, Recomputation
+from dhp_ray.planner.plan.cluster import Offload, Recomputation
 from tests.planner.reference_cost import Batch
 from tests.planner.reference_micro_batch import Pack, micro_batch_time_s, time_s
 from tests.planner.reference_step import step_time_s

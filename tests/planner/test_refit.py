@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.refit import FAR, FEWEST, STEP, Observed, refit, slowness_of, with_factors
-from dhp_ray.planner.work import TERMS, work_of
+from dhp_ray.planner.cost.refit import FAR, FEWEST, STEP, Observed, refit, slowness_of, with_factors
+from dhp_ray.planner.cost.work import TERMS, work_of
 
 PRIOR = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", latency_s=2e-3, pack_s=5e-3,
                   vision_quadratic_s=2e-8, vision_linear_s=2e-5, encoder_pass_s=3e-3, attention_block=512)

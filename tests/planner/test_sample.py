@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from dhp_ray.planner.sample import Sample, samples_from_json, samples_to_json
+from dhp_ray.planner.plan.types import Sample, samples_from_json, samples_to_json
 
 SAMPLES = (Sample("a", 30), Sample("b", 2, 8, ((1, 4, 4), (2, 4, 6))))
 

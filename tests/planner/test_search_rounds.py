@@ -10,10 +10,10 @@ from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.search.batch import batch_of
 from dhp_ray.planner.search.rounds import Rounds, fill, places_of
+from dhp_ray.planner.timeline import time_of
 
 
 def slow_fill(problem: Problem, limit_s: float, least: int) -> list[tuple[int, list[int]]]:

@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, plan_batch, replay
-from dhp_ray.planner.image_parts import cut_in_time, shares
-from dhp_ray.planner.plan import SplitImage, VisionPlan
-from dhp_ray.planner.split_images import LIMITS, parts_for_memory, parts_for_time
+from dhp_ray.planner.encoder.images import LIMITS, parts_for_memory, parts_for_time
+from dhp_ray.planner.plan.types import SplitImage, VisionPlan, cut_in_time, shares
 from dhp_ray.planner.timeline import apart_timeline, plan_starts
 from tests.planner.reference_encoder import timeline
 
 ALONE = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, latency_s=3.0, encoder_bytes_per_patch=1.0)
 """A second a token and a patch; groups of several ranks do not pay; there is memory for any image."""
 LARGE = [Sample("large", 4, 3, ((12, 1, 1),)), *(Sample(str(index), 1, 1, ((1, 1, 1),)) for index in range(12))]
-"""The example of split_images.py."""
+"""The example of encoder/images.py."""
 WHOLE = [replace(LARGE[0], vision_grids=((1, 3, 4),)), *LARGE[1:]]
 """The same where the large image has one step in time."""
 
@@ -44,7 +43,7 @@ def test_an_image_stays_whole_where_another_one_takes_longer_anyway():
 
 
 def parts_in_plain_python(grids, seconds, least, speeds):
-    """The rule of split_images.py, image by image."""
+    """The rule of encoder/images.py, image by image."""
     mean, longest = sum(seconds) / sum(speeds), max(seconds)
     above = [image for image, time in enumerate(seconds) if time / max(speeds) > mean * (1 + 1e-9)]
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
 
 from dhp_ray.planner import ClusterSpec, Sample
-from dhp_ray.planner.layer_share import Recomputation
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.plan.cluster import Recomputation
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of
 from dhp_ray.planner.search.batch import batch_of
 from dhp_ray.planner.search.improve import improve
 from dhp_ray.planner.search.state import schedule_of, state_of
+from dhp_ray.planner.timeline import time_of
 
 
 def random_case(seed: int, sync: str) -> tuple[Problem, Schedule]:

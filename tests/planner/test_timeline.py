@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, idle_fraction, plan_batch
-from dhp_ray.planner.plan import Plan, VisionPlan
+from dhp_ray.planner.plan.types import Plan, VisionPlan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts, plan_starts, starts_of
 
 COST = CostModel(0.0, 1e-2, 1.0, 3.0, {2: 1e9})

@@ -9,7 +9,7 @@ import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, checked_problem, plan_batch
 from dhp_ray.planner.bound import bounded
-from dhp_ray.planner.layer_share import NO_RECOMPUTATION, Recomputation
+from dhp_ray.planner.plan.cluster import NO_RECOMPUTATION, Recomputation
 from dhp_ray.planner.search.ways import ways_of
 
 COST = CostModel(0.0, 1e-3, 2e5, 0.5, {2: 1e9}, communication="ring", latency_s=1e-3, pack_s=0.2)

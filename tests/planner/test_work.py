@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.layer_share import Offload, Recomputation
-from dhp_ray.planner.plan import GroupPlan, Pack, SplitImage, VisionPlan
-from dhp_ray.planner.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
+from dhp_ray.planner.cost.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
+from dhp_ray.planner.plan.cluster import Offload, Recomputation
+from dhp_ray.planner.plan.types import GroupPlan, Pack, SplitImage, VisionPlan
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
 COST = CostModel(2e-6, 1e-3, 100.0, 0.5, {2: 1e6}, communication="ring", latency_s=0.1, pack_s=0.02,

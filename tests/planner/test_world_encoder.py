@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dhp_ray.planner.encoder.world import EVEN, FAR, _fullest_first, _longest_first, balanced_encoders
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import firsts_of
-from dhp_ray.planner.world_encoder import EVEN, FAR, _fullest_first, _longest_first, balanced_encoders
 
 
 @compiled

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dhp_ray.planner import CostModel, PlanError, plan_batch, plan_data_set, replay
 from dhp_ray.planner.baselines.static import Layout, uniform
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.pricing import time_of
+from dhp_ray.planner.plan.types import Plan
+from dhp_ray.planner.timeline import time_of
 from dhp_ray.report.gains import OTHERS, RUN, compare, compared, other_mode, problem_of_plan, spread
 from tests.report.runs import COST, plan_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.planner.plan import SplitImage
+from dhp_ray.planner.plan.types import SplitImage
 from dhp_ray.report.trace import trace_of
 from tests.report.runs import plan_of, results_of
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.data.blocks import BlockRows, Origin
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample, SplitImage, VisionPlan
-from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan
 from dhp_ray.runtime.rank_slices import (
     RowIndex,
     packed_share,

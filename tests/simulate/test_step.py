@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, idle_fraction, plan_batch, plan_starts
-from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare, Offload, Recomputation
+from dhp_ray.planner.cost.work import work_of
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, LayerShare, Offload, Recomputation
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.planner.work import work_of
 from dhp_ray.runtime.driver.commit import makespan_s, measured_idle_fraction
 from dhp_ray.runtime.driver.feedback import busy_s
 from dhp_ray.simulate.links import Links, links_of

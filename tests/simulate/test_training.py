@@ -10,9 +10,9 @@ import pytest
 
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.derived_cost import Device
+from dhp_ray.planner.cost.derived import Device
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.model_shape import ModelShape
 from dhp_ray.runtime.driver.modes import memory_of as run_memory_of
 from dhp_ray.runtime.driver.modes import mode_of
 from dhp_ray.runtime.driver.room import within_memory

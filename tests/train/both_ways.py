@@ -12,7 +12,7 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.step_inputs import collated

@@ -20,7 +20,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.comm.world import abort_groups, destroy_world
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine

@@ -14,7 +14,8 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.payload import Payload

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dhp_ray.model.adapter import LayerStack
-from dhp_ray.planner.layer_share import num_relieved
+from dhp_ray.planner.plan.cluster import num_relieved
 from dhp_ray.train.activation_offload import Copies, Moved, PartOffload
 
 HOST = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.config import Config
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from tests.packs import PATCH_DIMS
 from tests.ranks import run_processes
 from tests.train.both_ways import both_ways, config_of, member_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.compatibility import fsdp_param_groups
-from dhp_ray.planner.vision_plan import IN_PACKS, VisionPlan
+from dhp_ray.planner.plan.types import IN_PACKS, VisionPlan
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
 from tests.packs import rough_model

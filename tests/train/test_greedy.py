@@ -14,7 +14,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.data.families.base import Medium
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.planner.plan import Plan, Sample
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.greedy import greedy_answers

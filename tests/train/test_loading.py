@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.loading import read_shards
 from dhp_ray.train.micro_batch_model import MicroBatchModel
 from dhp_ray.train.payload import Payload

@@ -18,7 +18,7 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep

@@ -15,7 +15,7 @@ from torch import Tensor
 from dhp_ray.config import Config, load
 from dhp_ray.model.dropout import kept, layer_key, token_keys
 from dhp_ray.model.lora import first_values
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model
 from tests.ranks import run_processes

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.payload import Payload

@@ -15,7 +15,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.planner.plan import RankPack
+from dhp_ray.planner.plan.types import RankPack
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import SYNCS, TRANSPORTS
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
 from tests.packs import PATCH_DIMS
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan

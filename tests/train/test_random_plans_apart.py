@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
 from tests.packs import PATCH_DIMS, with_images_apart, with_splits
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan

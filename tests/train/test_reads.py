@@ -13,7 +13,7 @@ from benchmarks.device_parts.reads import Place, counted
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.micro_batch_step import MicroBatchStep

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPack, Sample
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, RankPack, Sample
 from dhp_ray.train.micro_batch_step import MicroBatchStep
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine

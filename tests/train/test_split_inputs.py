@@ -16,8 +16,8 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan
-from dhp_ray.planner.rank_plan import encoded_images
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, encoded_images
 from dhp_ray.train.encoder_phases import received_rows
 from dhp_ray.train.payload import image_tokens
 from dhp_ray.train.step_inputs import StepInputs, collated

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.planner.plan import RankPlan
+from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.payload import Payload, placeholder

@@ -13,7 +13,8 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import rank as rank_module
 from dhp_ray.train.payload import placeholder

@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import ClusterSpec, Grid, GroupPlan, Pack, Plan, RankPack, RankPlan, Sample, VisionPlan
-from dhp_ray.planner.rank_plan import planned_samples
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import (
+    Grid,
+    GroupPlan,
+    Pack,
+    Plan,
+    RankPack,
+    RankPlan,
+    Sample,
+    VisionPlan,
+    planned_samples,
+)
 from dhp_ray.train.encoder_phases import received_rows
 from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import StepInputs, collated

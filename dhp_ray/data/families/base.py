@@ -14,7 +14,7 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner imports numba
+    from dhp_ray.planner.plan.types import Grid
 
 MAX_ASPECT_RATIO = 200
 VIDEO_PIXELS = 25_165_824

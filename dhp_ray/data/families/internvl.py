@@ -15,7 +15,7 @@ import numpy as np
 from dhp_ray.data.families.base import Clip, Family, Medium, check_shape, patches
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner imports numba
+    from dhp_ray.planner.plan.types import Grid
 
 OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
 """Settings that its image processor does not have."""

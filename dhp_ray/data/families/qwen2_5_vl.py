@@ -14,7 +14,7 @@ from dhp_ray.data.families.base import Clip, Family, Medium, check_shape
 from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.plan import Grid  # the planner imports numba
+    from dhp_ray.planner.plan.types import Grid
 
 
 MIN_FRAMES = 4

@@ -28,9 +28,9 @@ from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
 from dhp_ray.model.weights import StoredWeights
-from dhp_ray.planner.layer_share import num_relieved
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.plan.cluster import num_relieved
+from dhp_ray.planner.plan.types import Grid
 
 # "longrope" chooses frequencies by the longest position that a call sees, so shards of one sequence would differ. So
 # does "dynamic" beyond the positions that a model is made for; up to there its frequencies are the plain ones.

@@ -21,8 +21,8 @@ from dhp_ray.model.adapter import EncoderArguments, LayerStack
 from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.plan.types import Grid
 
 TEXT_MODELS = ("qwen2", "qwen3")
 

@@ -16,7 +16,7 @@ from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.kernels import Segments
 from dhp_ray.model.rope_positions import mrope_positions
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
 class Qwen25VL(VisionLanguageModel):

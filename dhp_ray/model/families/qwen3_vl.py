@@ -25,7 +25,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.kernels import Segments
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
 class Qwen3VL(Qwen25VL):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dhp_ray.planner.pricing import time_of
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
+from dhp_ray.planner.timeline import time_of
 
 LADDER, ROUNDS, NEIGHBOURS = 9, 5, 8
 """Numbers of caps that are tried: on a ladder from the shortest sequence to the memory limit; for numbers of rounds

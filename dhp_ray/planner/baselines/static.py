@@ -1,7 +1,7 @@
 """Static layouts: every group has the same degree, whatever its sequences need.
 
 static         the degree that the longest sequence needs; the pack cap that is best for the batch
-static_best    the degree and the pack cap that are best for the batch (`static_best`)
+static_best    the degree and the pack cap that are best for the batch
 best_layout    the degree and the pack cap that are best for a whole data set: one layout for all of its batches,
                as in static systems
 """
@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
-from dhp_ray.planner.items import times_at
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import best_fit_decreasing
-from dhp_ray.planner.problem import Problem, packed
+from dhp_ray.planner.problem import Problem, packed, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 
 MOST = 16
@@ -87,3 +86,8 @@ def uniform(problem: Problem, layout: Layout) -> Schedule:
     return Schedule(
         rows, first_row, ranks, firsts_of(np.full(len(order), degree)), count // num_groups * int(by_micro_batch)
     )
+
+
+def static_best(problem: Problem) -> Schedule:
+    """The best static layout for this batch alone, among the degrees that hold its longest sequence."""
+    return uniform(problem, best_layout([problem]))

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Items, Machine
-from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.rates import Rates
+from dhp_ray.planner.cost.rates import Rates
+from dhp_ray.planner.problem import Items, Machine, Problem
 
 
 class Batch(NamedTuple):

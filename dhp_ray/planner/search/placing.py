@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Machine
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Machine, Problem
 from dhp_ray.planner.schedule import firsts_of
 
 

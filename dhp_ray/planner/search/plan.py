@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Machine
-from dhp_ray.planner.pricing import making_s, new_groups, time_of
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Machine, Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.search.batch import Batch, batch_of, nodes_matter
 from dhp_ray.planner.search.improve import improve
@@ -23,6 +21,7 @@ from dhp_ray.planner.search.rounds import Rounds
 from dhp_ray.planner.search.state import schedule_of, state_of
 from dhp_ray.planner.search.targets import shortest_under_targets, with_groups_of_the_pool
 from dhp_ray.planner.search.ways import ways_of
+from dhp_ray.planner.timeline import making_s, new_groups, time_of
 
 LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
 """Packs have at least so many ranks, in a small batch (of SMALL sequences x ranks) also all ranks; with sync=step, both

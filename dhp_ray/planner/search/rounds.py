@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.items import Item, Machine, compiled_encoding_s, compiled_running_s, encode_s_of, time_s
-from dhp_ray.planner.limits import limits_of
+from dhp_ray.planner.bound import limits_of
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.problem import Problem
+from dhp_ray.planner.problem import Item, Machine, Problem, compiled_encoding_s, compiled_running_s, encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import Batch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.encoders import longest_member_s
-from dhp_ray.planner.items import compiled_encoding_s, compiled_running_s
+from dhp_ray.planner.encoder.members import longest_member_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.problem import compiled_encoding_s, compiled_running_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import Batch
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dhp_ray.planner.items import compiled_running_s, encode_s_of, time_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
+from dhp_ray.planner.problem import compiled_running_s, encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, in_order
 from dhp_ray.planner.search.batch import Batch
 from dhp_ray.planner.search.placing import CachedGroups

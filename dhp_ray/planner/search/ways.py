@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from dhp_ray.planner.bound import lower_bound_s
-from dhp_ray.planner.layer_share import Recomputation
+from dhp_ray.planner.plan.cluster import Recomputation
 from dhp_ray.planner.problem import Problem
 
 FULLER = (2, 4)

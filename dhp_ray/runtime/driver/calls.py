@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.errors import first_line, first_line_of
-from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.planner.plan.types import PlanSlices
 from dhp_ray.runtime.messages import GroupError, RunError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_share, packed_slices, unpacked_share
 

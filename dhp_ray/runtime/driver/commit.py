@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import Plan, Sample
-from dhp_ray.planner.work import PAID_ONCE, TERMS, Work, work_of
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.work import PAID_ONCE, TERMS, Work, work_of
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.feedback import busy_s

@@ -27,7 +27,8 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, Plan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
@@ -37,8 +38,8 @@ from dhp_ray.train.results import StepResult
 
 if TYPE_CHECKING:
     from dhp_ray.data.stream import Batch
-    from dhp_ray.planner.cost import CostModel
-    from dhp_ray.planner.plan import Plan
+    from dhp_ray.planner.cost.model import CostModel
+    from dhp_ray.planner.plan.types import Plan
     
 
 @dataclass

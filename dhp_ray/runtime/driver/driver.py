@@ -26,7 +26,7 @@ from ray.actor import ActorHandle
 from dhp_ray.config import Config, ConfigError
 from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.errors import first_line
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.errors import PlanError
 from dhp_ray.run_folder import MODEL_FOLDER
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits

@@ -16,7 +16,7 @@ from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan import ClusterSpec
+from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.image_limits import image_limit_of

@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dhp_ray.config import Config
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import Plan
-from dhp_ray.planner.refit import FAR, Observed, Refit, refit, with_factors
-from dhp_ray.planner.work import TERMS, Work
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.refit import FAR, Observed, Refit, refit, with_factors
+from dhp_ray.planner.cost.work import TERMS, Work
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.results import StepResult
 
 if TYPE_CHECKING:
-    from dhp_ray.planner.cost import CostModel
-    from dhp_ray.planner.plan import Plan
+    from dhp_ray.planner.cost.model import CostModel
+    from dhp_ray.planner.plan.types import Plan
 
 
 SPEED_DECAY = 0.5

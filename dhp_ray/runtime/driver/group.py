@@ -15,10 +15,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.data.blocks import unnoticed
-from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import Sample
-from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.planner.plan.types import PlanSlices, Sample
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError

@@ -8,11 +8,11 @@ from collections import Counter
 from typing import NamedTuple
 
 from dhp_ray.config import Config
-from dhp_ray.planner.host_memory import node_terms
-from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
-from dhp_ray.planner.layer_share_limits import largest_offload, largest_recomputation
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.memory.host import node_terms
+from dhp_ray.planner.memory.layer_share import largest_offload, largest_recomputation
+from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.planner.mode import MEMORY_SHARE
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
 from dhp_ray.runtime.driver.group import WorkerGroup
 
 OFFLOAD = "train.activation_offload"

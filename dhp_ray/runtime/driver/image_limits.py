@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dhp_ray.config import Config
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.runtime.driver.group import WorkerGroup
 
 

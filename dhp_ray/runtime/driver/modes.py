@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, Config, ConfigError
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.cost_origin import CostFile, Origin, difference
-from dhp_ray.planner.derived_cost import Device, derived_cost, described, gather_s
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
+from dhp_ray.planner.cost.derived import Device, derived_cost, described, gather_s
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.origin import CostFile, Origin, difference
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import (
     MEMORY_SHARE,
     Mode,
@@ -28,8 +28,7 @@ from dhp_ray.planner.mode import (
     held_samples,
     reason,
 )
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.host_room import (
     Limits,

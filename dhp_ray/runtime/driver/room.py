@@ -14,10 +14,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from dhp_ray.config import Config
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.encoder_memory import with_encoder_apart
-from dhp_ray.planner.host_memory import node_terms
-from dhp_ray.planner.memory import MemoryModel
+from dhp_ray.planner.cost.derived import with_encoder_apart
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.memory.host import node_terms
+from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.planner.mode import MEMORY_SHARE, Mode
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.host_room import (
@@ -141,7 +141,7 @@ def check_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
 
 
 def check_host_memory(config: Config, group: WorkerGroup, mode: Mode) -> None:
-    """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/host_memory.py`); on the CPU
+    """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/memory/host.py`); on the CPU
     their state lies there too.
 
     Raises:

@@ -14,7 +14,8 @@ from dhp_ray.config import Config
 from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import ClusterSpec, Plan
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Failures, replica_ranks_of

@@ -23,13 +23,11 @@ from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.measure.rounds import PARTS, PartResult, Spec
 from dhp_ray.planner import warm_up
-from dhp_ray.planner.checks import PlanError
-from dhp_ray.planner.cost import SYNCS
-from dhp_ray.planner.cost_constants import constants_of_text
-from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.planner.cost.model import SYNCS, constants_of_text
+from dhp_ray.planner.cost.origin import CostFile
+from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import Sample
-from dhp_ray.planner.sample import samples_from_json
+from dhp_ray.planner.plan.types import Sample, samples_from_json
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out

@@ -24,11 +24,10 @@ from dhp_ray.constraints import check_device
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.model.fused import operators_of
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.derived_cost import Device, derived_cost, described
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.cost.derived import Device, derived_cost, described
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from dhp_ray.runtime.job.preflight import check_measurement_here, devices_here
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.origins import origin_of

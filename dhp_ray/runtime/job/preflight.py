@@ -261,8 +261,8 @@ def _check_writable(key: str, file: str) -> None:
 
 
 def _check_cost(path: str) -> None:
-    from dhp_ray.planner.cost_origin import CostFile  # half a second to import
-    from dhp_ray.planner.plan import PlanError
+    from dhp_ray.planner.cost.origin import CostFile
+    from dhp_ray.planner.errors import PlanError
 
     try:
         CostFile.load(path)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from io import BytesIO
 
-from dhp_ray.planner.plan import Plan
+from dhp_ray.planner.plan.types import Plan
 from dhp_ray.report.trace import trace_of
 from dhp_ray.run_folder import trace_file
 from dhp_ray.runtime.records.tensorboard import ScalarLog

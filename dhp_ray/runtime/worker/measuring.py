@@ -10,8 +10,8 @@ from datetime import timedelta
 from dhp_ray.config import Config
 from dhp_ray.measure.member import Member
 from dhp_ray.measure.rounds import PartResult, Sizes, Spec
-from dhp_ray.planner.model_shape import ModelShape
-from dhp_ray.planner.plan import Grid
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.plan.types import Grid
 from dhp_ray.runtime.worker.prefetch import processor_spec
 from dhp_ray.runtime.worker.rank import Rank
 

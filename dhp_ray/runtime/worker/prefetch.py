@@ -21,8 +21,7 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line, named_line
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.planner.plan import RankPack, RankPlan, Sample
-from dhp_ray.planner.rank_plan import encoded_images, planned_samples
+from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.train.payload import Payload, check_payload, placeholder
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of

@@ -12,7 +12,7 @@ from dhp_ray.model.build import adapter_sizes, build_model, model_shape
 from dhp_ray.model.fused import operators_of
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.weights import StoredWeights
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 
 def token_ids(config: Config) -> dict[str, int] | None:

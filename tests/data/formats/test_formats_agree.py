@@ -26,7 +26,7 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
-from dhp_ray.planner.plan import RankPack, Sample
+from dhp_ray.planner.plan.types import RankPack, Sample
 from dhp_ray.runtime.worker.prefetch import payload_of
 from dhp_ray.schema import Data, Model
 from dhp_ray.train.collate import collate

@@ -17,8 +17,8 @@ from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
-from dhp_ray.planner.plan import ClusterSpec, RankPlan, Sample
-from dhp_ray.planner.rank_plan import planned_samples
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import RankPlan, Sample, planned_samples
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.rank_slices import unpacked_slice

@@ -17,7 +17,9 @@ from dhp_ray.config import CONF, load
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel
-from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 

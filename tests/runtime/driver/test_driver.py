@@ -13,7 +13,8 @@ import pytest
 from dhp_ray.config import load
 from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import Batch, Skipped
-from dhp_ray.planner.plan import ClusterSpec, Plan, Sample
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.dispatch import DispatchedStep
 from dhp_ray.runtime.driver.driver import Driver, untrained

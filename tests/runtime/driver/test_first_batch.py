@@ -9,7 +9,7 @@ import pytest
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.modes import compares_modes, mode_of
 from dhp_ray.runtime.driver.room import limits_of_generation, ranks_that_hold
 from dhp_ray.runtime.driver.start import first_samples, resolve_limits

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.planner.host_memory import ACTIVATIONS, node_terms
-from dhp_ray.planner.layer_share import NO_OFFLOAD, Offload
+from dhp_ray.planner.memory.host import ACTIVATIONS, node_terms
 from dhp_ray.planner.mode import Mode
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, Offload
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.host_room import (
     OFFLOAD,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan import Sample
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.image_limits import image_limit_of, skipped_images
 from dhp_ray.runtime.driver.modes import memory_of, mode_of
 from dhp_ray.runtime.driver.room import limits_of_generation

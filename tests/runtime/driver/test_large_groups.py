@@ -20,7 +20,8 @@ from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import Batch
 from dhp_ray.planner import CostModel, plan_batch
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Sample
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.messages import StepCommitted

@@ -4,9 +4,10 @@ import math
 import numpy as np
 import pytest
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, Sample, VisionPlan
-from dhp_ray.planner.work import work_of
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.work import work_of
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.driver.commit import cost_error, makespan_s, measured_idle_fraction, step_metrics
 from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.train.results import PackTime, StepResult

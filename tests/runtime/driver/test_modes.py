@@ -13,8 +13,8 @@ import yaml
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, ConfigError
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import (

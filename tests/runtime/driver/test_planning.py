@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from dhp_ray.planner.cost import CostModel
+from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.runtime.driver.dispatch import Patience, Planning
 from dhp_ray.runtime.driver.feedback import LATE_S, patience_s
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.planner.layer_share import Offload
-from dhp_ray.planner.refit import with_factors
-from dhp_ray.planner.work import TERMS, Work, constants_of, work_of
+from dhp_ray.planner.cost.refit import with_factors
+from dhp_ray.planner.cost.work import TERMS, Work, constants_of, work_of
+from dhp_ray.planner.plan.cluster import Offload
 from dhp_ray.runtime.driver.feedback import HIGH, MOST_ROWS, STEPS_TO_STAY, CostRefits, least_error
 from tests.runtime.driver.groups import config_of
 

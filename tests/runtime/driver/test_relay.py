@@ -14,8 +14,7 @@ import pytest
 import ray
 
 from dhp_ray.data.blocks import Origin
-from dhp_ray.planner.plan import RankPack, Sample
-from dhp_ray.planner.rank_plan import PlanSlices
+from dhp_ray.planner.plan.types import PlanSlices, RankPack, Sample
 from dhp_ray.runtime.driver import calls as relay_module
 from dhp_ray.runtime.driver.calls import Calls, Relay, shares
 from dhp_ray.runtime.driver.group import Member, WorkerGroup

@@ -10,7 +10,7 @@ import pytest
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
-from dhp_ray.planner.host_memory import CHANGE, host_terms, pinned_bytes
+from dhp_ray.planner.memory.host import CHANGE, host_terms, pinned_bytes
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.modes import cost_of, memory_of

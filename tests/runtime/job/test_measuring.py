@@ -16,7 +16,7 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import load
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
-from dhp_ray.planner.cost_origin import CostFile
+from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.runtime.job import measuring
 from dhp_ray.runtime.job.measuring import _rank_main
 from tests.checkout import job_of

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.model.build import model_shape
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter

@@ -17,8 +17,8 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
-from dhp_ray.planner.plan import ClusterSpec, GroupPlan, Pack, Plan, RankPlan, Sample
-from dhp_ray.planner.rank_plan import encoded_images, planned_samples
+from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker import prefetch
 from dhp_ray.runtime.worker.prefetch import Patches, encoded_grids, futures_of, load_inputs, num_decoders, payload_of

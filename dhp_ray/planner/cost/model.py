@@ -41,30 +41,120 @@ Or the share s(t) of its layers is recomputed (`recomputation`): their forward p
 
     again = s(t) * (forward * (time - encode) + vision_forward * encode)     of images only if the encoder is trained
 
-If images are encoded apart from the packs (`encoder_timeline`), `vision_forward` is the share of their time before the
-packs (1: there is no backward phase), and `feature_bytes` are the bytes of a vision token's features in transit.
-In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`; a pack of the most tokens that a rank
-holds with activations in host memory takes `most_pack_bytes`. A patch takes `encoder_bytes_per_patch` from its forward
-to its backward pass, in addition to `encoder_bytes` of a pass. With `sync=micro_batch` a pass takes at least
-`encoder_gather_s`, because the encoder's parameters are gathered and its gradients reduced.
+If images are encoded apart from the packs (`timeline.EncoderTimeline`), `vision_forward` is the share of their time
+before the packs (1: there is no backward phase), and `feature_bytes` are the bytes of a vision token's features in
+transit. In memory, a pack then takes `pack_bytes + language_bytes_per_token * sum s / d`; a pack of the most tokens
+that a rank holds with activations in host memory takes `most_pack_bytes`. A patch takes `encoder_bytes_per_patch` from
+its forward to its backward pass, in addition to `encoder_bytes` of a pass. With `sync=micro_batch` a pass takes at
+least `encoder_gather_s`, because the encoder's parameters are gathered and its gradients reduced.
 
 Both kinds of communication are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import yaml
 
-from dhp_ray.planner.bandwidth import by_degree, constant, links_of
-from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
-from dhp_ray.planner.layer_share import NO_OFFLOAD, LayerShare, Recomputation
-from dhp_ray.planner.plan import ClusterSpec, PlanError, Sample
-from dhp_ray.planner.rates import RATE, Rates, pairs_of, predicted_s
+from dhp_ray.errors import first_line
+from dhp_ray.planner.cost.rates import RATE, Rates, pairs_of, predicted_s
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, ClusterSpec, LayerShare, Recomputation
+from dhp_ray.planner.plan.types import Sample
+
+Bandwidth = dict[int, float]
+"""Bytes per second by degree."""
+
+
+def links_of(value: Any) -> tuple[Bandwidth, Bandwidth]:
+    """Bandwidth inside a node and across nodes, from `bandwidth_bytes_per_s`: a number or a table by degree; one for
+    all links, or `intra` and `inter`.
+
+    Raises:
+        PlanError: names the part that is missing or is not a number above 0.
+    """
+    if isinstance(value, dict) and set(map(str, value)) & {"intra", "inter"}:
+        for key in ("intra", "inter"):
+            if key not in value:
+                raise PlanError(f"bandwidth_bytes_per_s.{key}: missing")
+        return (_table("bandwidth_bytes_per_s.intra", value["intra"]),
+                _table("bandwidth_bytes_per_s.inter", value["inter"]))
+    table = _table("bandwidth_bytes_per_s", value)
+    return table, table
+
+
+def by_degree(table: Bandwidth, max_degree: int) -> np.ndarray:
+    """The bandwidth for each degree from 0 to `max_degree`. A degree between two rows takes the row above it; past the
+    last row, the last.
+    """
+    rows = np.array(list(table))
+    row = np.minimum(np.searchsorted(rows, np.arange(max_degree + 1)), len(rows) - 1)
+    return np.array(list(table.values()))[row]
+
+
+def constant(name: str, value: Any) -> float:
+    """A number in a cost file that must be at least 0.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if isinstance(value, str):  # YAML 1.1 reads 1e-9 as text
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise PlanError(f"{name}: got {value!r}; allowed: a number of at least 0")
+    return float(value)
+
+
+def _table(name: str, value: Any) -> Bandwidth:
+    if not isinstance(value, dict):
+        value = {2: value}
+    if not value:
+        raise PlanError(f"{name}: got nothing; allowed: bytes per second by degree")
+    table = {}
+    for degree, rate in value.items():
+        if not str(degree).isdigit() or int(degree) < 2:
+            raise PlanError(f"{name}: got degree {degree!r}; allowed: whole numbers of at least 2")
+        table[int(degree)] = constant(f"{name}.{degree}", rate)
+        if table[int(degree)] == 0:
+            raise PlanError(f"{name}.{degree}: got 0; allowed: more than 0")
+    return dict(sorted(table.items()))
+
+
+SECTIONS = ("device", "model", "settings", "versions", "measured", "intervals", "errors")
+"""Sections of a measured file besides its constants (`origin.py`)."""
+
+
+def constants_of_file(path: str | Path) -> dict[str, Any]:
+    """The content of a cost file, including its sections.
+
+    Raises:
+        PlanError: one line that names the file, which is not a mapping or cannot be read.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
+    return constants_of_text(text, path)
+
+
+def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
+    """The same of the text of a file."""
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise PlanError(f"{path}: no constants; it is a mapping from names to values")
+    return tree
+
 
 REQUIRED = ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "bandwidth_bytes_per_s")
 SYNCS = ("step", "micro_batch")

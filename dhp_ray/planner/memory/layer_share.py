@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dhp_ray.planner.layer_share import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
-from dhp_ray.planner.memory import CHUNKS_HELD, LOGITS_HELD, MemoryModel
+from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
 
 PLACES = 16
 """Number of pack sizes that are checked to fit, in addition to those where a pack's bytes bend."""

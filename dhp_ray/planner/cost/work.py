@@ -26,12 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost import CostModel
-from dhp_ray.planner.image_parts import Grid, shares
-from dhp_ray.planner.plan import GroupPlan, Plan
-from dhp_ray.planner.rates import pairs_of, waits_s
+from dhp_ray.planner.cost.model import CostModel
+from dhp_ray.planner.cost.rates import pairs_of, waits_s
+from dhp_ray.planner.plan.types import Grid, GroupPlan, Plan, encoding_ranks, shares
 from dhp_ray.planner.schedule import firsts_of, flat
-from dhp_ray.planner.vision_plan import encoding_ranks
 
 TERMS = ("quadratic_s", "linear_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s", "pack_s")
 """The constants of compute, in the order of `Work.amounts`."""

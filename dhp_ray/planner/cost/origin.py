@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.planner.checks import PlanError
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.cost_constants import SECTIONS, constants_of_file
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.cost.model import SECTIONS, SYNCS, CostModel, constants_of_file
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model import MemoryModel
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora")
 """Settings of a run, under the user's names (`train.`)."""

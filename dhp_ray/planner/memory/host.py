@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import MemorySettings, Terms
-from dhp_ray.planner.model_shape import ModelShape
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, Terms
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 CHANGE = "change of members"
 ACTIVATIONS = "activations"

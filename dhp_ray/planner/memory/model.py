@@ -7,8 +7,7 @@ What a rank always holds (`resident`), with P parameters, T of them trained, N r
     micro_batch  4 T / N + c (P - T) / N       4 T / N       24 T / N
 
 A pack's pass is a sequence of moments; the one that needs most decides. During all of them the activations for the
-backward pass are held (`activation_memory.py`). In addition to these, at single moments, for layers of width D and an
-MLP of F:
+backward pass are held. In addition to these, at single moments, for layers of width D and an MLP of F:
 
     loss           4 V D, gradient of the head summed in fp32; logits of a chunk; gradients of several chunks' logits
     loss, backward (4 + c) V D, gradient of the head, and cast; in fp32 4 V D
@@ -22,6 +21,22 @@ MLP of F:
     gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next
                    one, and the gradients in transit (4 bytes)
 
+A pack's forward pass keeps the following for its backward pass, on the device and in host memory. For each token or
+patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of width F and a
+computing type of c bytes. Trained: t = 1, otherwise 0. Of layers that are recomputed (the first ones of the encoder and
+of the language model) c D are kept, and the following only for one layer at a time. Adapters (LoRA) keep the inputs of
+their layers as trained weights do, and nothing of norms:
+
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
+                   layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
+                   (4 + c t)
+    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
+                   an encoder block also 2 c D (q and k before rotation)
+    MLP            c F (3 + t); without a gate c F (1 + t)
+
+The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
+host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
+
 The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py compares them with traced
 passes.
 """
@@ -29,13 +44,85 @@ passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from dhp_ray.planner.activation_memory import ActivationMemory
-from dhp_ray.planner.layer_share import LEAST_LAYERS
-from dhp_ray.planner.memory_terms import BUCKET_BYTES, Memory, MemorySettings, PackLoad, Terms
-from dhp_ray.planner.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+BUCKET_BYTES = 64 * 2**20  # gradients (fp32) that one collective of sync=step reduces
+
+Terms = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """Settings of a run that affect its memory.
+
+    precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
+    largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
+    run's limit for one image (default: the pack's tokens). adapters: parameters of the adapters (LoRA) of each part
+    that has some, which are then trained instead of the weights. drops: their inputs have dropout.
+    """
+
+    sync: str
+    world_size: int
+    precision: str
+    recomputes: bool
+    frozen: tuple[str, ...] = ()
+    device: str = "cuda"
+    mirror_every_steps: str = "0"
+    largest_image: int = 4096
+    image_limit: int | None = None
+    communicators_bytes: int = 0  # of all process groups
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    drops: bool = False
+
+    def trains(self, part: str) -> bool:
+        """Whether anything in a part is trained, weights or adapters."""
+        return part in self.adapters if self.adapters else part not in self.frozen
+
+    def trains_weights(self, part: str) -> bool:
+        return not self.adapters and part not in self.frozen
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        """Number of parameters of the model and its adapters."""
+        return shape.num_parameters() + sum(self.adapters.values())
+
+    def num_trained(self, shape: ModelShape) -> int:
+        return sum(self.adapters.values()) if self.adapters else shape.num_parameters(without=self.frozen)
+
+
+class PackLoad(NamedTuple):
+    """One rank's part of a pack: its tokens, how many are vision tokens and how many have a label; the patches that it
+    encodes; how many sequences attention separates; how many ranks share the pack; and the shares of its layers whose
+    activations go to host memory, and that are recomputed (all of them with `MemorySettings.recomputes`).
+    """
+
+    tokens: int
+    vision_tokens: int = 0
+    valid_tokens: int = 0
+    patches: int = 0
+    sequences: int = 1
+    degree: int = 1
+    offload: float = 0.0
+    recomputed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each term on a device: always held, and added by a pack at its highest `moment`."""
+
+    resident: Terms
+    moment: str
+    pack: Terms
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.resident.values()) + sum(self.pack.values())
+
 
 LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
 CHUNKS_HELD = 8  # whose logits' gradients are held: CHUNKS_PER_PRODUCT of model/loss.py
@@ -44,11 +131,14 @@ SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
-class MemoryModel(ActivationMemory):
+class MemoryModel:
     """The formulas above for a model and the settings of a run."""
 
     def __init__(self, shape: ModelShape, settings: MemorySettings) -> None:
-        super().__init__(shape, settings)
+        self.shape, self.settings = shape, settings
+        self._c = COMPUTE_BYTES[settings.precision]
+        self._trains = {part: settings.trains(part) for part in ("vision", "language")}
+        self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
         self._sharded = settings.sync == "micro_batch"
         self._root = shape.units()[-1].num_parameters
 
@@ -264,3 +354,77 @@ class MemoryModel(ActivationMemory):
         if not self._trains_weights[part]:
             copies, reduced = min(copies, 2), 0
         return layers[0].num_parameters * (copies * self._c + reduced * 4 * self._sharded)
+
+    def layer_bytes(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a layer keeps for each token (or patch) for its backward pass."""
+        c = self._c
+        queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
+        own = 2 * c * layer.width if part == "vision" else 0
+        if layer.query_key_norms:  # and a number for each head, which is normed separately
+            own += ((queries + key_values) * (4 + c * self._trains_weights[part])
+                    + 4 * (layer.heads + layer.key_value_heads))
+        return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
+                + layer.mlp_width * self._mlp(part, layer))
+
+    def moved_bytes(self, load: PackLoad) -> float:
+        """The most bytes of a pack's activations that are in host memory at a time."""
+        moved = 0.0
+        for part, positions in (("language", load.tokens), ("vision", load.patches)):
+            # those of the language model are kept if anything before the loss is trained
+            if self._trains["vision"] or (self._trains["language"] and part == "language"):
+                count = self._num_layers(part)
+                moved += positions * self._of_layers(part, load) * num_relieved(load.offload, count) / max(1, count)
+        return moved
+
+    def _num_layers(self, part: str) -> int:
+        return sum(layer.count for layer in (self.shape.vision if part == "vision" else self.shape.language))
+
+    def _recomputed(self, load: PackLoad) -> float:
+        """The share of layers that are recomputed."""
+        return 1.0 if self.settings.recomputes else load.recomputed
+
+    def _of_layers(self, part: str, load: PackLoad) -> float:
+        """Bytes that all layers of a part keep for each token (or patch)."""
+        share = self._recomputed(load)
+        return sum(layer.count * (share * self._c * layer.width + (1 - share) * self.layer_bytes(part, layer))
+                   for layer in (self.shape.vision if part == "vision" else self.shape.language))
+
+    def _again(self, part: str, load: PackLoad) -> float:
+        """The share of a layer's bytes that is there again during the backward pass of the last layer that is
+        recomputed, beyond what layers kept at the end of the forward pass: 0 if the last layer is kept, whose backward
+        pass is over by then. Between that and all layers: what makes this and the unrounded shares a line.
+        """
+        return max(0.0, 1 - (1 - self._recomputed(load)) * self._num_layers(part))
+
+    def _kept(self, part: str, load: PackLoad, least: int = 0) -> float:
+        """Bytes that the layers of a part, with their rotations and mergers, keep on the device until their backward
+        pass, or during it, when at least `least` layers are there. The share of layers is used unrounded: rounding up
+        moves more of them, never less.
+        """
+        shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
+        layers = shape.vision if part == "vision" else shape.language
+        here = max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
+        of_layers = self._of_layers(part, load) * here
+        if part == "language":
+            return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
+        return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
+
+    def _merger_bytes(self) -> float:
+        """Bytes that the mergers keep for each patch: their norms, their first products and their activations."""
+        shape = self.shape
+        width, levels = shape.vision[0].width, shape.feature_levels
+        # a projector after the encoder has a layer norm, whatever the encoder's norms are
+        norm = self._norm("vision", replace(shape.vision[0], layer_norms=True) if shape.vision_projector
+                          else shape.vision[0]) * width
+        shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block keeps too
+        return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
+
+    def _norm(self, part: str, layer: LayerShape) -> int:
+        """Bytes that a norm of a layer's kind keeps for each value of its input."""
+        if layer.layer_norms:
+            return self._c * (1 + self._trains[part])
+        return 4 + self._c * (self._trains[part] + self._trains_weights[part])
+
+    def _mlp(self, part: str, layer: LayerShape) -> int:
+        """Bytes that an MLP keeps for each value of its width."""
+        return self._c * ((3 if layer.gated else 1) + self._trains[part])

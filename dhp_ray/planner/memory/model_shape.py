@@ -1,4 +1,5 @@
-"""The sizes of a model that planner, costs and memory need: plain numbers, filled by the model's adapter."""
+"""The sizes of a model that planner, costs and memory need: plain numbers, filled by the model's adapter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from dhp_ray.errors import first_line
-from dhp_ray.planner.checks import PlanError
+from dhp_ray.planner.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
                    for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
                    if norms, rotations and SwiGLU are those of transformers, multiplied by the ratio of the bytes that
-                   these move to those that fused ones move (`layer_traffic.py`)
+                   these move to those that fused ones move (`layer_traffic`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
-(`activation_memory.py`) may go to host memory and come back.
+(`memory/model.py`) may go to host memory and come back.
 
 The fixed part of a step is its reduction, update and gather (`sync=step`). In a micro-batch it is what FSDP cannot
 hide: the root's gather and reduction. In a collective of all ranks, each node sends and receives once what all of its
@@ -26,15 +26,76 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from dhp_ray.planner.bandwidth import constant
-from dhp_ray.planner.cost import SYNCS, CostModel
-from dhp_ray.planner.cost_constants import constants_of_file
-from dhp_ray.planner.layer_traffic import layer_traffic
-from dhp_ray.planner.memory import MemoryModel
-from dhp_ray.planner.memory_terms import COMPUTE_BYTES, PackLoad
-from dhp_ray.planner.model_shape import LayerShape
-from dhp_ray.planner.plan import PlanError
+from dhp_ray.planner.cost.model import SYNCS, CostModel, constant, constants_of_file
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model import CHUNKS_HELD, COMPUTE_BYTES, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel, PackLoad
+from dhp_ray.planner.memory.model_shape import LayerShape
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, LayerShare
+
+
+class Traffic(NamedTuple):
+    """Bytes of the forward and of the backward pass."""
+
+    forward: float
+    backward: float
+
+    def times(self, width: int) -> Traffic:
+        return Traffic(self.forward * width, self.backward * width)
+
+
+RMS_NORM, FUSED_RMS_NORM, LAYER_NORM = Traffic(36, 92), Traffic(4, 6), Traffic(4, 6)
+SWIGLU, FUSED_SWIGLU, GELU = Traffic(10, 18), Traffic(6, 10), Traffic(4, 6)
+ROTATION, FUSED_ROTATION = Traffic(20, 28), Traffic(4, 4)
+ENCODER_ROTATION, FUSED_ENCODER_ROTATION = Traffic(52, 68), Traffic(20, 20)
+SUM, SUM_OF_GRADIENTS, BIAS_GRADIENT = Traffic(6, 6), Traffic(0, 6), Traffic(0, 2)
+
+
+def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
+    """Bytes that one token (or patch) moves in a layer, in what is neither a product nor attention. `rotates`: the
+    layer applies rotary embeddings to queries and keys.
+
+    The bytes of their inputs and outputs in bf16, forward and backward, for each value of their width:
+
+        operator               transformers' own    fused
+        RMS norm               36, 92               4, 6       own: in fp32, one kernel after another
+        layer norm             4, 6                 4, 6       one kernel
+        SwiGLU                 10, 18               6, 10
+        GELU                   4, 6                 4, 6
+        rotation               20, 28               4, 4       of queries and keys
+          in an encoder        52, 68               20, 20     in fp32, with conversions
+        sum                    6, 6                 6, 6       with the residual, twice in a layer
+        sum of gradients       0, 6                 0, 6       where several products share an input, for each more
+        gradient of a bias     0, 2                 0, 2       of an encoder's products (a decoder has few)
+
+    The width is that of the hidden states, of the MLP (SwiGLU, GELU), or of queries and keys together (rotations, and
+    their norms where a model has them). Example, a layer of a Qwen2.5 3B (2,048 wide, an MLP of 11,008, 2,304 of
+    queries and keys), forward with transformers' own operators: 2 x 36 x 2,048 + 10 x 11,008 + 20 x 2,304 + 2 x 6 x
+    2,048 = 328,192 bytes a token; a trace counts the same within 3 % (`tests/planner/test_layer_traffic.py`). Fused:
+    116,224.
+
+    The fused column counts each input and output once. Learned scales of an encoder's layers (InternVL) are left out:
+    they are the same in both columns.
+    """
+    queries_and_keys = (layer.heads + layer.key_value_heads) * layer.head_width
+    rms_norm = FUSED_RMS_NORM if fused else RMS_NORM
+    parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(2 * layer.width), SUM.times(2 * layer.width),
+             # of queries, keys and values; where they are one product, they are joined
+             SUM_OF_GRADIENTS.times(2 * layer.width)]
+    if layer.gated:
+        parts += [(FUSED_SWIGLU if fused else SWIGLU).times(layer.mlp_width), SUM_OF_GRADIENTS.times(layer.width)]
+    else:
+        parts.append(GELU.times(layer.mlp_width))
+    if in_encoder:
+        parts.append(BIAS_GRADIENT.times(queries_and_keys + 3 * layer.width + (1 + layer.gated) * layer.mlp_width))
+    if layer.query_key_norms:
+        parts.append(rms_norm.times(queries_and_keys))
+    if rotates:
+        own, in_one = (ENCODER_ROTATION, FUSED_ENCODER_ROTATION) if in_encoder else (ROTATION, FUSED_ROTATION)
+        parts.append((in_one if fused else own).times(queries_and_keys))
+    return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
+
 
 LAUNCHES_PER_LAYER = 45
 """Kernels that a layer of transformers launches forward; twice as many backward. Counted in the trace of a layer."""
@@ -242,3 +303,65 @@ def _fixed_s(memory: MemoryModel, device: Device, num_nodes: int, sync: str) -> 
         root = shape.units()[-1].num_parameters
         return moved * root * (c + 4 * settings.trains_weights("language")) / link
     return moved * trained * (4 + c) / link + update_s(memory, device)
+
+
+def with_encoder_apart(
+    cost: CostModel, memory: MemoryModel, tokens: int, beyond: LayerShare = NO_OFFLOAD
+) -> CostModel:
+    """The cost with the constants, from a model's memory, for images encoded apart from packs of at most `tokens` a
+    rank, or more `beyond` that with layers whose activations are moved or recomputed.
+
+    A pack's bytes are a maximum of straight lines over its tokens, except for logits, which grow up to one chunk, and
+    their gradients, up to several. Between such places they are below the line through both ends, so a line that is
+    above them at these places is above them everywhere. The bytes of an encoder pass are a maximum of straight lines
+    over its patches, with a step for every SMALLEST_IMAGE patches. They are below the steepest of these lines, raised
+    until it is above the first step.
+    """
+    shape, settings = memory.shape, memory.settings
+    if not shape.vision:
+        return cost
+    chunk, most = max(1, LOGITS_HELD // shape.vocabulary_size), max(tokens, beyond.tokens_per_rank)
+    share = replace(beyond, share=float(beyond.share_of(tokens)))
+    slope = (language_bytes(memory, tokens, share) - language_bytes(memory, 1, share)) / max(1, tokens - 1)
+    above = [language_bytes(memory, length, share) - slope * length
+             for length in (1, chunk, CHUNKS_HELD * chunk, tokens) if length <= tokens]
+    many = SMALLEST_IMAGE << 20  # where the steepest line is above all others
+    of_patch = (encoder_bytes(memory, 2 * many) - encoder_bytes(memory, many)) / many
+    of_pass = max(encoder_bytes(memory, count) - of_patch * count for count in (1, SMALLEST_IMAGE))
+    return replace(
+        with_offload_bytes(cost, memory),
+        vision_forward=cost.vision_forward if settings.trains("vision") else 1.0,
+        feature_bytes=float(COMPUTE_BYTES[settings.precision] * shape.width * shape.feature_levels),
+        encoder_gather_s=encoder_gather_s(cost, memory),
+        encoder_bytes_per_patch=of_patch, encoder_bytes=max(0.0, of_pass),
+        language_bytes_per_token=slope, pack_bytes=max(0.0, *above),
+        most_pack_bytes=language_bytes(memory, most, beyond))
+
+
+def encoder_gather_s(cost: CostModel, memory: MemoryModel) -> float:
+    """Seconds to gather the encoder's parameters for a pass, forward and backward, and to reduce its gradients: its
+    share of what the cost has for the layers of both parts. 0 if a rank has all parameters.
+    """
+    if memory.settings.sync != "micro_batch":
+        return 0.0
+    return cost.in_mode("micro_batch").gather_s * gathered_bytes(memory, ["vision"]) / gathered_bytes(memory)
+
+
+def encoder_bytes(memory: MemoryModel, patches: int) -> float:
+    """Bytes that a rank needs to encode images of `patches` patches apart from packs, forward and backward, with their
+    features and the gradients of these. Nothing of the language model is on the device then.
+    """
+    shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
+    gone = ("gathered: embedding, head", "gradient of the head")
+    found = [sum(value for term, value in terms.items() if term not in gone)
+             for name, terms in memory.moments(load).items() if name.startswith("vision")]
+    width = shape.width * shape.feature_levels
+    return max(found) + 2 * COMPUTE_BYTES[memory.settings.precision] * width * patches / shape.merge_area
+
+
+def language_bytes(memory: MemoryModel, tokens: int, relieved: LayerShare = NO_OFFLOAD) -> float:
+    """Bytes that a pack of `tokens` tokens a rank adds if its images are encoded apart from it and `relieved.share` of
+    its layers is moved or recomputed.
+    """
+    load = memory.worst_load(tokens, **relieved.of_load(relieved.share))._replace(patches=0)
+    return sum(memory.memory(load).pack.values())
