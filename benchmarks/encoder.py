@@ -32,8 +32,8 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
 from dhp_ray.planner.plan.types import VisionPlan, cut_in_time, encoding_ranks, shares
-from dhp_ray.train.payload import Payload
-from dhp_ray.train.vision_inputs import vision_inputs
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.images_apart import vision_inputs
 from tests.packs import Film, make_sample, rough_model
 from tests.planner.reference_encoder import timeline
 

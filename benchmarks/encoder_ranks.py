@@ -20,7 +20,7 @@ from dhp_ray.config import CONF, Config, load
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import make_sample
 from tests.ranks import run_processes

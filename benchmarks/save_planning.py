@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dhp_ray.train.state.intervals import Intervals, SavePlanner, Writer, WrittenFiles
+from dhp_ray.train.state.checkpoint import Intervals, SavePlanner, Writer, WrittenFiles
 
 PART = 8
 """Elements of an interval: how many there are does not matter to a plan."""

@@ -31,7 +31,7 @@ from dhp_ray.planner.plan.types import RankPlan, Sample, encoded_images
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.prefetch import payload_of, processor_spec
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.step_inputs import collated
 from tests.ranks import run_processes

@@ -34,12 +34,11 @@ from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.memory.model import MemorySettings, PackLoad
 from dhp_ray.planner.plan.types import Grid, RankPack, Sample
 from dhp_ray.train.activation_offload import Offload
-from dhp_ray.train.collate import PackInputs, collate
+from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.published_configs import model_without_memory

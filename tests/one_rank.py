@@ -15,9 +15,8 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import npu
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.train.collate import collate
+from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload
 from tests.model.test_fused import stand_in
 from tests.packs import Film, make_pack, make_sample, plain_copy, plain_gradients, plain_loss, relative_errors
 

@@ -20,7 +20,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan.types import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from tests.model.paper_positions import paper_positions
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}

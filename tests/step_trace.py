@@ -17,15 +17,13 @@ from transformers import PreTrainedConfig
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.memory.model import MemorySettings
 from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample, VisionPlan
-from dhp_ray.train.collate import PackInputs, collate
-from dhp_ray.train.encoder_phases import EncoderPhases
+from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
+from dhp_ray.train.images_apart import EncoderPass, EncoderPhases, VisionInputs, vision_inputs
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from dhp_ray.train.vision_inputs import EncoderPass, VisionInputs, vision_inputs
 from tests.memory_trace import SilentLink, memory_trace
 from tests.published_configs import model_without_memory
 

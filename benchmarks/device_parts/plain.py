@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from benchmarks.device_parts.workload import Batch, building_on
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.compatibility import checkpoint_activations
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from tests.packs import TOKEN_IDS
 
 

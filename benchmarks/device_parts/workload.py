@@ -20,9 +20,9 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.presets import preset_config
 from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.step_inputs import StepInputs, collated

@@ -81,3 +81,13 @@ def numbers_of_ranks(number: Tensor, group: dist.ProcessGroup | None, progress: 
     with progress.waiting("numbers of other ranks"):
         pairs = gather_over_ranks(torch.stack([high, low]).to(progress.device), group)
     return [sum(pair) for pair in progress.read(pairs)]
+
+
+def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether all ranks are `well`; waits for the slowest. `group` is of gloo; None: there is one rank."""
+    if group is None:
+        return well
+    failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    group.allreduce([failed], options).wait()
+    return not failed.item()

@@ -24,7 +24,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
 from dhp_ray.planner.cost.work import BACKWARD, ENCODE
 from dhp_ray.planner.plan.types import Plan, Sample, encoded_images
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 

@@ -8,24 +8,35 @@
                file k
 
     model-00001-of-00003.safetensors ..., model.safetensors.index.json; a single file is named model.safetensors
+
+A model that exists only in the shards of all ranks is written by all of them:
+
+    round     files of all ranks: | f0: r0 | f1: r1 | f2: r2 |, then | f3: r0 | ...
+    gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
+    write     all ranks at the same time; each reads what is not trained from the model's own files
+
+A rank's host holds the file that it writes, and a bucket.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from dhp_ray.comm.progress import AbortedError, Progress
+from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
@@ -35,6 +46,12 @@ from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
 GENERATION_FILE = "generation_config.json"
+
+Wanted = Iterable[tuple[str, int]]
+"""Names of parameters, each with the rank that gets it."""
+
+Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
+"""Yields each wanted parameter, fp32 on the CPU, whole; None on the other ranks."""
 
 
 class Entry(NamedTuple):
@@ -228,3 +245,62 @@ def save(adapter: ModelAdapter, folder: str | Path, parameters: Mapping[str, Ten
         values = {name: parameters[name].detach().to("cpu", torch.float32) for name in file.parameters}
         write_file(target, file, tensors(file, values, adapter.weights))
     write_description(adapter, found, target)
+
+
+class AllRanks:
+    """Runs actions on the ranks of `group` (gloo; None: there is one rank) that may fail on one of them alone."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup | None, progress: Progress) -> None:
+        self.rank, self.group, self.progress = rank, group, progress
+
+    def run(self, action: Callable[[], object]) -> None:
+        """Call `action` on this rank, and wait for the others. Every rank calls this.
+
+        Raises:
+            Exception: what this rank's `action` has raised.
+            AbortedError: the action of another rank failed, and this rank's did not; one line.
+        """
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        with self.progress.waiting("the other ranks' files of the model"):
+            well = all_well(failure is None, self.group)
+        if well:
+            return
+        lines = [""] * dist.get_world_size(self.group) if self.group is not None else []
+        if lines:
+            dist.all_gather_object(lines, first_line(failure) if failure else "", group=self.group)
+        if failure is not None:
+            raise failure
+        rank = next(rank for rank, line in enumerate(lines) if line)
+        raise AbortedError(f"rank {rank}: {lines[rank]}")
+
+
+def write_files(
+    files: Sequence[ModelFile],
+    gather: Gather,
+    weights: StoredWeights | None,
+    world_size: int,
+    all_ranks: AllRanks,
+    put: Callable[[ModelFile, Mapping[str, Tensor]], None],
+) -> None:
+    """Call `put` with each of `files` and its tensors, on the rank that writes it. Every rank calls this, with the same
+    files.
+
+    Raises:
+        As `AllRanks.run`.
+    """
+    for first in range(0, len(files), world_size):
+        ours = files[first : first + world_size]
+        values = {name: value for name, value in gather(
+            (name, writer) for writer, file in enumerate(ours) for name in file.parameters) if value is not None}
+        mine = ours[all_ranks.rank] if all_ranks.rank < len(ours) else None
+
+        def write(file: ModelFile | None = mine, values: Mapping[str, Tensor] = values) -> None:
+            if file is not None:
+                put(file, tensors(file, values, weights))
+
+        all_ranks.run(write)
+        values.clear()

@@ -12,7 +12,7 @@ from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.faults import Fault
 
 KEPT = 2
-"""How many versions of its own shard a rank holds, and how many of those mirrored last (`train/state/mirror.py`)."""
+"""How many versions of its own shard a rank holds, and how many of those mirrored last (`state/peer_replica.py`)."""
 
 
 @dataclass

@@ -33,9 +33,43 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dhp_ray.model.adapter import PARTS, LayerStack, ModelAdapter
+from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
 from dhp_ray.train.collate import PackInputs
-from dhp_ray.train.host_buffer import HostBuffer
+
+ALIGNED_BYTES = 64
+"""A tensor begins at a multiple of this: values of any type are aligned there."""
+
+
+class HostBuffer:
+    """Grows to the most that was in use at a time. `pinned`: so that a device copies to it and from it asynchronously.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._chunks: list[Tensor] = []
+        self.used_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all chunks."""
+        return len(self._chunks) * CHUNK_BYTES
+
+    def clear(self) -> None:
+        """Use it from the start again. Users of earlier pieces must be done with them, or copy in the same stream."""
+        self.used_bytes = 0
+
+    def take(self, num_bytes: int) -> list[Tensor]:
+        """Return pieces (bytes,) uint8 that together have `num_bytes`, each of them aligned."""
+        begin = -(-self.used_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.used_bytes = end = begin + num_bytes
+        while self.num_bytes < end:
+            self._chunks.append(self._chunk())
+        return [self._chunks[place][max(0, begin - place * CHUNK_BYTES):end - place * CHUNK_BYTES]
+                for place in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))]
+
+    def _chunk(self) -> Tensor:
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
 
 
 class Moved:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
-from dhp_ray.train.state.buckets import Bucket, Piece
-from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardedAdamW, ShardState
-from dhp_ray.train.state.reshard import LocalShard
+from dhp_ray.train.state.optimizer import OptimizerSettings, ShardedAdamW
+from dhp_ray.train.state.shards import UNFINISHED, Bucket, LocalShard, Piece, ShardState
 
 COMPUTE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

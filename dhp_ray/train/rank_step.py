@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import RankPack, RankPlan
 from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs
-from dhp_ray.train.encoder_phases import EncoderPhases
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
+from dhp_ray.train.images_apart import EncoderPhases
 from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs, on_device
 
 
@@ -209,3 +210,61 @@ class RankStep:
         counts = [sum(run.num_valid_tokens for run in runs), sum(run.num_images for run in runs)]
         return Totals(sum(numbers_of_ranks(loss_sum, self.world, progress)),
                       *sums_of_counts(counts, self.world, progress))
+
+
+@dataclass
+class Waited:
+    """What a rank has waited: `waits` on a device, `seconds` on the CPU."""
+
+    waits: list[Wait]
+    seconds: float = 0.0
+
+
+class MicroBatchStep(RankStep):
+    """Runs the steps of one rank with `sync=micro_batch`, on a sharded engine: every rank runs exactly once in each
+    micro-batch.
+
+        micro-batch   0                      1
+        rank 0        pack 0, with images    pack 2           every unit of the model runs on every rank, in the same
+        rank 1        pack 0                 idle             order, forward and backward: a tiny image where a rank has
+        rank 2        pack 1, a tiny image   pack 3           none to encode, an idle token where it has no token
+
+    Idle tokens and tiny images come with the inputs (`step_inputs.py`). If images are encoded apart from the packs,
+    every rank runs equally many passes of the encoder before the micro-batches and after them, and none in between:
+
+        rank 0   pass 0, of two images   pass 1   | features | pack 0   pack 2 | gradients | backward of both passes
+        rank 1   pass 0, of one      pass 1, tiny | features | pack 0   idle   | gradients | backward of both passes
+    """
+
+    engine: ShardedEngine
+
+    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+        return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
+
+    def _phase(
+        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[PackCommunicator], Any]
+    ) -> tuple[Any, PhaseRun]:
+        self.engine.before_encoding()
+        with self._waiting() as waited:
+            found, run = super()._phase(inputs, name, phases, call)
+        return found, run._replace(waits=(*run.waits, *waited.waits), gathering_s=waited.seconds)
+
+    def _run_pack(
+        self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
+    ) -> PackRun:
+        with self._waiting() as waited:
+            run = super()._run_pack(plan, pack, feed, features)
+        return run._replace(waits=tuple(waited.waits), gathering_s=waited.seconds)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[Waited]:
+        """Collect what this rank waits inside for units to be gathered and reduced. On the CPU the collectives count
+        it; on a device, where they return at once, the marks between layers do, and the root's waits are left out.
+        """
+        waited, before_s = Waited([]), self.engine.blocked_s
+        if self.device.type == "cpu":
+            yield waited
+            waited.seconds = self.engine.blocked_s - before_s
+        else:
+            with self.engine.progress.timed_waits() as waited.waits:
+                yield waited

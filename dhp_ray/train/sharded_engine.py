@@ -14,7 +14,8 @@ checkpoints are those of the flat engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -28,14 +29,52 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.weights import Interval
+from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.collate import PackInputs
-from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
-from dhp_ray.train.loading import first_row, read_shards
-from dhp_ray.train.micro_batch_model import MicroBatchModel
-from dhp_ray.train.state.buckets import Bucket, Piece
-from dhp_ray.train.state.optimizer import UNFINISHED, OptimizerSettings, ShardState
+from dhp_ray.train.pack import pack_loss
+from dhp_ray.train.state.optimizer import OptimizerSettings
+from dhp_ray.train.state.shards import UNFINISHED, Bucket, Piece, ShardState
+
+
+class MicroBatchModel(nn.Module):
+    """The whole of a pack's computation as one module, so that FSDP sees where a micro-batch begins and ends.
+
+    If any rank encodes in its pack, all ranks do: `inputs` then have an image (`with_tiny_image`).
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.module = adapter.module
+
+    def forward(self, inputs: PackInputs, link: PackCommunicator, encodes: bool) -> Tensor:
+        return pack_loss(self.adapter, inputs, link, encodes)
+
+
+class TimedCollective:
+    """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`).
+
+    `blocked_s` counts only on the CPU, where a call returns when it is done. On a device FSDP overlaps it with compute;
+    there LayerMarks show what a rank waits for.
+    """
+
+    def __init__(self, call: Callable[..., dist.Work | None], progress: Progress) -> None:
+        self._call, self._progress = call, progress
+        self.blocked_s = 0.0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> dist.Work | None:
+        if output_tensor.device.type != "cpu":
+            self._progress.check()
+            return self._call(output_tensor, input_tensor, **options)
+        begin = perf_counter()
+        with self._progress.waiting("rows of other ranks"):
+            work = self._call(output_tensor, input_tensor, **options)
+        self.blocked_s += perf_counter() - begin
+        return work
 
 
 class ShardedEngine(Engine):
@@ -256,3 +295,35 @@ def narrow_frozen(module: nn.Module, compute_type: torch.dtype) -> None:
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(compute_type)
+
+
+def first_row(num_rows: int, rank: int, world_size: int) -> int:
+    """Return the first of a parameter's rows that FSDP2 gives to `rank`; all ranks but the last ones have equally many.
+    """
+    return min(-(-num_rows // world_size) * rank, num_rows)
+
+
+def read_shards(
+    root: nn.Module,
+    parameters: Mapping[str, DTensor],
+    weights: StoredWeights,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> None:
+    """Allocate this rank's rows of the sharded module `root`, which is on the meta device, and fill those of
+    `parameters`. Not a collective.
+
+    Raises:
+        ModelError: a file is gone or damaged.
+    """
+    buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}  # tables that no file holds
+    root.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in root.named_buffers():
+            buffer.copy_(buffers[name])
+    weights.read(
+        Interval(name, first_row(parameter.shape[0], rank, world_size) * math.prod(parameter.shape[1:]),
+                 cast(DTensor, parameter.detach()).to_local().view(-1))
+        for name, parameter in parameters.items()
+    )

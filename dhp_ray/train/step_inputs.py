@@ -17,10 +17,9 @@ from torch import Tensor
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images
-from dhp_ray.train.collate import PackInputs, collate, with_tiny_image
+from dhp_ray.train.collate import PackInputs, Payload, collate, placeholder, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
-from dhp_ray.train.payload import Payload, placeholder
-from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
+from dhp_ray.train.images_apart import VisionInputs, vision_inputs
 
 IDLE = Sample("", 1)
 """What a rank without a pack in a micro-batch runs: one token, masked."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from tests.integration.jobs import lines, losses, train
 from tests.packs import PATCH_DIMS, plain_copy, plain_loss, rough_model
 

@@ -11,7 +11,7 @@ from dhp_ray.measure.member import payload_of
 from dhp_ray.measure.rounds import PARTS, ROUND_TOKENS, Sizes, image_loads, text_loads
 from dhp_ray.model.loss import IGNORED
 from dhp_ray.planner.cost.work import TERMS, work_of
-from dhp_ray.train.payload import check_payload
+from dhp_ray.train.collate import check_payload
 from tests.measure.known_world import SIZES, spec
 from tests.packs import PATCH_DIMS, rough_model
 

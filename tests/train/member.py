@@ -22,16 +22,16 @@ from dhp_ray.comm.world import abort_groups, destroy_world
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
-from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.payload import Payload
-from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.rank_step import MicroBatchStep, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.checkpoint import Checkpointer
-from dhp_ray.train.state.mirror import Mirror
-from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.state.peer_replica import PeerReplica
+from dhp_ray.train.state.reshard import reshard
+from dhp_ray.train.state.shards import LocalShard
 from dhp_ray.train.step_inputs import collated
 from tests.packs import rough_model, with_images_apart
 from tests.train.test_sharded_engine import make_plan, payloads_of, settings
@@ -103,7 +103,7 @@ class Member:
         self.marks = LayerMarks(layers_by_name(self.adapter), self.progress, gathered=sync == "micro_batch")
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
-        self.mirror = Mirror(engine, rank, KEEPERS[:size], mirror_group)
+        self.mirror = PeerReplica(engine, rank, KEEPERS[:size], mirror_group)
         self.checkpointer = Checkpointer(engine, rank, size, save_group, Path(self.run_dir) / f"scratch_{rank}",
                                          Folder(f"{self.run_dir}/run"))
         self.mirror.begin()

@@ -18,7 +18,7 @@ from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import PATCH_DIMS, Film, make_sample, own_payloads, relative_errors, with_splits
 from tests.ranks import run_processes

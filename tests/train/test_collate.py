@@ -10,8 +10,7 @@ import torch
 
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import RankPack, Sample
-from dhp_ray.train.collate import PackInputs, collate
-from dhp_ray.train.payload import Payload, check_payload, placeholder
+from dhp_ray.train.collate import PackInputs, Payload, check_payload, collate, placeholder
 from tests.packs import TOKEN_IDS, make_pack, make_sample, own_payloads, rough_model
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import Grid, RankPlan, VisionPlan
-from dhp_ray.train.encoder_phases import EncoderPhases, received_rows
+from dhp_ray.train.images_apart import EncoderPhases, received_rows
 from dhp_ray.train.step_inputs import collated
 from tests.packs import make_pack, make_sample, rough_model
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
+from dhp_ray.train.state.shards import UNFINISHED, ShardState
 from tests.train.networks import (
     Network,
     error,

@@ -18,8 +18,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.rank_step import MicroBatchStep, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
 from tests import async_backend

@@ -17,8 +17,8 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.greedy import greedy_answers
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.step_inputs import collated
 from tests.packs import (
     PATCH_DIMS,

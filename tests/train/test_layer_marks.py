@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.progress import AbortedError, Mark, Progress, seconds_of
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
-from dhp_ray.train.collectives import TimedCollective
 from dhp_ray.train.layer_marks import LayerMarks
+from dhp_ray.train.sharded_engine import TimedCollective
 from tests.ranks import run_ranks
 
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from dhp_ray.train.learning_rate import learning_rate_factor
+from dhp_ray.train.state.optimizer import learning_rate_factor
 
 
 def test_warm_up_then_half_a_cosine():

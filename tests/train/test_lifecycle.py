@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dhp_ray.train import encoder_phases
-from dhp_ray.train.state.reshard import LocalShard
+from dhp_ray.train import images_apart
+from dhp_ray.train.state.shards import LocalShard
 from tests.ranks import run_processes
 from tests.train.member import Member, die, supplied
 from tests.train.networks import whole
@@ -119,7 +119,7 @@ def killed_in_a_step(process: int, port: int, run_dir: str, sync: str, where: st
         model = member.adapter.module.model  # type: ignore[union-attr]
         layer = (model.visual.blocks if where.startswith("encoder") else model.language_model.layers)[1]  # type: ignore[union-attr, index]
         if "exchange" in where:
-            setattr(encoder_phases, where.split()[-1], lambda *_: die(member))
+            setattr(images_apart, where.split()[-1], lambda *_: die(member))
         elif "forward" in where:
             layer.register_forward_pre_hook(lambda *_: die(member))
         else:

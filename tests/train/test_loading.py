@@ -21,10 +21,8 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan.types import Plan
-from dhp_ray.train.loading import read_shards
-from dhp_ray.train.micro_batch_model import MicroBatchModel
-from dhp_ray.train.payload import Payload
-from dhp_ray.train.sharded_engine import ShardedEngine
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.sharded_engine import MicroBatchModel, ShardedEngine, read_shards
 from dhp_ray.train.step_inputs import collated
 from tests.packs import load_whole, plain_copy, relative_errors, rough_model, stored_values
 from tests.ranks import run_ranks

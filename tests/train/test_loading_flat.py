@@ -19,11 +19,12 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
 from dhp_ray.planner.plan.types import Plan
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
-from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.state.reshard import reshard
+from dhp_ray.train.state.shards import LocalShard
 from dhp_ray.train.step_inputs import collated
 from tests.packs import load_whole
 from tests.train.networks import run_tensors

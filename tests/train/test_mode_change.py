@@ -14,8 +14,8 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.payload import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.step_inputs import collated

@@ -16,9 +16,8 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan.types import RankPack
-from dhp_ray.train.collate import collate
+from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload
 from tests.packs import (
     make_pack,
     make_sample,

@@ -17,7 +17,7 @@ from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, encoded_images
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
-from dhp_ray.train.payload import Payload, placeholder
+from dhp_ray.train.collate import Payload, placeholder
 from dhp_ray.train.step_inputs import collated
 from tests.packs import Film, make_sample, own_payloads, relative_errors, with_images_apart, with_splits
 from tests.ranks import run_processes

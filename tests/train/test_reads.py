@@ -14,11 +14,10 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.planner.plan.types import Plan
+from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
-from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.payload import Payload
-from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.rank_step import MicroBatchStep, RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated

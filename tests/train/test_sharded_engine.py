@@ -16,8 +16,8 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, RankPack, Sample
-from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.rank_step import MicroBatchStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.step_inputs import collated

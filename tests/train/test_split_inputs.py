@@ -18,10 +18,9 @@ from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, encoded_images
-from dhp_ray.train.encoder_phases import received_rows
-from dhp_ray.train.payload import image_tokens
+from dhp_ray.train.collate import image_tokens
+from dhp_ray.train.images_apart import planned_images, received_rows
 from dhp_ray.train.step_inputs import StepInputs, collated
-from dhp_ray.train.vision_inputs import planned_images
 from tests.packs import PATCH_DIMS, Film, make_sample, own_payloads, rough_model, with_images_apart, with_splits
 from tests.ranks import run_ranks
 

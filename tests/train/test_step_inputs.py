@@ -11,9 +11,8 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.planner.plan.types import RankPlan
-from dhp_ray.train.collate import PackInputs
+from dhp_ray.train.collate import PackInputs, Payload, placeholder
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload, placeholder
 from dhp_ray.train.step_inputs import StepInputs, collated, copied_ahead, on_device, packs_of
 from tests.packs import Film, make_pack, make_sample, own_payloads, rough_model
 from tests.ranks import run_ranks

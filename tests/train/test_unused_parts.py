@@ -17,7 +17,7 @@ from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import rank as rank_module
-from dhp_ray.train.payload import placeholder
+from dhp_ray.train.collate import placeholder
 from dhp_ray.train.step_inputs import collated
 from tests.packs import make_sample, own_payloads, plain_gradients, relative_errors, with_images_apart
 from tests.ranks import run_processes

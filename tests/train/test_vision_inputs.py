@@ -23,10 +23,9 @@ from dhp_ray.planner.plan.types import (
     VisionPlan,
     planned_samples,
 )
-from dhp_ray.train.encoder_phases import received_rows
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
+from dhp_ray.train.images_apart import VisionInputs, received_rows, vision_inputs
 from dhp_ray.train.step_inputs import StepInputs, collated
-from dhp_ray.train.vision_inputs import VisionInputs, vision_inputs
 from tests.packs import PATCH_DIMS, TOKEN_IDS, Film, make_sample, own_payloads, rough_model, with_images_apart
 
 PARTS: dict[str, list[int | Grid | Film]] = {

@@ -10,7 +10,8 @@ With T trained parameters on N ranks a version of a shard is 12 T / N bytes: val
                    replica, and the 2 that were mirrored last if not every version is mirrored
     pixels         decoded patches of a full pack of this step and of the next, in fp32; a rank that runs more packs
                    in a step keeps theirs as well, which is not counted
-    activations    those that a pack moves there, pinned (not on the CPU), in chunks that stay (`train/host_buffer.py`)
+    activations    those that a pack moves there, pinned (not on the CPU), in chunks that stay
+                   (`train/activation_offload.py`)
 
 Each rank is assumed to keep one replica; on nodes of unequal size some keep more, and others none.
 

@@ -39,8 +39,7 @@ from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import decodings
 from dhp_ray.schema import Evaluation
-from dhp_ray.train.loading import read_shards
-from dhp_ray.train.sharded_engine import narrow_frozen
+from dhp_ray.train.sharded_engine import narrow_frozen, read_shards
 
 KEPT_FRAGMENTS = 2
 NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())

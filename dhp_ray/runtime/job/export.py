@@ -17,13 +17,12 @@ from dhp_ray.config import Config
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model import export as layout
 from dhp_ray.model.build import build_model
-from dhp_ray.model.export import ModelFile
+from dhp_ray.model.export import AllRanks, ModelFile, write_files
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.worker.export import replace_folder
 from dhp_ray.runtime.worker.run_model import lora_settings, token_ids, untrained_weights
 from dhp_ray.storage import Folder, StorageError, storage_errors
-from dhp_ray.train.export import AllRanks, write_files
-from dhp_ray.train.state.stored_values import StoredValues
+from dhp_ray.train.state.checkpoint import StoredValues
 
 
 def export_checkpoint(

@@ -21,12 +21,11 @@ from torch import Tensor
 from dhp_ray.config import Config
 from dhp_ray.model import export as layout
 from dhp_ray.model.adapter import ModelAdapter
-from dhp_ray.model.export import ModelFile
+from dhp_ray.model.export import AllRanks, ModelFile, write_files
 from dhp_ray.model.files import INDEX_FILE
 from dhp_ray.planner.memory.host import SMALLEST_FILE_BYTES
 from dhp_ray.storage import Folder, StorageError, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.export import AllRanks, write_files
 
 
 def save_folder(config: Config) -> Path:

@@ -23,7 +23,7 @@ from dhp_ray.errors import first_line, named_line
 from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
-from dhp_ray.train.payload import Payload, check_payload, placeholder
+from dhp_ray.train.collate import Payload, check_payload, placeholder
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]

@@ -32,15 +32,14 @@ from dhp_ray.train.engine import Engine
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.greedy import greedy_answers
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
-from dhp_ray.train.learning_rate import learning_rate_factor
-from dhp_ray.train.micro_batch_step import MicroBatchStep
-from dhp_ray.train.rank_step import RankStep
+from dhp_ray.train.rank_step import MicroBatchStep, RankStep
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.checkpoint import Checkpointer
-from dhp_ray.train.state.mirror import Mirror
-from dhp_ray.train.state.optimizer import OptimizerSettings
-from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.state.optimizer import OptimizerSettings, learning_rate_factor
+from dhp_ray.train.state.peer_replica import PeerReplica
+from dhp_ray.train.state.reshard import reshard
+from dhp_ray.train.state.shards import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
 
 
@@ -109,7 +108,7 @@ class Rank:
     ) -> None:
         """Make what works on the engine: the mirror, the step, the checkpoints."""
         config, membership, rank = self.config, self.membership, self.membership.rank
-        self.mirror = Mirror(self.engine, rank, membership.replica_ranks, mirror_group,
+        self.mirror = PeerReplica(self.engine, rank, membership.replica_ranks, mirror_group,
                              snapshot=config.elastic.mirror_every_steps not in ("0", "1"))
         self._mirror_lock = Lock()
         # whether this step waits for the last copies; the first step does, because until then only the previous

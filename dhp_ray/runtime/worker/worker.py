@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dhp_ray.runtime.worker.measuring import MeasuredPart
     from dhp_ray.runtime.worker.rank import Rank
     from dhp_ray.train.results import StepResult
-    from dhp_ray.train.state.reshard import LocalShard
+    from dhp_ray.train.state.shards import LocalShard
     from dhp_ray.train.step_inputs import StepInputs
 
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}

@@ -17,29 +17,47 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import planner as planners
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from dhp_ray.comm.ranks import all_well
 from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.errors import named_line
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
-from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, sync_folder
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, replacing, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.intervals import INDEX, Intervals, LoadPlanner, SavePlanner, Writer, WrittenFiles
-from dhp_ray.train.state.optimizer import ShardState
+from dhp_ray.train.state.shards import ShardState
 
 DESCRIPTION = "parameters.json"
+INDEX = ".metadata"
+"""torch's file of where each interval lies."""
 CPU = torch.device("cpu")
 POLL_S = 0.1
 """Seconds after which a wait for a save looks for an abort."""
@@ -265,16 +283,6 @@ class Checkpointer:
         return fetched
 
 
-def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are `well`; waits for the slowest."""
-    if group is None:
-        return well
-    failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([failed], options).wait()
-    return not failed.item()
-
-
 def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError, with the first parameter that differs, unless a checkpoint is of this model."""
     for name in [*model, *(name for name in saved if name not in model)]:
@@ -311,3 +319,145 @@ def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {named_line(cause)}"
+
+
+class StoredValues:
+    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. `name` is its name in errors.
+
+    Args:
+        shapes: those of the model's trained parameters.
+        others: the other parameters that `gather` may be asked for.
+        base: the files that these come from; None: there are none.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or of another `base`, or damaged; one line.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, Tensor],
+        base: StoredWeights | None = None,
+    ) -> None:
+        self.name, self.folder, self.shapes, self.others = name, folder, dict(shapes), others
+        try:
+            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            saved = {key: tuple(shape) for key, shape in description["shapes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{name}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
+        compare_shapes(name, saved, self.shapes)
+        compare_base(name, description.get("base", ""), base)
+
+    def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
+        """As `Engine.gather`, for one rank; all that is wanted is read at once.
+
+        Raises:
+            ValueError: tensors cannot be read; one line.
+        """
+        names = [name for name, _ in wanted]
+        found = self._read([name for name in names if name in self.shapes])
+        for name in names:
+            yield name, found.pop(name) if name in found else self.others[name].detach().float()
+
+    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found = {name: torch.empty(self.shapes[name]) for name in names}
+        entries = {f"value.{name}": Intervals(value.numel(), {0: value.view(-1)}) for name, value in found.items()}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is intended
+                dcp.load(entries, storage_reader=dcp.FileSystemReader(self.folder),
+                         planner=LoadPlanner(flatten_state_dict=False), no_dist=True)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise ValueError(f"{self.name}: cannot be read: {named_line(cause)}") from None
+        return found
+
+
+@dataclass
+class Intervals:
+    """This rank's intervals, by start, of one flattened tensor of `size` elements, for torch.distributed.checkpoint."""
+
+    size_elements: int
+    parts: dict[int, Tensor]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties, size = TensorProperties(dtype=torch.float32), torch.Size([self.size_elements])
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size))
+                for chunk in self.__create_chunk_list__()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([start]), sizes=part.shape)
+                for start, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.parts[index.offset[0]]
+
+
+class WrittenFiles(NamedTuple):
+    """What a save has in common with later ones of the same intervals: the plan of this rank, where its file holds
+    what, and on rank 0 the content of the index file (nothing on others).
+    """
+
+    plan: SavePlan
+    results: list[WriteResult]
+    metadata: bytes
+
+
+class Writer(dcp.FileSystemWriter):
+    """Reports why a file cannot be written: torch's own error, about a position in its archive, hides the system's."""
+
+    results: list[WriteResult]
+
+    def write_data(self, plan: SavePlan, planner: planners.SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            written = super().write_data(plan, planner)
+            self.results = written.wait()
+            return written
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
+
+    def write_as(self, before: WrittenFiles, state: dict[str, Any], planner: SavePlanner) -> None:
+        """Write this rank's files as those of an earlier save. Not a collective: no rank plans for all, or reads what
+        all have written.
+        """
+        planner.set_up_planner(state)
+        self.set_up_storage_writer(bool(before.metadata))
+        self.prepare_local_plan(before.plan)
+        self.write_data(before.plan, planner)
+        if self.results != before.results:
+            raise ValueError(f"{self.path}: its parts do not lie where those of the save before did")
+        if before.metadata:
+            with replacing(Path(self.path) / INDEX) as temporary:
+                temporary.write_bytes(before.metadata)
+
+    def files(self, planner: SavePlanner, is_first: bool) -> WrittenFiles:
+        """What has been written; `is_first`: this is rank 0."""
+        return WrittenFiles(planner.plan, self.results, (Path(self.path) / INDEX).read_bytes() if is_first else b"")
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch looks shards up in tensors only; ours are Intervals."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """As SavePlanner; torch's own set-up drops what is neither a tensor nor a plain value."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
-"""AdamW over one rank's shard: fp32 values and both moments, in versions."""
+"""AdamW over one rank's shard, and the learning rate over the steps of a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -9,16 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dhp_ray.train.state.buckets import Bucket, Piece
+from dhp_ray.train.state.shards import Bucket, Piece, ShardState
 
-UNFINISHED = -1
-"""Version of a state that is being written."""
+SCHEDULES = ("cosine", "constant")
 
 FUSED = ("cpu", "cuda")
 """Kinds of devices for which torch has a fused AdamW."""
-
-PART_ELEMENTS = 2**26
-"""Numbers that are copied at once: 256 MB."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +34,6 @@ class OptimizerSettings:
     eps: float
     clip_norm: float
     is_vision: Callable[[str], bool] = lambda name: False
-
-
-@dataclass
-class ShardState:
-    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training,
-    `vision_updates` those of them that the vision encoder took part in: the step counters of Adam.
-    """
-
-    value: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    version: int = 0
-    vision_updates: int = 0
-
-    @classmethod
-    def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
-        """`pinned`: in host memory that a device copies to and from while it computes."""
-        values = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned)
-        value, exp_avg, exp_avg_sq = values.unbind()
-        return cls(value, exp_avg, exp_avg_sq)
-
-    @classmethod
-    def empty(cls, size: int) -> ShardState:
-        """Host memory for a state, whose pages are not touched yet."""
-        value, exp_avg, exp_avg_sq = torch.empty(3, size, dtype=torch.float32).unbind()
-        return cls(value, exp_avg, exp_avg_sq, UNFINISHED)
-
-    def copy_(self, other: ShardState, before_part: Callable[[], None] = lambda: None) -> None:
-        """Take over another state; this one is unfinished until that is done. `before_part` is called before every
-        PART_ELEMENTS numbers.
-        """
-        self.version = UNFINISHED
-        for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
-            for part, source in zip(mine.split(PART_ELEMENTS), theirs.split(PART_ELEMENTS)):
-                before_part()
-                part.copy_(source)
-        self.version, self.vision_updates = other.version, other.vision_updates
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"value": self.value, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
 @dataclass(frozen=True)
@@ -150,3 +107,28 @@ class ShardedAdamW:
                 intervals.append(piece.shard)
             previous = key
         return [_Group(*key, tuple(intervals)) for key, intervals in found.items()]
+
+
+def learning_rate_factor(
+    step: int, total_steps: int, warmup_steps: int, schedule: str = "cosine", minimum: float = 0.0
+) -> float:
+    """Factor (0 to 1) of the peak learning rate at `step`, counted from 1.
+
+        step     1 ... warmup_steps     warmup_steps + 1 ............ total_steps, and after
+        factor   rises evenly above 0   1 ... half a cosine down ... `minimum`
+
+    `schedule` "constant" stays at 1 after the warm-up. SGDR, arXiv 1608.03983, equation 5, without restarts.
+
+    Raises:
+        ValueError: unknown schedule, or a step below 1.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: got {schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    if step < 1:
+        raise ValueError(f"step: got {step}; steps are counted from 1")
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps - 1) / max(1, total_steps - warmup_steps - 1))
+    return minimum + (1.0 - minimum) * 0.5 * (1.0 + math.cos(math.pi * progress))

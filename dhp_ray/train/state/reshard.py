@@ -12,43 +12,19 @@ Layouts are lists of pieces, intervals of flattened parameters: any number of ra
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.train.state.buckets import Piece
-from dhp_ray.train.state.optimizer import ShardState
+from dhp_ray.train.state.shards import CPU, LocalShard, Piece, ShardState
 
-CPU = torch.device("cpu")
 PieceFields = tuple[str, int, int, int]
 """A Piece as it is sent: name, start, stop, offset."""
 Offer = tuple[int, int, int, list[PieceFields]]
 """A LocalShard as it is sent: owner, version, vision updates, pieces."""
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it comes from."""
-
-    owner: int
-    version: int
-    pieces: tuple[Piece, ...]
-    state: ShardState
-
-    def on_host(self, before_part: Callable[[], None] = lambda: None) -> LocalShard:
-        """Return the same shard in host memory; itself if it is there already. `before_part` as for
-        `ShardState.copy_`.
-        """
-        if self.state.value.device == CPU:
-            return self
-        state = ShardState.zeros(self.state.value.numel(), CPU)
-        state.copy_(self.state, before_part)
-        return LocalShard(self.owner, self.version, self.pieces, state)
 
 
 class _Transfer(NamedTuple):

@@ -29,9 +29,8 @@ from dhp_ray.model.build import build_model
 from dhp_ray.planner.plan.types import RankPack, Sample
 from dhp_ray.runtime.worker.prefetch import payload_of
 from dhp_ray.schema import Data, Model
-from dhp_ray.train.collate import collate
+from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload
 from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 from tests.packs import TOKEN_IDS, plain_copy, plain_loss
 

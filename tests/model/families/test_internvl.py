@@ -12,7 +12,7 @@ from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.internvl import InternVL
 from dhp_ray.model.files import ModelError
-from dhp_ray.train.payload import check_payload
+from dhp_ray.train.collate import check_payload
 from tests.one_rank import VIDEO, errors_on_one_rank
 from tests.packs import (
     TOKEN_IDS,

@@ -16,7 +16,7 @@ from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
 from dhp_ray.runtime.evaluate.predictions import Answer
-from dhp_ray.train.payload import Payload
+from dhp_ray.train.collate import Payload
 from tests.data.samples import picture, talk, video, write_rows
 from tests.packs import PATCH_DIMS, plain_loss
 from tests.plain_answers import MAX_PIXELS, model_folder, plain_answers

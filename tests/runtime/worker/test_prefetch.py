@@ -23,9 +23,8 @@ from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker import prefetch
 from dhp_ray.runtime.worker.prefetch import Patches, encoded_grids, futures_of, load_inputs, num_decoders, payload_of
 from dhp_ray.schema import Cluster, Config, Data
-from dhp_ray.train.collate import collate
+from dhp_ray.train.collate import Payload, check_payload, collate
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.payload import Payload, check_payload
 from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 from tests.packs import make_pack, plain_copy, plain_loss, rough_model, with_images_apart, with_splits
 

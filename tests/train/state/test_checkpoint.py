@@ -18,9 +18,8 @@ from torch.distributed.checkpoint import default_planner
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
-from dhp_ray.train.state.checkpoint import Checkpointer, compare_shapes, needed_files
-from dhp_ray.train.state.intervals import Intervals
-from dhp_ray.train.state.optimizer import ShardState
+from dhp_ray.train.state.checkpoint import Checkpointer, Intervals, compare_shapes, needed_files
+from dhp_ray.train.state.shards import ShardState
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
 KINDS = ("value", "exp_avg", "exp_avg_sq")
@@ -243,7 +242,7 @@ def test_a_copy_of_the_state_shows_progress(tmp_path, monkeypatch):
     """A shard of tens of gigabytes takes long to copy."""
     engine = make_engine(Network(), 0, 1)
     train_step(engine, Network(), 0, 0, 1)
-    monkeypatch.setattr("dhp_ray.train.state.optimizer.PART_ELEMENTS", 7)
+    monkeypatch.setattr("dhp_ray.train.state.shards.PART_ELEMENTS", 7)
     checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
     before = engine.progress.passed().number
     checkpointer.begin(1)

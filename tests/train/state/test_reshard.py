@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dhp_ray.train.state.buckets import FlatLayout, Piece
-from dhp_ray.train.state.optimizer import ShardState
-from dhp_ray.train.state.reshard import LocalShard, reshard
+from dhp_ray.train.state.reshard import reshard
+from dhp_ray.train.state.shards import FlatLayout, LocalShard, Piece, ShardState
 from tests.ranks import run_ranks
 
 SHAPES = {"embed": (31, 6), "scale": (), "hidden": (13, 7), "bias": (3,), "empty": (0, 4), "head": (5, 64)}

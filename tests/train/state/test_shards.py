@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from dhp_ray.train.state.buckets import PARAMETER_ALIGNMENT, SLICE_ALIGNMENT, FlatLayout
+from dhp_ray.train.state.shards import PARAMETER_ALIGNMENT, SLICE_ALIGNMENT, FlatLayout
 
 SHAPES = {"embed": (31, 6), "norm": (6,), "scale": (), "none": (0, 4), "head": (5, 31)}
 

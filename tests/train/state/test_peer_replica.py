@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.progress import AbortedError
-from dhp_ray.train.state.mirror import LATE_S, Mirror, _Exchange
-from dhp_ray.train.state.optimizer import ShardState
+from dhp_ray.train.state.peer_replica import LATE_S, PeerReplica, _Exchange
+from dhp_ray.train.state.shards import ShardState
 from tests.ranks import run_processes, run_ranks
 from tests.train.networks import Network, make_engine, train_step
 
@@ -44,7 +44,7 @@ def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
     world_size = len(replica_ranks)
     network = Network()
     engine = make_engine(network, rank, world_size)
-    mirror = Mirror(engine, rank, replica_ranks, dist.new_group(list(range(world_size)), backend="gloo"))
+    mirror = PeerReplica(engine, rank, replica_ranks, dist.new_group(list(range(world_size)), backend="gloo"))
     told: list[Any] = [(mirror.replicas(), mirror.memory_bytes, engine.shard_size)]
     had: dict[int, list[ShardState]] = {}
     for step in range(4):
@@ -81,7 +81,7 @@ def skipped_and_seldom(rank: int) -> list[Any]:
     """
     network = Network()
     engine = make_engine(network, rank, 2)
-    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
+    mirror = PeerReplica(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
     mirror.begin()
     early = copied(engine.current)
     train_step(engine, network, 0, rank, 2)
@@ -107,7 +107,7 @@ def test_with_a_snapshot_updates_may_go_on_and_the_owner_has_what_was_mirrored()
 
 def no_group(rank: int) -> list[Any]:
     engine = make_engine(Network(), 0, 1)
-    mirror = Mirror(engine, 0, [], None)
+    mirror = PeerReplica(engine, 0, [], None)
     mirror.begin()
     mirror.finish()
     held = mirror.replicas(), mirror.local_shards(), mirror.memory_bytes
@@ -116,9 +116,9 @@ def no_group(rank: int) -> list[Any]:
     group = dist.new_group([0, 1], backend="gloo")
     for replica_ranks in ([0, 1], [1, 2]):
         with pytest.raises(ValueError, match="mirror: got replica rank") as raised:
-            Mirror(engine, rank, replica_ranks, group)
+            PeerReplica(engine, rank, replica_ranks, group)
         said.append(str(raised.value))
-    pair = Mirror(make_engine(Network(), rank, 2), rank, [1, 0], group)
+    pair = PeerReplica(make_engine(Network(), rank, 2), rank, [1, 0], group)
     pair.begin()
     with pytest.raises(RuntimeError, match="mirror: begin before the last exchange was finished"):
         pair.begin()
@@ -142,7 +142,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool, late_s: float) -> 
     network = Network(width=width)
     engine = make_engine(network, rank, 3, bucket_bytes=10**7)
     group = dist.new_group([0, 1, 2], backend="gloo", timeout=timedelta(seconds=20))
-    mirror = Mirror(engine, rank, [1, 0, 0], group)
+    mirror = PeerReplica(engine, rank, [1, 0, 0], group)
     train_step(engine, network, 0, rank, 3)
     mirror.begin()
     mirror.finish()
@@ -193,7 +193,7 @@ def unanswered(rank: int) -> Any:
     """Rank 1's host is gone: nothing closes its sockets. What rank 0 holds once it has been told to abort."""
     network = Network()
     engine = make_engine(network, rank, 2)
-    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"))
+    mirror = PeerReplica(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"))
     train_step(engine, network, 0, rank, 2)
     mirror.begin()
     mirror.finish()
@@ -222,7 +222,7 @@ def from_a_device(rank: int) -> list[Any]:
     torch.cuda.set_device(0)
     network = Network(width=1500).cuda()
     engine = make_engine(network, 0, 1, bucket_bytes=10**7)
-    mirror = Mirror(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
+    mirror = PeerReplica(engine, rank, [1, 0], dist.new_group([0, 1], backend="gloo"), snapshot=True)
     right = []
     for step in range(3):
         engine.zero_gradients()

@@ -14,27 +14,55 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dhp_ray.comm.ranks import torch_peer
 from dhp_ray.compatibility import all_gather_single
 from dhp_ray.errors import first_line
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.buckets import Piece
-from dhp_ray.train.state.double_buffer import DoubleBuffer
-from dhp_ray.train.state.optimizer import UNFINISHED, ShardState
-from dhp_ray.train.state.reshard import LocalShard
+from dhp_ray.train.state.shards import UNFINISHED, LocalShard, Piece, ShardState
 
 POLL_S = 0.1
 """Seconds after which a wait for an exchange looks for an abort."""
 
 LATE_S = 2.0
 """Seconds that an exchange may still take after an abort."""
+
+
+@dataclass
+class DoubleBuffer:
+    """Two versions of one rank's shard: the front buffer stays as it is while the back buffer is filled."""
+
+    pieces: tuple[Piece, ...]
+    front: ShardState
+    back: ShardState
+    counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    """The version that the back buffer will hold, and its `vision_updates`; they are sent along."""
+
+    @classmethod
+    def empty(cls, pieces: tuple[Piece, ...], size: int, pinned: bool = False, versions: int = 2) -> DoubleBuffer:
+        """`versions`: 1 for a place to send from, which keeps nothing."""
+        states = [ShardState.zeros(size, torch.device("cpu"), pinned) for _ in range(versions)]
+        for state in states:
+            state.version = UNFINISHED
+        return cls(pieces, states[0], states[-1])
+
+    def swap(self) -> None:
+        """The back buffer is complete: it becomes the front buffer."""
+        self.back.version, self.back.vision_updates = self.counts.tolist()
+        self.front, self.back = self.back, self.front
+
+    def complete(self) -> list[ShardState]:
+        """Return the complete versions, oldest first."""
+        found = {state.version: state for state in (self.back, self.front) if state.version != UNFINISHED}
+        return [found[version] for version in sorted(found)]
 
 
 class _Exchange(Thread):
@@ -83,7 +111,7 @@ class _Exchange(Thread):
         return True
 
 
-class Mirror:
+class PeerReplica:
     """Sends this rank's shard to its replica rank and holds the replicas of others; the picture above shows the calls.
 
     With `snapshot`, this rank's own shard is kept too, in the versions that were mirrored. This is needed if not every

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the flat buffer, how the buffer is cut into buckets, and which part each rank owns.
+"""What a rank owns of parameters and optimizer state: where its pieces lie, and their values in versions.
 
     flat buffer   | weight ............... | bias ..  | weight ................ (padding)|
     buckets       |        0         |         1         |        2        |     3      |
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import torch
+from torch import Tensor
 
 PARAMETER_ALIGNMENT = 64
 """Elements; a parameter begins at a multiple of this, as matrix kernels prefer (128 bytes in bf16)."""
@@ -23,6 +26,14 @@ SLICE_ALIGNMENT = 8
 """Elements; the length of a rank's slice of a bucket is a multiple of this, as fast collectives prefer (16 bytes in
 bf16).
 """
+
+UNFINISHED = -1
+"""Version of a state that is being written."""
+
+PART_ELEMENTS = 2**26
+"""Numbers that are copied at once: 256 MB."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +123,63 @@ class FlatLayout:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass
+class ShardState:
+    """One version of a rank's shard, fp32 (shard_size,) each. `version` counts the updates since the start of training,
+    `vision_updates` those of them that the vision encoder took part in: the step counters of Adam.
+    """
+
+    value: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    version: int = 0
+    vision_updates: int = 0
+
+    @classmethod
+    def zeros(cls, size: int, device: torch.device, pinned: bool = False) -> ShardState:
+        """`pinned`: in host memory that a device copies to and from while it computes."""
+        values = torch.zeros(3, size, dtype=torch.float32, device=device, pin_memory=pinned)
+        value, exp_avg, exp_avg_sq = values.unbind()
+        return cls(value, exp_avg, exp_avg_sq)
+
+    @classmethod
+    def empty(cls, size: int) -> ShardState:
+        """Host memory for a state, whose pages are not touched yet."""
+        value, exp_avg, exp_avg_sq = torch.empty(3, size, dtype=torch.float32).unbind()
+        return cls(value, exp_avg, exp_avg_sq, UNFINISHED)
+
+    def copy_(self, other: ShardState, before_part: Callable[[], None] = lambda: None) -> None:
+        """Take over another state; this one is unfinished until that is done. `before_part` is called before every
+        PART_ELEMENTS numbers.
+        """
+        self.version = UNFINISHED
+        for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            for part, source in zip(mine.split(PART_ELEMENTS), theirs.split(PART_ELEMENTS)):
+                before_part()
+                part.copy_(source)
+        self.version, self.vision_updates = other.version, other.vision_updates
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"value": self.value, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A complete version of rank `owner`'s shard; `pieces` say what it holds, in the layout that it comes from."""
+
+    owner: int
+    version: int
+    pieces: tuple[Piece, ...]
+    state: ShardState
+
+    def on_host(self, before_part: Callable[[], None] = lambda: None) -> LocalShard:
+        """Return the same shard in host memory; itself if it is there already. `before_part` as for
+        `ShardState.copy_`.
+        """
+        if self.state.value.device == CPU:
+            return self
+        state = ShardState.zeros(self.state.value.numel(), CPU)
+        state.copy_(self.state, before_part)
+        return LocalShard(self.owner, self.version, self.pieces, state)
