@@ -89,7 +89,7 @@ class Batches:
     def __init__(self, samples: list[Sample]) -> None:
         blocks = [ray.put(number) for number in range(-(-len(samples) // 64))]
         rows = {sample.id: (blocks[number // 64], number % 64) for number, sample in enumerate(samples)}
-        self.batch = Batch(0, samples, rows, [], {"epoch": 0})
+        self.batch = Batch(0, samples, rows, {}, {"epoch": 0})
 
     def next_batch(self, num_samples: int) -> Batch:
         return self.batch

@@ -64,24 +64,22 @@ class Entry:
 class SourceStream:
     """The rows of `data.path`, one after the other. Ray must be initialised.
 
-    Runs the reading stage within its limits, and gives the rows in the order of an epoch. A sample of more than
-    `max_tokens` tokens, or with an image of more than `max_image_tokens`, is a bad row (0: no limit); both may be set
-    until the first row is asked for, or before a `start`. Ids begin with `prefix`; with a prefix, they also end with
-    the number of the epoch from the second on. `share`: the part of the window that this source has. `answer_tokens`:
-    see ReadFragments.
+    Runs the reading stage within its limits, and gives the rows in the order of an epoch. Ids begin with `prefix`; with
+    a prefix, they also end with the number of the epoch from the second on. `share`: the part of the window that this
+    source has. `answer_tokens`: see ReadFragments.
 
     Raises:
         DataError: the data cannot be used at all (found before anything is read).
     """
 
-    def __init__(self, data: Data, model: Model, seed: int, prefix: str = "", share: float = 1.0,
-                 answer_tokens: int = 0) -> None:
+    def __init__(
+        self, data: Data, model: Model, seed: int, prefix: str, share: float, answer_tokens: int
+    ) -> None:
         self.fragments = index_fragments(data)
         self.path = data.path
         processor = ProcessorSpec.of(model, data)
         processor.load()  # raises here if the model folder has no tokenizer
         self.num_rows = self.fragments.num_rows
-        self.max_tokens = self.max_image_tokens = 0
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
         """About the mean bytes of the images and videos that a row names. The order depends on it, so cursors hold it.
         """
@@ -95,6 +93,10 @@ class SourceStream:
         for name, level in _LOG_LEVELS.items():
             logging.getLogger(name).setLevel(level)
         self.start(epoch=0, row=0)
+
+    def limit(self, max_tokens: int, max_image_tokens: int) -> None:
+        """See `Stream.limit`."""
+        self._reader = replace(self._reader, max_tokens=max_tokens, max_image_tokens=max_image_tokens)
 
     def take(self) -> None:
         """Move past the row that `peek` returns.
@@ -210,15 +212,14 @@ class SourceStream:
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         dataset.context.target_max_block_size = self._reader.most_bytes  # blocks as the reader makes them
-        reader = replace(self._reader, max_tokens=self.max_tokens, max_image_tokens=self.max_image_tokens)
-        blocks = dataset.map_batches(reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
+        blocks = dataset.map_batches(self._reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
                                      compute=ray.data.TaskPoolStrategy(size=tasks))
 
         def entries() -> Iterator[Any]:  # Ray Data starts when the first is asked for, and returns once it is there
             for bundle in blocks.iter_internal_ref_bundles():
                 yield from bundle.blocks
 
-        return PartBlocks(entries(), ray.put((reader, items)), shares)
+        return PartBlocks(entries(), ray.put((self._reader, items)), shares)
 
     def _item(self, share: Share) -> dict[str, Any]:
         """A share as ReadFragments takes it."""

@@ -19,7 +19,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from dhp_ray.data import errors, source_stream
 from dhp_ray.data.blocks import LOST, BlockRows, columns_of, fetch_rows
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.source_stream import PartBlocks
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model, Source
@@ -68,7 +67,8 @@ def test_fragments_of_several_blocks_give_the_same_rows(ray_cluster: None, tmp_p
     ids, cursors, batches = [], [], []
     for most_bytes in (2**20, 3000):
         stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
-        stream._rows._reader = replace(stream._rows._reader, most_bytes=most_bytes)
+        [source] = stream.sources
+        source._reader = replace(source._reader, most_bytes=most_bytes)
         batches = [batch for _ in range(4) if (batch := stream.next_batch(30)) is not None]
         ids.append([sample.id for batch in batches for sample in batch.samples])
         cursors.append([batch.cursor for batch in batches])
@@ -168,7 +168,7 @@ def test_what_ray_gives_late_of_a_share_ends_nothing(late: Any, monkeypatch: pyt
     assert [reference for reference, _ in found] == ["block", "block", None, None, None]
 
 
-def take_all(stream: Stream | Mixture) -> None:
+def take_all(stream: Stream) -> None:
     """All batches of an epoch."""
     while stream.next_batch(8) is not None:
         pass
@@ -205,7 +205,7 @@ def test_a_source_without_a_usable_row_ends_a_mixture(
                                              for number in range(10)])
     good = write_rows(tmp_path / "good.json", [{"id": f"g{number}", "conversations": talk("a", "b")}
                                                for number in range(100)])
-    mixture = open_stream(Data(format="llava", sources=[Source(path=str(good)), Source(path=str(bad))]),
+    mixture = Stream(Data(format="llava", sources=[Source(path=str(good)), Source(path=str(bad))]),
                           Model(preset="tiny"), seed=0)
     with pytest.raises(DataError, match=r"bad.json has no usable row; the last, 1/b\d: 1 <image> marks"):
         take_all(mixture)
@@ -219,8 +219,7 @@ def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     """Fragments that are read whole, a window of 40 MB, 16 tasks, and 400 MB of the store."""
     path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("a", "b")}
                                                for number in range(1280)])
-    share = 40 / 2048
-    stream = source_stream.SourceStream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0, share=share)
+    stream = source_stream.SourceStream(Data(format="llava", path=str(path)), Model(preset="tiny"), 0, "", 40 / 2048, 0)
     stream._row_bytes = np.full(40, megabytes * 1e6 / 32)
     stream._planned = len(stream._opening)
     assert stream._part(16, 400e6) == expected

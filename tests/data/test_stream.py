@@ -14,7 +14,8 @@ import ray
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.stream import Batch, Stream, read_payloads
+from dhp_ray.data.reader import read_payloads
+from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.schema import Data, Model
 from tests.data.samples import picture, talk, write_rows
 
@@ -62,11 +63,11 @@ def told(batches: list[Batch]) -> list[tuple]:
 def test_an_epoch_has_every_row_once(stream: Stream) -> None:
     batches = epoch_of(stream)
     used = [sample.id for batch in batches for sample in batch.samples]
-    skipped = [item.id for batch in batches for item in batch.skipped]
+    skipped = [item for batch in batches for item in batch.skipped]
     assert stream.num_rows == 70
     assert sorted(used + skipped) == sorted(f"r{number}" for number in range(70))
     assert sorted(skipped) == sorted(f"r{number}" for number in BAD)
-    assert {item.reason for batch in batches for item in batch.skipped} == {
+    assert {reason for batch in batches for reason in batch.skipped.values()} == {
         "the conversation is empty; allowed: a list of turns with from and value, or role and content"}
     assert [len(batch.samples) for batch in batches] == [8] * 8
     assert stream.next_batch(8) is None
@@ -198,11 +199,11 @@ def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -
                      for sample in batch.samples)
     limit, _ = lengths[-5]
     limited = open_stream(rows)
-    limited.max_tokens = limit
+    limited.limit(limit)
     batches = epoch_of(limited)
     assert sorted(sample.id for batch in batches
                   for sample in batch.samples) == sorted(name for length, name in lengths if length <= limit)
-    reasons = {item.id: item.reason for batch in batches for item in batch.skipped}
+    reasons = {name: reason for batch in batches for name, reason in batch.skipped.items()}
     for length, name in lengths:
         if length > limit:
             assert reasons[name] == f"{length} tokens; the cluster holds at most {limit} in one sequence"

@@ -181,7 +181,7 @@ def expected_ledger(run_dir: Path, num_steps: int) -> list[list[str]]:
     """The samples of the first steps of a run, from its configuration and the data alone. Ray must be initialised."""
     config = load(["--config", str(run_dir / "config.yaml")])
     stream = Stream(config.data, config.model, config.seed)
-    stream.max_tokens = config.planner.max_sequence_tokens
+    stream.limit(config.planner.max_sequence_tokens)
     found: list[list[str]] = []
     while len(found) < num_steps:
         batch = stream.next_batch(config.batch.global_samples)

@@ -71,7 +71,7 @@ class Commits:
         growth = work.growth(CostModel.from_json(plan.inputs["cost"]), refits.cost) if refits.on else 1.0
         session.history.scale.observe(metrics["measured_makespan_s"], growth * plan.makespan_s)
         session.history.step_times_s.append(finished.step_time_s)
-        for sample_id, reason in [*finished.skipped, *finished.placeholders.items()]:
+        for sample_id, reason in (finished.skipped | finished.placeholders).items():
             if records.skip(sample_id, reason, finished.step, finished.epoch):
                 session.tell(Notice(f"sample {sample_id} left out: {reason}"))
         if not extra["applied"]:

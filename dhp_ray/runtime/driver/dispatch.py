@@ -24,7 +24,6 @@ from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import located
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
@@ -75,7 +74,7 @@ class RunningStep:
                  evaluated: Mapping[str, float]) -> FinishedStep:
         dispatched, batch = self.dispatched, self.dispatched.batch
         return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
-                            [(skipped.id, skipped.reason) for skipped in batch.skipped], self.placeholders, results,
+                            batch.skipped, self.placeholders, results,
                             step_time_s, self.data_wait_s,
                             evaluated)
 
@@ -91,7 +90,7 @@ class FinishedStep:
     plan_id: str
     late: bool
     epoch: int
-    skipped: list[tuple[str, str]]
+    skipped: dict[str, str]
     placeholders: dict[str, str]
     results: list[StepResult]
     step_time_s: float
@@ -108,8 +107,8 @@ class FinishedStep:
     def reported(cls, step: int, plan_file: dict[str, Any], ran: list[Ran]) -> FinishedStep:
         """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
         batch, results = plan_file["batch"], [found.result for found in ran]
-        skipped = [(sample_id, reason) for sample_id, reason in batch["skipped"]]
-        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"], skipped,
+        return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"],
+                   dict(batch["skipped"]),
                    ran[0].placeholders, results,
                    max(result.step_time_s for result in results))
 
@@ -167,7 +166,7 @@ class BatchReader:
     """
 
     def __init__(
-        self, stream: Stream | Mixture, config: Config, batches: dict[int, Batch], thread: ThreadPoolExecutor | None
+        self, stream: Stream, config: Config, batches: dict[int, Batch], thread: ThreadPoolExecutor | None
     ) -> None:
         self.stream, self.config, self.batches = stream, config, batches
         self.at_end = False
@@ -265,7 +264,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        stream: Stream | Mixture,
+        stream: Stream,
         group: WorkerGroup,
         cluster: ClusterSpec,
         cost: CostModel,
@@ -453,7 +452,7 @@ class Dispatcher:
         plan_id = f"{self.generation}.{step}.{self._num_sent}"
         if self.write_plan:
             read = {"epoch": batch.epoch, "cursor": batch.cursor,
-                    "skipped": [[skipped.id, skipped.reason] for skipped in batch.skipped]}
+                    "skipped": list(batch.skipped.items())}
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": self.config.train.activation_checkpointing})
         prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, located(batch.origins)))

@@ -235,8 +235,7 @@ class Driver:
         except StoppingError:
             return None
         if self.config.data.on_error == "fail":
-            for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
-                                      *failures.items()]:
+            for sample_id, reason in (dispatched.batch.skipped | failures).items():
                 # reported once the step before is committed and saved
                 self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
                 return None
@@ -261,7 +260,7 @@ class Driver:
         if dispatched.step <= self.counted_step:
             return
         self.counted_step = dispatched.step
-        reasons = {skipped.id: skipped.reason for skipped in dispatched.batch.skipped} | failures
+        reasons = dispatched.batch.skipped | failures
         for source, sample_id in dispatched.batch.rows:
             self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""))
 

@@ -47,9 +47,9 @@ def open_held_out(config: Config) -> HeldOut | None:
         if not config.eval.generate:
             return HeldOut(conversations, None, {})
         max_bytes = MediaLimits.of(data).max_file_bytes
-        check_answers(conversations.fragments, max_bytes)
+        check_answers(conversations.sources[0].fragments, max_bytes)
         prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
-        return HeldOut(conversations, prompts, references_in(prompts.fragments, max_bytes))
+        return HeldOut(conversations, prompts, references_in(prompts.sources[0].fragments, max_bytes))
     except DataError as error:
         raise _of_eval(error) from None
 
@@ -76,8 +76,7 @@ class Evaluation:
         self.references = held_out.references if held_out else {}
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
-            stream.max_tokens = config.planner.max_sequence_tokens
-            stream.max_image_tokens = image_limit_of(config, group)
+            stream.limit(config.planner.max_sequence_tokens, image_limit_of(config, group))
             return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None
@@ -168,8 +167,7 @@ class Evaluation:
 
     def _report(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
         """Report the held-out samples that are left out, each once per run."""
-        for sample_id, reason in [*((skipped.id, skipped.reason) for skipped in dispatched.batch.skipped),
-                                  *failures.items()]:
+        for sample_id, reason in (dispatched.batch.skipped | failures).items():
             if self.config.data.on_error == "fail":
                 raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail)")
             if sample_id not in self._told:

@@ -11,7 +11,6 @@ from functools import cached_property
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
-from dhp_ray.data.mixture import Mixture
 from dhp_ray.data.stream import Batch, Stream
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.cluster import ClusterSpec
@@ -83,7 +82,7 @@ class Session:
     checkpoints: Checkpoints
     scalars: ScalarLog
     watch: Watch
-    stream: Stream | Mixture
+    stream: Stream
     held_out: HeldOut | None
     total_steps: int
     compiled: Future[float]  # done once the planner's loops are, with the seconds that took

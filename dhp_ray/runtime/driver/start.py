@@ -17,7 +17,6 @@ import yaml
 from dhp_ray.config import RESOLVED, Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import sources_of
-from dhp_ray.data.mixture import Mixture, open_stream
 from dhp_ray.data.stream import Stream
 from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
@@ -86,7 +85,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     newest = None if takes_over else covered_checkpoint(records, checkpoints, tell)
     first_step = 1 + (records.last_step if takes_over else newest.step if newest else 0)
     with group.waits.on("the index of the data"):
-        stream = open_stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
+        stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
     start_servers()
     # before the workers report how much space is free
@@ -114,8 +113,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         tell(Notice(line))
     if not takes_over:
         check_cost(config, group, choice.mode)
-    stream.max_tokens = config.planner.max_sequence_tokens
-    stream.max_image_tokens = limit
+    stream.limit(config.planner.max_sequence_tokens, limit)
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
     steps = config.run.steps
     total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
@@ -201,7 +199,7 @@ def _compiled() -> Future[float]:
     return done
 
 
-def first_samples(stream: Stream | Mixture, num_samples: int) -> Sequence[Sample]:
+def first_samples(stream: Stream, num_samples: int) -> Sequence[Sample]:
     """Return the samples of the run's first batch, of any length; the stream goes back to its beginning.
 
     Raises:
@@ -275,7 +273,7 @@ def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
     return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
 
 
-def _opening(config: Config, group: WorkerGroup, stream: Stream | Mixture, resumed_step: int) -> tuple[str, ...]:
+def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:
     nodes = len(set(group.nodes))
     model = config.model.preset or config.model.path
     return (

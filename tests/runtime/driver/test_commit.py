@@ -139,5 +139,5 @@ def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(mo
     monkeypatch.setattr(commits, "_note_results", lambda step, results: None)
     for plan_id in ("1.3.3", "2.3.1"):
         ran = [result._replace(plan_id=plan_id) for result in results]
-        commits.commit(FinishedStep(3, plan, plan_id, False, 1, [], {}, ran, 1.0))
+        commits.commit(FinishedStep(3, plan, plan_id, False, 1, {}, {}, ran, 1.0))
     assert observed == ["2.3.1"]

@@ -49,7 +49,7 @@ class Batches:
     epoch, cursor = 0, None
 
     def __init__(self) -> None:
-        self.left = [Batch(0, SAMPLES, {sample.id: (ray.put(1), 0) for sample in SAMPLES}, [], {}) for _ in range(3)]
+        self.left = [Batch(0, SAMPLES, {sample.id: (ray.put(1), 0) for sample in SAMPLES}, {}, {}) for _ in range(3)]
 
     def next_batch(self, num_samples: int) -> Batch | None:
         return self.left.pop(0) if self.left else None
@@ -223,7 +223,7 @@ def test_the_end_of_the_data_is_no_batch(dispatcher: Dispatcher) -> None:
 
 
 def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
-    dispatcher.reader.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, [],
+    dispatcher.reader.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, {},
                                       {})  # type: ignore[union-attr]
     assert dispatcher.dispatch(1) is None
     assert not dispatcher.reader.at_end

@@ -49,7 +49,7 @@ class Rows:
                 raise DataError(f"row {self.row} cannot be read")
             samples.append(Sample(f"row {self.row}", 9))
             self.row += 1
-        return Batch(0, samples, {sample.id: (None, 0) for sample in samples}, [], self.cursor)  # type: ignore[misc]
+        return Batch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, self.cursor)  # type: ignore[misc]
 
 
 @pytest.fixture

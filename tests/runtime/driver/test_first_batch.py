@@ -28,7 +28,7 @@ def test_it_is_the_first_one_and_is_read_again_for_the_first_step(ray_cluster: N
     samples = first_samples(stream, 9)
     assert {sample.id for sample in samples} == {f"r{number}" for number in range(9)}
     cut = sorted(sample.num_tokens for sample in samples)[4]
-    stream.max_tokens = cut
+    stream.limit(cut)
     batch = stream.next_batch(9)
     assert batch is not None
     assert [sample.id for sample in batch.samples] == [sample.id for sample in samples if sample.num_tokens <= cut]

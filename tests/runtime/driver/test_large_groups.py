@@ -61,7 +61,7 @@ def passes_of_a_send(num_ranks: int) -> int:
     dispatcher = Dispatcher(None, group, cluster, COST, config, GroupCacheState(0))  # type: ignore[arg-type]
     plan = plan_batch(samples, cluster, COST, planner="static", sync="step")
     Groups.passes = 0
-    batch = Batch(0, samples, {sample.id: (None, 0) for sample in samples}, [], {})  # type: ignore[misc]
+    batch = Batch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, {})  # type: ignore[misc]
     sent = dispatcher._send(1, batch, replace(plan, groups=Groups(plan.groups)), False)
     dispatcher.stop()
     assert len(sent.prefetches) == num_ranks
