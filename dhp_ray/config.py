@@ -1,4 +1,5 @@
-"""Reads the configuration of a run: YAML files and `key=value` overrides, merged by OmegaConf into the schema.
+"""Reads the configuration of a command: YAML files and `key=value` overrides, merged by OmegaConf into the schema; and
+refuses values that cannot be used.
 
 Later wins: the schema's defaults, the file given by `--config` (`conf/train.yaml`), the files chosen by name
 (`model=tiny` takes `conf/model/tiny.yaml`; a file's own `choices:` are the defaults), then every `key=value`.
@@ -6,11 +7,13 @@ Later wins: the schema's defaults, the file given by `--config` (`conf/train.yam
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -18,27 +21,13 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dhp_ray.constraints import brief, check, check_device, check_evaluation, expand_homes, texts, walk
-from dhp_ray.credentials import concealed
+from dhp_ray.credentials import MASK, Uri, concealed, masked
 from dhp_ray.errors import first_line
-from dhp_ray.schema import Config, ConfigError, Evaluation, Preparation
+from dhp_ray.schema import MEASURE, NUMBERS, Config, ConfigError, Evaluation, Lora, Preparation
 
-__all__ = [
-    "CHOICES",
-    "CONF",
-    "EVALUATE",
-    "PREPARE_DATA",
-    "RESOLVED",
-    "TRAIN",
-    "Command",
-    "Config",
-    "ConfigError",
-    "check",
-    "check_device",
-    "dump",
-    "help_text",
-    "load",
-]
+__all__ = ["CHOICES", "CONF", "EVALUATE", "PREPARE_DATA", "RESOLVED", "TRAIN", "UPLOADS", "Command", "Config",
+           "ConfigError", "check", "check_device", "check_limits", "check_place", "dump", "help_text", "in_upload",
+           "load", "local_path", "make_absolute", "places", "refuse_relative_run", "upload_warning", "walk"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
@@ -84,6 +73,247 @@ GONE: dict[str, tuple[Sequence[Any] | None, str]] = {
 any), and what to use in place of others.
 """
 
+UPLOADS = "working_dir_files"
+"""Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
+
+
+def keys_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Every key of a configuration, those in lists of sections included: its dotted name, the section that has it, and
+    its field.
+    """
+    for item in fields(node):
+        value, name = getattr(node, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from keys_of(value, f"{name}.")
+            continue
+        yield name, node, item
+        for index, inner in enumerate(value if isinstance(value, list) else ()):
+            if is_dataclass(inner):
+                yield from keys_of(inner, f"{name}[{index}].")
+
+
+def walk(node: Any) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """(dotted key, value, metadata) of every key of a configuration; a list counts as a value."""
+    return [(name, getattr(section, item.name), item.metadata) for name, section, item in keys_of(node)
+            if "[" not in name]
+
+
+def check(config: Config) -> None:
+    """Refuse values that the schema's types allow but that a run cannot use."""
+    _check_values(config)
+    check_device(config)
+    if config.data.path and config.data.sources:
+        raise ConfigError(
+            f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one "
+            "of the two"
+        )
+    if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
+        raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
+    if bool(config.model.preset) == bool(config.model.path):
+        raise ConfigError(
+            f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of "
+            "the two"
+        )
+    if len(set(config.train.freeze)) == 2:
+        raise ConfigError(
+            "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
+        )
+    _check_lora(config)
+    if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
+        raise ConfigError(
+            f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "
+            f"({config.cluster.num_workers})"
+        )
+    if config.cluster.min_workers > config.cluster.num_workers:
+        raise ConfigError(
+            f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
+            f"({config.cluster.num_workers})"
+        )
+    if bool(config.eval.path) != bool(config.eval.every_steps):
+        raise ConfigError(
+            f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
+            "neither"
+        )
+    if config.eval.generate and not config.eval.path:
+        raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
+    if not config.run.dir:
+        raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.train.lora
+    if not lora.rank:
+        for name, value in (("alpha", lora.alpha), ("targets", lora.targets), ("dropout", lora.dropout)):
+            if value != getattr(Lora(), name):
+                raise ConfigError(f"train.lora.rank: got 0 with train.lora.{name}={value}; allowed: at least 1")
+    elif config.model.preset:
+        raise ConfigError(f"train.lora.rank: got {lora.rank} with model.preset={config.model.preset}; allowed: 0, or a "
+                          "model.path that the adapter is of")
+    if not lora.targets:
+        raise ConfigError("train.lora.targets: got []; allowed: all-linear, or ends of layers' names such as q_proj")
+
+
+def check_evaluation(config: Evaluation) -> None:
+    """Refuse values that `jobs/evaluate.py` cannot use."""
+    _check_values(config)
+    for name, value, allowed in (("model.path", config.model.path, "a local Hugging Face folder"),
+                                 ("eval.path", config.eval.path, "a file or folder of held-out samples"),
+                                 ("eval.output", config.eval.output, "a file name")):
+        if not value:
+            raise ConfigError(f"{name}: got nothing; allowed: {allowed}")
+    if config.cluster.num_workers % config.eval.ranks_per_model:
+        raise ConfigError(f"eval.ranks_per_model: got {config.eval.ranks_per_model}; allowed: what divides "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
+
+
+def _check_values(config: Config) -> None:
+    """Refuse values beyond their limits, sources without a path, and a `data.min_pixels` above `data.max_pixels`."""
+    check_limits(config)
+    for index, source in enumerate(config.data.sources):
+        if not source.path:
+            raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
+    if config.data.min_pixels > config.data.max_pixels:
+        raise ConfigError(
+            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
+            f"({config.data.max_pixels})"
+        )
+
+
+def check_limits(node: Any) -> None:
+    """Refuse values of any schema that are beyond their limits."""
+    for dotted, section, item in keys_of(node):
+        _check_value(dotted, getattr(section, item.name), item.metadata)
+
+
+def check_device(config: Config) -> None:
+    """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
+
+    Raises:
+        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
+    """
+    if config.cluster.device == "cuda" and config.train.precision == "fp32":
+        raise ConfigError(
+            "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "
+            "master weights stay fp32)"
+        )
+
+
+def texts(value: Any) -> list[str]:
+    """Every string inside a value."""
+    if isinstance(value, (list, dict)):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in texts(inner)]
+    return [value] if isinstance(value, str) else []
+
+
+def _check_value(dotted: str, value: Any, spec: Mapping[str, Any]) -> None:
+    if any("://" in text and MASK in text and not isinstance(text, Uri) for text in texts(value)):
+        raise ConfigError(
+            f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials"
+        )
+    if spec["path"] and "://" in value and "URI" not in spec["path"]:
+        allowed = "a file" if spec["path"] == "output file" else f"a {spec['path']}"
+        raise ConfigError(f"{dotted}: got {masked(value)}; allowed: {allowed} of this machine (URIs are not read)")
+    if spec["path"] and "\0" in value:
+        raise ConfigError(f"{dotted}: got {value!r}; allowed: a name without a zero character")
+    number = value
+    for text in (value if isinstance(value, list) else [value]) if spec["choices"] else ():
+        if text not in spec["choices"]:
+            if not (spec["number"] and re.fullmatch(NUMBERS[spec["number"]], text)):
+                raise ConfigError(f"{dotted}: got {text!r}; allowed: {_allowed(spec, str)}")
+            number = float(text)
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        finite = math.isfinite(number) if isinstance(number, float) else abs(number) < 2**63
+        limits = [(spec["minimum"], operator.ge), (spec["above"], operator.gt), (spec["maximum"], operator.le),
+                  (spec["below"], operator.lt)]
+        if not finite or not all(limit is None or holds(number, limit) for limit, holds in limits):
+            allowed = _allowed(spec, str) if spec["number"] else _limits(spec) or "a finite number"
+            raise ConfigError(f"{dotted}: got {brief(value)}; allowed: {allowed}")
+
+
+def _limits(spec: Mapping[str, Any]) -> str:
+    words = {"minimum": "at least", "above": "more than", "maximum": "at most", "below": "less than"}
+    return " and ".join(f"{word} {spec[name]}" for name, word in words.items() if spec[name] is not None)
+
+
+def brief(value: Any) -> str:
+    """Return a value as an error shows it, without the thousands of digits of a huge number (Python refuses to print
+    it).
+    """
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "a number of more than 18 digits"
+    return repr(value)
+
+
+def in_upload(folder: Path) -> bool:
+    """Whether a folder is in Ray's copy of the working directory of a job."""
+    return UPLOADS in folder.parts
+
+
+def upload_warning(key: str, folder: str, working_folder: Path) -> str:
+    """Return a warning if a key's folder or file is inside the upload of a submitted job: each node has its own copy of
+    that, and Ray deletes it. Empty if it is not.
+
+    The job's working folder shows this, not the fact that it was submitted: a job may have changed to a folder that
+    stays.
+    """
+    if in_upload(working_folder) and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
+        return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
+                "give an absolute path or a URI that every node reaches")
+    return ""
+
+
+def places(config: Any) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """The keys of a configuration that name a path."""
+    for name, section, item in keys_of(config):
+        if item.metadata["path"] and (name, getattr(section, item.name)) != ("planner.cost", MEASURE):
+            yield name, section, item
+
+
+def make_absolute(config: Config) -> None:
+    """Take relative paths from this process's folder, for a driver and workers that may run in other ones. Not where
+    all of them run in Ray's copies of a folder: what is in it is read from there.
+    """
+    for _, section, item in places(config):
+        value = getattr(section, item.name)
+        if value and "://" not in value and item.metadata["path"] != "output file":
+            setattr(section, item.name, os.path.abspath(value))
+
+
+def refuse_relative_run(config: Config) -> None:
+    """Refuse a relative `run.dir` where the run's processes run in Ray's copies of a folder.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    if "://" not in config.run.dir and not os.path.isabs(config.run.dir):
+        raise ConfigError(f"run.dir: got {config.run.dir!r}, which is relative: it would lie in the copy of the "
+                          "working directory that Ray makes on each node, and deletes; allowed: an absolute path or a "
+                          "URI that every node reaches")
+
+
+def local_path(name: str, text: str) -> Path:
+    """The path that a word of a command names, with `~` as the user's home.
+
+    Raises:
+        ConfigError: it is a URI.
+    """
+    if "://" in text:
+        raise ConfigError(f"{name}: got {masked(text)}; allowed: a path of this machine (URIs are not read)")
+    return Path(os.path.expanduser(text))
+
+
+def check_place(name: str, value: str, kind: str) -> None:
+    """Refuse a file where a folder is wanted, and the reverse. What is absent, or behind a URI, is not looked at here.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    if os.path.isfile(value) and "file" not in kind:
+        raise ConfigError(f"{name}: {value} is a file; allowed: a {kind}")
+    if os.path.isdir(value) and "folder" not in kind:
+        raise ConfigError(f"{name}: {value} is a folder; allowed: a file")
+
+
 TRAIN = Command("jobs/train.py", Config, CONF / "train.yaml", check, {group: group for group in CHOICES},
                 (("model.preset", "model.path"), ("data.path", "data.sources")))
 PREPARE_DATA = replace(TRAIN, name="jobs/prepare_data.py", schema=Preparation,
@@ -122,8 +352,10 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
     for name, text in given.items():
         _set(command, config, name, _value(command, name, text), COMMAND_LINE)
     result = OmegaConf.to_object(config)
-    expand_homes(result)
-    _conceal(result)
+    for _, section, item in places(result):
+        setattr(section, item.name, os.path.expanduser(getattr(section, item.name)))
+    for _, section, item in keys_of(result):
+        setattr(section, item.name, concealed(getattr(section, item.name)))
     command.check(result)
     return result
 
@@ -163,7 +395,8 @@ def help_text(purpose: str, command: Command = TRAIN) -> str:
     for dotted, value, spec in walk(command.schema()):
         if not re.match(command.keys, dotted):
             continue
-        allowed = f" ({'|'.join(spec['choices'])})" if spec["choices"] else ""
+        words = [*spec["choices"], *filter(None, [spec["number"]])]
+        allowed = f" ({'|'.join(words)})" if words else ""
         head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
         lines.append(f"{head:<58} {spec['text']}" if len(head) < 58 else f"{head}\n{'':<59}{spec['text']}")
     lines += ["", *textwrap.wrap("Exit status: 0 on success, 2 on a bad configuration, 1 on failure.")]
@@ -217,7 +450,7 @@ def _value(command: Command, name: str, text: str) -> Any:
     """Return the value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it
     is.
     """
-    kind = _types(command.schema).get(name)
+    kind, _ = _keys(command.schema).get(name, (None, None))
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None
     try:
@@ -243,33 +476,33 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) -> None:
-    types, choices = _types(command.schema), _choices_of(command, dotted)
+    keys = _keys(command.schema)
     if dotted in GONE:
         neutral, instead = GONE[dotted]
         if (value in neutral) if neutral else (origin != COMMAND_LINE):
             return
         raise ConfigError(f"{dotted}: got {value!r} ({origin}), which no longer exists; allowed: {instead}")
-    if dotted not in types:
-        other = [known.name for known in (PREPARE_DATA, EVALUATE) if dotted in _types(known.schema)]
+    if dotted not in keys:
+        other = [known.name for known in (PREPARE_DATA, EVALUATE) if dotted in _keys(known.schema)]
         if other and issubclass(command.schema, Config):
             if origin != COMMAND_LINE:  # files are shared
                 return
             raise ConfigError(f"{dotted}: no key of {command.name} ({origin}); allowed: in {other[0]} alone")
-        inside = [name for name in types if name.startswith(f"{dotted}.")]
+        inside = [name for name in keys if name.startswith(f"{dotted}.")]
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
         section = dotted.rpartition(".")[0]
-        known = [name for name in types if re.match(command.keys, name)]
+        known = [name for name in keys if re.match(command.keys, name)]
         near = [name for name in known if section and name.rpartition(".")[0] == section]
         near = near or [*command.own, *sorted({name.split(".")[0] for name in known})]
         raise ConfigError(f"{dotted}: no such key ({origin}); allowed: {', '.join(near)}")
-    kind = types[dotted]
+    kind, spec = keys[dotted]
     if kind == list[str] and isinstance(value, str):  # a list of one, or several without brackets
         value = [name.strip() for name in value.split(",")]
-    allowed = _allowed(choices, kind)
+    allowed = _allowed(spec, kind)
     if value is None:
         raise ConfigError(f"{dotted}: got nothing ({origin}); allowed: {allowed}")
-    if str(value).lower() in ("true", "false") and "true" in choices:
+    if str(value).lower() in ("true", "false") and "true" in spec["choices"]:
         value = str(value).lower()  # as YAML writes them, and Python
     if any("${" in text or text == "???" for text in texts(value)):
         raise ConfigError(f"{dotted}: got {value!r} ({origin}); allowed: a plain value, without ${{...}} or ???")
@@ -285,18 +518,22 @@ def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) ->
 
 
 @cache
-def _types(owner: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: its type} of the schema."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(owner).items():
-        section = isinstance(kind, type) and is_dataclass(kind)
-        found |= _types(kind, f"{prefix}{name}.") if section else {f"{prefix}{name}": kind}
+def _keys(owner: type, prefix: str = "") -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """{dotted key: its type and metadata} of a schema."""
+    found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    kinds = get_type_hints(owner)
+    for item in fields(owner):
+        kind, name = kinds[item.name], f"{prefix}{item.name}"
+        is_section = isinstance(kind, type) and is_dataclass(kind)
+        found |= _keys(kind, f"{name}.") if is_section else {name: (kind, item.metadata)}
     return found
 
 
-def _allowed(choices: tuple[str, ...], kind: Any) -> str:
-    if choices:
-        return ", ".join(choices)
+def _allowed(spec: Mapping[str, Any], kind: Any) -> str:
+    if spec["number"]:
+        return f"{', '.join(spec['choices'])}, or a {spec['number']} of {_limits(spec)}"
+    if spec["choices"]:
+        return ", ".join(spec["choices"])
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
              list[str]: "a list of names"}
     if kind in names:
@@ -304,19 +541,3 @@ def _allowed(choices: tuple[str, ...], kind: Any) -> str:
     inner = get_args(kind)[0]
     keys = [item.name for item in fields(inner)] if is_dataclass(inner) else []
     return f"a list of {{{', '.join(f'{name}: ...' for name in keys)}}}" if keys else "a list of numbers"
-
-
-def _choices_of(command: Command, dotted: str) -> tuple[str, ...]:
-    specs = {name: spec for name, _, spec in walk(command.schema())}
-    found: tuple[str, ...] = specs[dotted]["choices"] if dotted in specs else ()
-    return found
-
-
-def _conceal(node: Any) -> None:
-    """Hide the credentials of every URI in a configuration, or in a part of it."""
-    for item in fields(node):
-        value = getattr(node, item.name)
-        for inner in value if isinstance(value, list) else [value]:
-            if is_dataclass(inner):
-                _conceal(inner)
-        setattr(node, item.name, concealed(value))

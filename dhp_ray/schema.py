@@ -22,6 +22,9 @@ class ConfigError(ValueError):
 PATHS = ("file", "folder", "file or folder", "folder or URI", "output file")
 """What a key with a path may name."""
 
+NUMBERS = {"whole number": r"-?\d{1,17}", "share": r"\d(\.\d{1,17})?"}
+"""How numbers are written that a key takes beside words."""
+
 
 def key(
     default: Any,
@@ -32,14 +35,16 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    number: str = "",
     path: str = "",
 ) -> Any:
-    """A field of the schema: its default, its line in `--help`, and the values that it admits. `path`: what it names,
-    one of PATHS; `~` in it is the user's home.
+    """A field of the schema: its default, its line in `--help`, and the values that it admits. `number`: a string that
+    is one of the choices or such a number, one of NUMBERS. `path`: what it names, one of PATHS; `~` in it is the user's
+    home.
     """
     assert path in ("", *PATHS)
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
-                "below": below, "path": path}
+                "below": below, "number": number, "path": path}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -138,8 +143,8 @@ class Planner:
     cost: str = key("", "cost file of this model, device and settings (jobs/measure.py); measure: measure before the "
                     "run's first step and keep the file in run.dir; empty: derive costs from model and device, on "
                     "the CPU take conf/cost/cpu.yaml", path="file")
-    tokens_per_rank: str = key("auto",
-                               "most tokens of a pack on one rank: a number, or auto (what the device's memory holds)")
+    tokens_per_rank: str = key("auto", "most tokens of a pack on one rank: a number, or auto (what the device's memory "
+                               "holds)", choices=("auto",), number="whole number", minimum=1)
     max_sequence_tokens: int = key(
         0,
         "longest sequence allowed, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
@@ -154,7 +159,7 @@ class Comm:
     pool_groups: str = key(
         "auto",
         "most process groups to keep: a number, or auto (as many as 5 % of the device's memory hold, at most 64); "
-        "further groups of a plan use the parent group",
+        "further groups of a plan use the parent group", choices=("auto",), number="whole number", minimum=1,
     )
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
@@ -185,6 +190,7 @@ class Elastic:
         "auto",
         "copy each rank's state to another rank every so many steps, the most that a lost worker can cost: a number, "
         "or auto (as often as 2 % of the time allows); 0: never, and a lost worker returns the run to a checkpoint",
+        choices=("auto",), number="whole number", minimum=0, maximum=MAX_MIRROR_STEPS,
     )
     hang_s: float = key(
         10.0, "replace a rank that computes without progress after so many seconds, or after 60 times the predicted "
@@ -234,7 +240,7 @@ class Train:
     adam_eps: float = key(1e-8, "AdamW's epsilon", above=0, maximum=LARGEST)
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
-    freeze: list[str] = key([], "parts that are not trained: vision, language")
+    freeze: list[str] = key([], "parts that are not trained", choices=("vision", "language"))
     lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; true: in all layers; packs: in as few layers of a pack "
@@ -244,7 +250,7 @@ class Train:
     activation_offload: str = key(
         "off", "keep activations in host memory until the backward pass needs them; off: never; auto: those of as few "
         "layers of a pack as make it fit, if the planner finds that faster than more ranks (CUDA, NPU); a number: this "
-        "share of every pack")
+        "share of every pack", choices=("off", "auto"), number="share", above=0, maximum=1)
     deterministic: bool = key(False, "give the same bits for the same plans on the same number of ranks; slower on "
                               "CUDA and NPU")
 

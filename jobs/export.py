@@ -86,8 +86,7 @@ def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
     """
     import tempfile
 
-    from dhp_ray.config import ConfigError, load
-    from dhp_ray.constraints import check_place
+    from dhp_ray.config import ConfigError, check_place, load
     from dhp_ray.run_folder import CONFIG_FILE
     from dhp_ray.storage import Folder
 
@@ -112,8 +111,7 @@ def target(given: dict[str, str], folder: Folder, step: int) -> Path:
     Raises:
         ConfigError: none is given for a run in an object store, or it is a URI.
     """
-    from dhp_ray.config import ConfigError
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import ConfigError, local_path
     from dhp_ray.run_folder import EXPORTS_FOLDER, step_folder
 
     if "out" in given:

@@ -73,8 +73,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def measure(config: Config, own: dict[str, str]) -> int:
-    from dhp_ray.config import CONF, ConfigError
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import CONF, ConfigError, local_path
     from dhp_ray.runtime.job.preflight import check_measurement_here
     from dhp_ray.storage import check_writable
 

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(HELP)
         return 0 if argv else 2
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import local_path
     from dhp_ray.schema import ConfigError
 
     arguments = dict.fromkeys(NAMES, "")

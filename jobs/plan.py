@@ -53,7 +53,7 @@ class ArgumentError(ValueError):
 def main(argv: list[str]) -> int:
     import json
 
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import local_path
     from dhp_ray.schema import PLANNERS
 
     if not argv or {"-h", "--help"} & set(argv):
@@ -150,7 +150,7 @@ def planned(inputs: dict[str, Any]) -> tuple[Plan, float]:
 
 def given(arguments: dict[str, str]) -> dict[str, Any]:
     """The inputs of `plan_batch` that the arguments name."""
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import local_path
     from dhp_ray.planner import ClusterSpec, CostModel
 
     tokens_per_rank, speeds = count(arguments["tokens_per_rank"], "tokens_per_rank"), numbers(arguments["speeds"])
@@ -170,7 +170,7 @@ def recorded(arguments: dict[str, str]) -> dict[str, Any]:
     """The inputs of `plan_batch` that a plan file holds."""
     import json
 
-    from dhp_ray.constraints import local_path
+    from dhp_ray.config import local_path
     from dhp_ray.planner import recorded_inputs
 
     path = local_path("replay", arguments["replay"])

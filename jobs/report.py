@@ -27,8 +27,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
-    from dhp_ray.config import ConfigError, load, split_arguments
-    from dhp_ray.constraints import check_place
+    from dhp_ray.config import ConfigError, check_place, load, split_arguments
 
     try:
         for word in split_arguments(argv, Path())[1]:

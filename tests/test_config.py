@@ -20,13 +20,15 @@ from dhp_ray.config import (
     Command,
     Config,
     ConfigError,
-    _types,
+    _keys,
     check_device,
     dump,
     help_text,
     load,
+    make_absolute,
+    places,
+    walk,
 )
-from dhp_ray.constraints import make_absolute, places, walk
 from dhp_ray.credentials import full_uri
 from dhp_ray.schema import Source
 
@@ -52,7 +54,7 @@ def test_every_name_of_the_contract_is_a_key() -> None:
         train.weight_decay train.adam_eps train.clip_norm train.precision train.freeze
         train.activation_checkpointing"""
     assert set(contract.split()) <= set(KEYS)
-    assert list(_types()) == KEYS
+    assert list(_keys(Config)) == KEYS
 
 
 def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
@@ -263,14 +265,14 @@ def test_sources(bare: list[str]) -> None:
     ("planner.tokens_per_rank=0", "planner.tokens_per_rank", "got '0'; allowed: auto, or a whole number"),
     ("planner.tokens_per_rank=some", "planner.tokens_per_rank", "got 'some'; allowed: auto, or a whole number"),
     ("elastic.mirror_every_steps=1001", "elastic.mirror_every_steps",
-     "got '1001'; allowed: auto, or a whole number from 0 to 1000"),
+     "got '1001'; allowed: auto, or a whole number of at least 0 and at most 1000"),
     ("elastic.mirror_every_steps=-1", "elastic.mirror_every_steps", "got '-1'; allowed: auto, or a whole number"),
     ("elastic.mirror_every_steps=often", "elastic.mirror_every_steps", "got 'often'; allowed: auto, or a whole number"),
     ("planner.tokens_per_rank=4.5", "planner.tokens_per_rank", "got '4.5'; allowed: auto, or a whole number"),
     ("data.min_pixels=9999999", "data.min_pixels", "got 9999999; allowed: at most data.max_pixels (1003520)"),
     ("train.activation_checkpointing=1", "train.activation_checkpointing", "allowed: true, false, packs, auto"),
     ("planner.sync=none", "planner.sync", "got 'none'; allowed: step, micro_batch, auto"),
-    ("train.freeze=3", "train.freeze", "got 3 (the command line); allowed: a list of names"),
+    ("train.freeze=3", "train.freeze", "got 3 (the command line); allowed: vision, language"),
     ("train.freeze=head", "train.freeze", "got 'head'; allowed: vision, language"),
     ("train.freeze=[audio]", "train.freeze", "got 'audio'; allowed: vision, language"),
     ("train.freeze=[[vision]]", "train.freeze", "allowed: vision, language"),

@@ -11,8 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.config import CHOICES, Config, ConfigError, check, dump, load
-from dhp_ray.constraints import walk
+from dhp_ray.config import CHOICES, Config, ConfigError, check, dump, load, walk
 from tests.test_config import KEYS
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.dates(),

@@ -76,7 +76,7 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.parametrize(("name", "module"), [
     ("train", "omegaconf"), ("evaluate", "omegaconf"), ("prepare_data", "omegaconf"), ("measure", "omegaconf"),
-    ("export", "dhp_ray.config"), ("report", "dhp_ray.config"), ("merge", "dhp_ray.constraints"),
+    ("export", "dhp_ray.config"), ("report", "dhp_ray.config"), ("merge", "dhp_ray.config"),
     ("plan", "dhp_ray.schema"), ("plan", "numba"), ("prepare_data", "pyarrow.parquet"), ("simulate", "dhp_ray.config")])
 def test_ctrl_c_while_a_command_imports_is_one_line(name: str, module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)

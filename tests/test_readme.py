@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dhp_ray.config import CONF, EVALUATE, load
-from dhp_ray.constraints import walk
+from dhp_ray.config import CONF, EVALUATE, load, walk
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments

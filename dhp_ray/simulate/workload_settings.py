@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from dhp_ray.config import CONF, Command, load
-from dhp_ray.constraints import check_limits
+from dhp_ray.config import CONF, Command, check_limits, load
 from dhp_ray.schema import ConfigError, key
 
 MOST_PICTURES = 100_000

@@ -55,7 +55,7 @@ BAD = {
     "0/above": "image 1: '../rows.parquet' is not a relative file name; allowed: one below data.image_root, without "
                "'..'",
     "0/link-out": "image 1: link.png leads out of data.image_root",
-    "0/rows#000027": "the row holds list; allowed: an object",
+    "0/rows#000024": "the row holds list; allowed: an object",
     "1/pickle": "member pickle.pkl is a pickle, which can run code when read; allowed: json, txt, images and videos",
     "1/link": "member link.png is a link or another special file; allowed: plain files",
     "1/not-an-image": "image 1: header cannot be read: not an image of a known format; allowed: PNG, JPEG, WEBP, GIF, "
@@ -184,7 +184,7 @@ def sources(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
             for row in json.loads((nlvr / "conversations.json").read_text())]
     good = [row for row in rows if len(row["image"]) < 3][:5]
     image = (nlvr / good[0]["image"][0]).read_bytes()
-    return [(write_llava(folder / "llava", good, nlvr), "llava", 33),
+    return [(write_llava(folder / "llava", good, nlvr), "llava", 30),
             (write_shard(folder / "shard.tar", image), "webdataset", 9),
             (write_parquet(folder / "rows.parquet", image), "parquet", 4),
             (write_saved_set(folder / "saved", image), "huggingface", 4)]

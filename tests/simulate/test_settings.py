@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.config import CONF, help_text
-from dhp_ray.constraints import walk
+from dhp_ray.config import CONF, help_text, walk
 from dhp_ray.schema import ConfigError
 from dhp_ray.simulate.settings import SIMULATE, Event, Simulation, load_simulation
 

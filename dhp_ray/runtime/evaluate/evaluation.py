@@ -16,8 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
-from dhp_ray.config import ConfigError
-from dhp_ray.constraints import in_upload, make_absolute, upload_warning
+from dhp_ray.config import ConfigError, in_upload, make_absolute, upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.train import Checkpoint, Result
 
-from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.constraints import in_upload, make_absolute, refuse_relative_run
+from dhp_ray.config import Config, ConfigError, in_upload, load, make_absolute, refuse_relative_run
 from dhp_ray.run_folder import CHECKPOINTS_FOLDER, LEDGER_FILE, METRICS_FILE, checkpoint_folder
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending

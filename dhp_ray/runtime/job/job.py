@@ -19,8 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dhp_ray.comm.device import Accelerator
-from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device, in_upload, make_absolute
+from dhp_ray.config import Config, ConfigError, check_device, in_upload, make_absolute
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.ending import Ending

@@ -19,8 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, cast
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose, cores
-from dhp_ray.config import CONF, Config, ConfigError
-from dhp_ray.constraints import check_device
+from dhp_ray.config import CONF, Config, ConfigError, check_device
 from dhp_ray.measure.cost_file import Measured, Session, measured_cost
 from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.model.fused import operators_of

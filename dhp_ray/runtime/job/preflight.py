@@ -18,8 +18,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator, cores
-from dhp_ray.config import Config, ConfigError
-from dhp_ray.constraints import check_device, check_place, in_upload, places, refuse_relative_run
+from dhp_ray.config import Config, ConfigError, check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import PRESETS
 from dhp_ray.data.index import (

@@ -20,8 +20,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from dhp_ray.config import Config
-from dhp_ray.constraints import walk
+from dhp_ray.config import Config, walk
 from dhp_ray.spooled_log import UploadTimer
 from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_errors
 

@@ -57,7 +57,7 @@ def described(tmp_path: Path, words: Sequence[str] = AUTO, host_gib: float = 64.
 def test_what_is_no_share_of_activations_is_refused(share: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load([f"{OFFLOAD}={share}"])
-    assert str(raised.value) == f"{OFFLOAD}: got {share!r}; allowed: off, auto, or a share above 0, up to 1"
+    assert str(raised.value) == f"{OFFLOAD}: got {share!r}; allowed: off, auto, or a share of more than 0 and at most 1"
 
 
 def test_shares_of_every_pack_are_taken_as_written() -> None:

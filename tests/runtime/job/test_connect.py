@@ -20,7 +20,7 @@ from ray._private.services import get_ray_address_from_environment
 from ray._private.utils import check_version_info
 from torch.distributed import TCPStore
 
-from dhp_ray.constraints import upload_warning
+from dhp_ray.config import upload_warning
 from dhp_ray.runtime.job.head import HEAD_PATIENCE_S, LOCAL_SETTINGS, _reason, connect, named_head
 from dhp_ray.runtime.job.job import rendezvous_store
 from dhp_ray.runtime.messages import RunError

@@ -18,8 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dhp_ray.comm.device import CUDA, NPU, Accelerator
-from dhp_ray.config import EVALUATE, Config, ConfigError, dump, load
-from dhp_ray.constraints import UPLOADS, make_absolute
+from dhp_ray.config import EVALUATE, UPLOADS, Config, ConfigError, dump, load, make_absolute
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import PLANNERS
