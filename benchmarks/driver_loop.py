@@ -50,6 +50,7 @@ from dhp_ray.data.stream import Batch  # noqa: E402
 from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E402
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
+from dhp_ray.planner.mode import Mode  # noqa: E402
 from dhp_ray.planner.plan.cluster import ClusterSpec  # noqa: E402
 from dhp_ray.planner.plan.types import Plan, Sample  # noqa: E402
 from dhp_ray.runtime.driver import session as session_module  # noqa: E402
@@ -63,6 +64,7 @@ from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
 from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
 from dhp_ray.runtime.records.watch import Watch  # noqa: E402
+from dhp_ray.runtime.strategy import Choice, ResolvedRun  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
 from dhp_ray.train.results import StepResult  # noqa: E402
 
@@ -175,10 +177,12 @@ def ready_driver(
     shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
-                            "fused": False, "num_layers": 2, "shape": shape}
+                            "host_memory_bytes": 1, "device_name": "", "fused": False, "num_layers": 2, "shape": shape,
+                            "adapters": {}}
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
-    session = Session(config, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
+    resolved = ResolvedRun(config, Choice(Mode("step", False)), False, 0, "")
+    session = Session(resolved, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
                       Watch(storage, 0), batches, None, num_steps,  # type: ignore[arg-type]
                       compiled, driver.tell)
     session.choose_mode()

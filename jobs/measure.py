@@ -94,7 +94,7 @@ def measure(config: Config, own: dict[str, str]) -> int:
     from dhp_ray.measure.fitting import MeasureError
     from dhp_ray.runtime.job.measuring import Request, measure_here
     from dhp_ray.runtime.messages import RunError
-    from dhp_ray.runtime.origins import model_name
+    from dhp_ray.runtime.strategy import model_name
 
     try:
         kind = choose(config.cluster.device).name

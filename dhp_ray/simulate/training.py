@@ -1,5 +1,5 @@
 """How the ranks of a described cluster train a model: the mode, tokens per rank, costs and memory that a run there
-would plan with (`runtime/driver/modes.py` and `room.py`, from settings instead of workers), with fused operators.
+would plan with (`runtime/strategy.py`, from settings instead of workers), with fused operators.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _share_of_every_pack(wanted: Wanted) -> float:
 
 
 def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, most: int) -> Offload:
-    """What packs move to host memory if the ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
+    """What packs move to host memory if the ranks plan with packs of `tokens`."""
     if tokens < 1 or wanted.activation_offload == "off":
         return NO_OFFLOAD
     if share := _share_of_every_pack(wanted):
@@ -181,7 +181,7 @@ def _offload(memory: MemoryModel, ranks: Ranks, wanted: Wanted, tokens: int, mos
 def _recomputation(
     memory: MemoryModel, ranks: Ranks, wanted: Wanted, offload: Offload, tokens: int, most: int
 ) -> Recomputation:
-    """What packs recompute if the ranks plan with packs of `tokens` (`runtime/driver/host_room.py`)."""
+    """What packs recompute if the ranks plan with packs of `tokens`."""
     allowed = wanted.recomputes in ("packs", "auto") and not memory.settings.recomputes
     if tokens < 1 or not allowed or offload.share or ranks.kind == "cpu":
         return NO_RECOMPUTATION

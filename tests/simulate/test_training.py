@@ -13,12 +13,8 @@ from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.cost.derived import Device
 from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.modes import memory_of as run_memory_of
-from dhp_ray.runtime.driver.modes import mode_of
-from dhp_ray.runtime.driver.room import within_memory
-from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.simulate.training import Ranks, Wanted, memory_of, training_of
-from tests.runtime.driver.groups import GIB, config_of, group_of
+from tests.runtime.driver.groups import GIB, config_of, group_of, resolve_limits, strategy_of
 
 H100 = Device.load(CONF / "device" / "h100.yaml")
 
@@ -33,10 +29,10 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: 
     config = config_of(str(tmp_path), *words)
     group = group_of(4, gib, config)
     choice = resolve_limits(config, {}, group)
-    mode = mode_of(config, group, auto_tokens=True).mode if sync != "auto" else choice.mode
+    mode = strategy_of(config, group).choose().mode if sync != "auto" else choice.mode
     again = "true" if mode.recomputes else "packs"
     config = replace(config, train=replace(config.train, activation_checkpointing=again))
-    (tokens, moved, recomputed), cost = within_memory(config, group, mode, auto=True)
+    (tokens, moved, recomputed), cost = strategy_of(config, group, True).plan_limits(mode)
     ranks = Ranks(device=H100, kind="cuda", memory_bytes=gib * GIB, nodes=(0,) * 4,
                   node_memory_bytes=group.members[0].described["host_memory_bytes"])
     wanted = Wanted(sync=sync, longest_tokens=longest or 4096 * 4, samples_per_rank=16, activation_offload=offload)
@@ -50,7 +46,7 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, longest: int, gib: 
     assert limited.recomputation == recomputed
     assert (moved.share > 0) == (offload != "off")
     assert limited.cost.in_mode(mode.sync).to_json() == cost.in_mode(mode.sync).to_json()
-    there = run_memory_of(config, group, mode).settings
+    there = strategy_of(config, group).memory(mode).settings
     assert replace(there, mirror_every_steps="0") == memory_of(
         training.memory.shape, ranks, wanted, mode).settings
 

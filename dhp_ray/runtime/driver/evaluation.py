@@ -19,7 +19,6 @@ from dhp_ray.planner import CostModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.image_limits import image_limit_of
 from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
 
 
@@ -68,6 +67,7 @@ class Evaluation:
         cost: CostModel,
         config: Config,
         pool: GroupCacheState,
+        image_limit: int,
         tell: Tell,
         generation: int = 0,
         stopping: Callable[[], str] = lambda: "",
@@ -76,7 +76,7 @@ class Evaluation:
         self.references = held_out.references if held_out else {}
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
-            stream.limit(config.planner.max_sequence_tokens, image_limit_of(config, group))
+            stream.limit(config.planner.max_sequence_tokens, image_limit)
             return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None

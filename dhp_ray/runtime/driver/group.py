@@ -15,13 +15,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.data.blocks import unnoticed
-from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan.types import PlanSlices, Sample
+from dhp_ray.planner.plan.types import PlanSlices
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
+from dhp_ray.runtime.strategy import Ranks
 from dhp_ray.runtime.waits import Waits
 
 GRACE_S = 5.0
@@ -76,9 +76,6 @@ class WorkerGroup:
         """`waits`: where waits for the group are reported."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another
-        self.image_limit = 0  # the most tokens of an image in this run, once it is resolved
-        self.measured_cost: CostFile | None = None  # of planner.cost=measure
-        self.first_batch: Sequence[Sample] = ()  # of the run; empty if no modes are to be compared
         self.waits = waits or Waits()
         self._relays: Relays | None = None
 
@@ -103,6 +100,17 @@ class WorkerGroup:
         found, sharing = [member.described for member in self.members], Counter(self.nodes)
         return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
                    for member in found)
+
+    @property
+    def ranks(self) -> Ranks:
+        """What the strategy of a run depends on."""
+        described = [member.described for member in self.members]
+        return Ranks(
+            kind=described[0]["device"], shape=described[0]["shape"], adapters=described[0]["adapters"],
+            memory_bytes=self.memory_bytes, nodes=tuple(self.nodes), fused=all(found["fused"] for found in described),
+            node_memory_bytes={node: min(found["host_memory_bytes"] for found in described if found["node_id"] == node)
+                               for node in self.nodes},
+            device_names=tuple(sorted({found["device_name"] for found in described})))
 
     @property
     def num_layers(self) -> int:

@@ -12,22 +12,22 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import Plan
+from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Failures, replica_ranks_of
 from dhp_ray.runtime.driver.evaluation import Evaluation, HeldOut
 from dhp_ray.runtime.driver.feedback import CostRefits, Mirroring, SpeedMeter, TimeScale, least_error
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import Choice, mode_of
-from dhp_ray.runtime.driver.room import ranks_that_hold, within_memory
 from dhp_ray.runtime.messages import Notice, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
 from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.runtime.strategy import Choice, ResolvedRun, Strategy
 
 STUCK_SHARE = 0.75
 """A rank counts as stuck after this share of the time within which it must be found, because health checks come only
@@ -65,6 +65,7 @@ class History:
     failures: Failures = field(default_factory=Failures)
     evicted_slots: set[int] = field(default_factory=set)  # in which a worker was too slow once
     scale: TimeScale = field(default_factory=TimeScale)
+    measured_cost: CostFile | None = None  # of planner.cost=measure
     refits: CostRefits = field(default_factory=CostRefits)
     stuck_s: float = 0.0  # how long a rank may stand still in the step that was begun last
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))  # of the last steps
@@ -75,7 +76,7 @@ class Session:
     """A run that is ready for its next step: the services that it uses to its end, its history, its current generation.
     """
 
-    config: Config
+    resolved: ResolvedRun
     group: WorkerGroup
     store: tuple[str, int]
     records: RunRecords
@@ -87,11 +88,21 @@ class Session:
     total_steps: int
     compiled: Future[float]  # done once the planner's loops are, with the seconds that took
     tell: Tell
-    first_choice: Choice | None = None  # of the mode, with the choice of `planner.sync`
+    first_batch: Sequence[Sample] = ()  # of the run; empty if no modes are to be compared
     stop_reason: Callable[[], str] = lambda: ""
-    auto_tokens: bool = False  # tokens per rank follow the memory of each generation's ranks
     history: History = field(default_factory=History)
     current: Generation = field(default_factory=Generation)
+
+    @property
+    def config(self) -> Config:
+        """With the limits that stay for the run."""
+        return self.resolved.config
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the ranks that the group has now train."""
+        return Strategy(self.config, self.group.ranks, self.resolved.auto_tokens, self.resolved.image_limit,
+                        self.first_batch, self.history.measured_cost)
 
     @property
     def stopping(self) -> str:
@@ -132,7 +143,7 @@ class Session:
 
     def choose_mode(self) -> Mode:
         """Choose the mode in which the group's ranks train. Call this whenever its members change."""
-        self.current.choice = mode_of(self.config, self.group, self.auto_tokens)
+        self.current.choice = self.strategy.choose()
         return self.current.choice.mode
 
     def enter(
@@ -150,14 +161,13 @@ class Session:
     def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
-        choice, train = self.current.choice, self.config.train
-        mode = choice.mode
+        choice, train, strategy = self.current.choice, self.config.train, self.strategy
         # as resolved for this generation
         config = replace(self.config, train=replace(
             train, activation_checkpointing=choice.recomputation(train.activation_checkpointing)))
-        limits, prior = within_memory(config, self.group, mode, self.auto_tokens)
+        limits, prior = replace(strategy, config=config).plan_limits(choice.mode)
         cost = self.history.refits.enter(prior, least_error(config, prior))
-        ranks_for = ranks_that_hold(self.config, self.group, self.max_workers) if self.auto_tokens else None
+        ranks_for = strategy.ranks_for(self.max_workers) if strategy.auto_tokens else None
         cluster = ClusterSpec.of_nodes(self.group.nodes, limits.tokens, offload=limits.offload,
                                        recomputation=limits.recomputation)
         self.current.meter = SpeedMeter(self.group.size, self.config.elastic.evict_below)
@@ -168,8 +178,9 @@ class Session:
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,
             self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
-        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool, self.tell,
-                                             self.current.number, self.stop_reason)
+        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool,
+                                             strategy.largest_admitted, self.tell, self.current.number,
+                                             self.stop_reason)
 
     def compiling_told(self) -> None:
         """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
@@ -186,8 +197,8 @@ class Session:
     def mode_told(self) -> None:
         """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""
         told = self.history.mode_told
-        choice, first = self.current.choice, self.first_choice
-        if told is None and first and first.mode == choice.mode:
+        choice, first = self.current.choice, self.resolved.choice
+        if told is None and first.mode == choice.mode:
             choice = first  # it also names what was resolved at the start
         if choice.keys and choice.mode != told:
             self.history.mode_told = choice.mode

@@ -1,20 +1,26 @@
 """What happens before the first step: the run folder is opened, the workers join, the data stream moves to its
 position.
+
+With `planner.cost=measure` the workers first measure what packs cost there, and the run keeps the result:
+
+    first start   join a generation of their own | part after part | leave      run.dir/cost.yaml, cost.png
+    later starts  run.dir/cost.yaml, if it is of the same model, devices and settings; else measured again
 """
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import yaml
 
-from dhp_ray.config import RESOLVED, Config, dump
+from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import sources_of
 from dhp_ray.data.stream import Stream
@@ -22,7 +28,7 @@ from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.measure.rounds import PARTS, PartResult, Spec
 from dhp_ray.planner import warm_up
-from dhp_ray.planner.cost.model import SYNCS, constants_of_text
+from dhp_ray.planner.cost.model import constants_of_text
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import Mode
@@ -30,35 +36,15 @@ from dhp_ray.planner.plan.types import Sample, samples_from_json
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
-from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.image_limits import image_limit_of, image_tokens_of, skipped_images
-from dhp_ray.runtime.driver.modes import (
-    Choice,
-    check_cost,
-    compares_modes,
-    cost_of,
-    difference_from,
-    has_fused_operators,
-    memory_of,
-    mode_of,
-)
+from dhp_ray.runtime.driver.group import Member, WorkerGroup
 from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
-from dhp_ray.runtime.driver.room import (
-    check_host_memory,
-    check_memory,
-    check_room,
-    limits_as_given,
-    limits_of_generation,
-    saves_ahead,
-    tokens_that_fit,
-)
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
-from dhp_ray.runtime.origins import model_name, origin_of
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog
 from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
 from dhp_ray.storage import Folder, StorageError
 
@@ -79,91 +65,101 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
             folder.probe()
     except StorageError as error:
         raise StorageError(f"run.dir: {error}") from None
-    records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
+    records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
         records.compare_config(config)
-    newest = None if takes_over else covered_checkpoint(records, checkpoints, tell)
-    first_step = 1 + (records.last_step if takes_over else newest.step if newest else 0)
+        newest = covered_checkpoint(records, checkpoints, tell)
+    last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):
         stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
     start_servers()
-    # before the workers report how much space is free
-    not_deleted = [] if takes_over else checkpoints.discard_after(first_step - 1)
+    not_deleted: list[str] = []
     if takes_over:
         take_over(group, pending, config.elastic.hang_s / LOOKS_PER_HANG,
                   lambda: describe(group, folder, config.cluster.device), stopping, tell)
     else:
+        not_deleted = checkpoints.discard_after(last_step)  # before the workers report how much space is free
         tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
         tell(Notice(line))
-    auto_tokens = config.planner.tokens_per_rank == "auto"
     stored = records.stored_config()
-    if compares_modes(config, group, recorded_sync(config, stored)):
-        with group.waits.on("the planner's loops, which are being compiled"):
-            group.wait(compiled)
-        with group.waits.on("the first batch"):
-            planned = samples_from_json(records.planned_samples(1))
-            group.first_batch = planned or first_samples(stream, config.batch.global_samples)
-    largest = image_tokens_of(config, group)
-    choice = resolve_limits(config, stored, group, takes_over)
-    limit = image_limit_of(config, group)
-    if line := skipped_images(limit, largest):
-        tell(Notice(line))
-    if not takes_over:
-        check_cost(config, group, choice.mode)
-    stream.limit(config.planner.max_sequence_tokens, limit)
-    scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), first_step)
-    steps = config.run.steps
-    total_steps = steps or config.run.epochs * batches_of(stream.num_rows, config)
-    watch = Watch(folder, config.watch.every_steps)
-    session = Session(config, group, store, records, checkpoints, scalars, watch, stream, held_out,
-                      total_steps, compiled, tell, choice, stop_reason=stopping, auto_tokens=auto_tokens)
+    first_batch: Sequence[Sample] = ()
+    if Strategy(config, group.ranks).compares_modes(recorded_sync(config, stored)):
+        first_batch = _first_batch(config, group, records, stream, compiled)
+    resolved = resolve(config, group.ranks, stored, first_batch, takes_over)
+    if resolved.skipped:
+        tell(Notice(resolved.skipped))
+    total_steps = config.run.steps or config.run.epochs * batches_of(stream.num_rows, config)
+    scalars, watch = ScalarLog(folder.child(TENSORBOARD_FOLDER), last_step + 1), Watch(folder, config.watch.every_steps)
+    session = Session(resolved, group, store, records, checkpoints, scalars, watch, stream, held_out, total_steps,
+                      compiled, tell, first_batch, stopping)
+    stream.limit(session.config.planner.max_sequence_tokens, session.strategy.largest_admitted)
     if config.planner.cost == MEASURE:
-        group.measured_cost, reason = kept_cost(config, folder, group, choice.mode)
+        session.history.measured_cost, reason = kept_cost(folder, session.strategy, resolved.choice.mode)
         if reason:
             tell(Notice(f"{COST_FILE} is not used{'' if takes_over else ', costs are measured again'}: {reason}"))
     if takes_over:
-        session.history.stream_lost = True
-        session.history.refits.restore(records.planned_cost())
-        if not records.stored_config():  # the driver was lost before the first step
-            records.write_config(config, group.image_limit)
-        session.current.number = records.generation
-        session.choose_mode()
-        session.plan_for_group()
-        session.history.step_times_s.extend(records.last_step_times_s())
-        here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
-        for rank in records.ranks:
-            if (rank["node_id"], rank["pid"]) not in here:  # no survey shows those lost with the driver
-                records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
-                              condition=str(Condition.DEAD), error="", last_mark="")
-        group.waits.keep(records.waited)
-        return session
-    session.note_not_deleted(not_deleted)
-    check_room(group.members, config, folder.local_path(), len(checkpoints.complete()),
-               saves_ahead(first_step - 1, total_steps, config.checkpoint.every_steps))
-    records.write_config(config, group.image_limit)
+        _go_on(session)
+    else:
+        session.note_not_deleted(not_deleted)
+        _begin(session, newest)
+    return session
+
+
+def _first_batch(
+    config: Config, group: WorkerGroup, records: RunRecords, stream: Stream, compiled: Future[float]
+) -> Sequence[Sample]:
+    """Return the samples of the run's first batch, once modes can be compared by it."""
+    with group.waits.on("the planner's loops, which are being compiled"):
+        group.wait(compiled)
+    with group.waits.on("the first batch"):
+        return samples_from_json(records.planned_samples(1)) or first_samples(stream, config.batch.global_samples)
+
+
+def _go_on(session: Session) -> None:
+    """Continue with the workers of a lost driver, which still are in the generation that it has left them."""
+    records, group = session.records, session.group
+    session.history.stream_lost = True
+    session.history.refits.restore(records.planned_cost())
+    if not records.stored_config():  # the driver was lost before the first step
+        records.write_config(session.config, session.resolved.image_limit)
+    session.current.number = records.generation
+    session.choose_mode()
+    session.plan_for_group()
+    session.history.step_times_s.extend(records.last_step_times_s())
+    here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
+    for rank in records.ranks:
+        if (rank["node_id"], rank["pid"]) not in here:  # no poll shows those lost with the driver
+            records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
+                          condition=str(Condition.DEAD), error="", last_mark="")
     group.waits.keep(records.waited)
-    records.truncate(first_step - 1)
+
+
+def _begin(session: Session, newest: Manifest | None) -> None:
+    """Let the workers join the first generation of this start, with the state of the checkpoint `newest`."""
+    config, group, records, last_step = session.config, session.group, session.records, newest.step if newest else 0
+    check_room(group.members, config, records.folder.local_path(), len(session.checkpoints.complete()),
+               saves_ahead(last_step, session.total_steps, config.checkpoint.every_steps))
+    records.write_config(config, session.resolved.image_limit)
+    group.waits.keep(records.waited)
+    records.truncate(last_step)
     if newest:
-        stream.restore(newest.cursor)
+        session.stream.restore(newest.cursor)
         session.history.refits.restore(newest.cost.get("terms", {}), newest.cost.get("prior"))
-    origin = FromCheckpoint(newest.files if newest else "")
-    generation = records.generation + 1  # one after those of earlier starts
-    mode = session.choose_mode()
-    if config.planner.cost == MEASURE and not group.measured_cost:
-        group.measured_cost = measure_costs(config, folder, group, mode, generation, store, session.pool_groups, tell)
+    generation, mode = records.generation + 1, session.choose_mode()  # one after those of earlier starts
+    if config.planner.cost == MEASURE and not session.history.measured_cost:
+        session.history.measured_cost = measure_costs(session, mode, generation)
         generation += 1
     with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, store, session.replica_ranks, session.pool_groups,
-                                 mode, [origin] * group.size, first_step - 1))
+        group.collect(group.join(generation, session.store, session.replica_ranks, session.pool_groups, mode,
+                                 [FromCheckpoint(newest.files if newest else "")] * group.size, last_step))
     session.enter(generation)
-    scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
-    scalars.hyperparameters(config)
-    records.event("started", generation=generation, step=first_step, num_ranks=group.size)
-    tell(RunStarted(_opening(config, group, stream, first_step - 1), first_step, total_steps))
-    return session
+    session.scalars.text("configuration", f"```yaml\n{dump(config)}\n```")
+    session.scalars.hyperparameters(config)
+    records.event("started", generation=generation, step=last_step + 1, num_ranks=group.size)
+    session.tell(RunStarted(_opening(session, last_step), last_step + 1, session.total_steps))
 
 
 def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell) -> Manifest | None:
@@ -181,7 +177,7 @@ def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell
             raise StorageError(f"{beyond}; the oldest checkpoint is of step {whole[0]}; allowed: the ledger of that "
                                "run, or another run.dir")
         tell(Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
-                     "deleted"))
+                    "deleted"))
     return checkpoints.manifest(covered[-1]) if covered else None
 
 
@@ -227,66 +223,66 @@ def describe(group: WorkerGroup, folder: Folder, device: str) -> None:
         folder.delete(probe)
 
 
-def resolve_limits(
-    config: Config, stored: Mapping[str, Any], group: WorkerGroup, takes_over: bool = False
-) -> Choice:
-    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
-    folder (`stored`). Returns the mode that the workers are to start in.
-
-    `takes_over`: `group` has the remaining workers of a run that goes on; it may still wait for others.
-
-    Raises:
-        RunError: the model does not fit, or auto finds no value.
-    """
-    planner, auto_tokens = config.planner, config.planner.tokens_per_rank == "auto"
-    planner.max_sequence_tokens = planner.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0)
-    if auto_tokens:
-        planner.tokens_per_rank = str(stored.get("planner.tokens_per_rank") or "auto")
-    # older runs have it as a key
-    group.image_limit = int(stored.get(f"{RESOLVED}.image_limit") or stored.get("planner.max_image_tokens") or 0)
-    recorded = recorded_sync(config, stored)
-    planner.sync = recorded or planner.sync
-    choice = mode_of(config, group, auto_tokens)
-    if recorded:
-        choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
-            ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
-    planner.sync = choice.mode.sync
-    group.image_limit = memory_of(config, group, choice.mode).settings.image_limit or 0
-    if not takes_over:
-        check_memory(config, group, choice.mode)
-    if planner.tokens_per_rank == "auto":
-        planner.tokens_per_rank = str(tokens_that_fit(config, group))
-    if not planner.max_sequence_tokens:
-        limits = limits_of_generation(config, group, group.size) if auto_tokens else limits_as_given(
-            config, group, choice.mode)
-        planner.max_sequence_tokens = limits.most_tokens * group.size
-    if not takes_over:
-        check_host_memory(config, group, choice.mode)
-    return choice
-
-
-def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is the
-    first start.
-    """
-    found = stored.get("planner.sync")
-    return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
-
-
-def _opening(config: Config, group: WorkerGroup, stream: Stream, resumed_step: int) -> tuple[str, ...]:
-    nodes = len(set(group.nodes))
-    model = config.model.preset or config.model.path
+def _opening(session: Session, last_step: int) -> tuple[str, ...]:
+    config, group, nodes = session.config, session.group, len(set(session.group.nodes))
     return (
-        f"model {model}, {config.train.precision}; {stream.num_rows} samples in "
-        f"{', '.join(source.path for source in sources_of(config.data))}",
+        f"model {config.model.preset or config.model.path}, {config.train.precision}; {session.stream.num_rows} "
+        f"samples in {', '.join(source.path for source in sources_of(config.data))}",
         f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
         f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a "
         "rank",
-        f"resuming after step {resumed_step}" if resumed_step else f"new run in {config.run.dir}",
+        f"resuming after step {last_step}" if last_step else f"new run in {config.run.dir}",
     )
 
 
-def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) -> tuple[CostFile | None, str]:
+def saves_ahead(done: int, total: int, every: int) -> int:
+    """Return the number of checkpoints that a run will write after `done` of `total` steps: one every `every` steps (0:
+    none), and one at the end.
+    """
+    if done >= total:
+        return 0
+    return (total // every - done // every + (total % every > 0)) if every else 1
+
+
+def check_room(
+    members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
+) -> None:
+    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time;
+    without it, each node needs room for its parts of one checkpoint, before they are uploaded.
+
+    `num_present`: the whole checkpoints that the folder already has.
+
+    Raises:
+        RunError: what is needed, what is free, and which key to change.
+    """
+    if not num_ahead:
+        return
+    whole_bytes = members[0].described["checkpoint_bytes"]
+    free = [member.described["save_free_bytes"] for member in members]
+    if run_folder is not None:  # one file system for all; the checkpoint under way is added to those kept
+        count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
+        if count * whole_bytes > min(free):
+            raise RunError(
+                f"run.dir: {run_folder} has {gib(min(free))} free, and the next {count} checkpoints of "
+                f"{gib(whole_bytes)} each need {gib(count * whole_bytes)} "
+                f"(checkpoint.keep={config.checkpoint.keep} and the one being written); "
+                "make room, lower checkpoint.keep, or choose another run.dir"
+            )
+        return
+    ranks_of = Counter(member.described["node_id"] for member in members)
+    for member, free_bytes in zip(members, free):
+        count = ranks_of[member.described["node_id"]]
+        need = count * math.ceil(whole_bytes / len(members))
+        if need > free_bytes:
+            folder, node_id = config.checkpoint.scratch or "the folder for temporary files", member.described["node_id"]
+            raise RunError(
+                f"checkpoint.scratch: {folder} on node {node_id} has {gib(free_bytes)} free, and the parts of its "
+                f"{count} ranks in a checkpoint need {gib(need)} before they are uploaded; "
+                "make room, or name another folder"
+            )
+
+
+def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile | None, str]:
     """Return the costs that an earlier start left in the run folder, if they are of this run; else the reason why they
     are not used (empty: there are none).
     """
@@ -298,39 +294,34 @@ def kept_cost(config: Config, folder: Folder, group: WorkerGroup, mode: Mode) ->
         return None, str(error).removeprefix(f"{COST_FILE}: ")
     if file.origin is None:
         return None, "it does not say what it was measured on"
-    other = difference_from(file.origin, config, group, memory_of(config, group, mode))
+    other = strategy.difference_from(file.origin, mode)
     return (None, other) if other else (file, "")
 
 
-def measure_costs(
-    config: Config, folder: Folder, group: WorkerGroup, mode: Mode, generation: int, store: tuple[str, int],
-    pool_groups: int, tell: Tell,
-) -> CostFile:
-    """Measure costs on the workers, in a generation of their own, and write them to the run folder.
+def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
+    """Measure costs on the workers, in a generation of their own, and write them to the run folder. The workers' state
+    is useless afterwards: they join the run's first generation as if they had just started.
 
     Raises:
         RunError: too little could be measured, or a worker failed.
     """
-    memory = memory_of(config, group, mode)
-    tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
+    group, folder, strategy = session.group, session.records.folder, session.strategy
+    session.tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
     with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
+        group.collect(group.join(generation, session.store, (), session.pool_groups, mode,
+                                 [FromCheckpoint()] * group.size, 0))
     results: dict[str, Sequence[PartResult]] = {}
     spec: Spec
     for number, part in enumerate(PARTS, 1):
         with group.waits.on(f"costs to be measured ({part}, {number} of {len(PARTS)})"):
-            found = group.call("measure", part, int(config.planner.tokens_per_rank))
+            found = group.call("measure", part, int(session.config.planner.tokens_per_rank))
         spec = found[0][0]
         if found[0][1] is not None:
             results[part] = [result for _, result in found]
     group.call("leave")
-    described = group.members[0].described
-    origin = origin_of(config, memory, described["device"], described["device_name"], group.size,
-                       has_fused_operators(group))
     try:
-        known = cost_of(replace(config, planner=replace(config.planner, cost="")), group, mode)
-        measured = cost_file.measured_cost([cost_file.Session(spec, results)], origin, memory, known,
-                                           model_name(config))
+        measured = cost_file.measured_cost([cost_file.Session(spec, results)], strategy.origin(mode),
+                                           strategy.memory(mode), strategy.cost(mode), model_name(session.config))
     except MeasureError as error:
         raise RunError(f"planner.cost: got measure; {error}") from None
     text = measured.text()
@@ -339,5 +330,6 @@ def measure_costs(
     measured.draw(picture)
     folder.write(COST_PICTURE, picture.getvalue())
     errors = measured.sections["errors"]["packs"]
-    tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in {COST_FILE}"))
+    session.tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in "
+                        f"{COST_FILE}"))
     return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it

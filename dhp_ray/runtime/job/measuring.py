@@ -29,7 +29,7 @@ from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from dhp_ray.runtime.job.preflight import check_measurement_here, devices_here
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.origins import origin_of
+from dhp_ray.runtime.strategy import origin_of
 from dhp_ray.runtime.worker.measuring import MAX_TOKENS, member_with, spec_of
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import StateSize, state_size

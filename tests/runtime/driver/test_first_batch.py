@@ -10,12 +10,10 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.runtime.driver.modes import compares_modes, mode_of
-from dhp_ray.runtime.driver.room import limits_of_generation, ranks_that_hold
-from dhp_ray.runtime.driver.start import first_samples, resolve_limits
+from dhp_ray.runtime.driver.start import first_samples
 from dhp_ray.schema import Data, Model
 from tests.data.samples import talk, write_rows
-from tests.runtime.driver.groups import config_of, group_of
+from tests.runtime.driver.groups import config_of, group_of, limits_of_generation, resolve_limits, strategy_of
 
 AUTO = ("planner.sync=auto", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
         "train.precision=bf16")
@@ -55,11 +53,11 @@ def test_the_first_batch_decides(tmp_path: Path, lengths: list[int], mode: Mode,
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, 1.0, config)
     group.first_batch = [Sample(str(number), length) for number, length in enumerate(lengths)]
-    choice = mode_of(config, group, auto_tokens=True)
+    choice = strategy_of(config, group).choose()
     assert choice.mode == mode
     assert f": a rank is to hold {words} is modelled: step " in choice.line
     config.planner.max_sequence_tokens = 60  # what the run leaves out counts for nothing
-    assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
+    assert strategy_of(config, group).choose().mode == Mode("step", False)
 
 
 def test_what_some_mode_does_not_hold_is_left_out_of_the_comparison(tmp_path: Path) -> None:
@@ -70,10 +68,10 @@ def test_what_some_mode_does_not_hold_is_left_out_of_the_comparison(tmp_path: Pa
     group = group_of(4, 3.0, config)
     group.first_batch = [Sample("fits", 4 * 4096), Sample("does not", 4 * 4096 + 1), Sample("short", 50)]
     for auto_tokens in (False, True):
-        choice = mode_of(config, group, auto_tokens)
+        choice = strategy_of(config, group, auto_tokens).choose()
         assert "takes" in choice.why
         assert "inf" not in choice.why
-    assert "a batch of 2 sequences of 50 to 16,384 tokens" in mode_of(config, group, False).why
+    assert "a batch of 2 sequences of 50 to 16,384 tokens" in strategy_of(config, group, False).choose().why
 
 
 def test_the_ranks_that_hold_a_sequence_are_those_of_the_modes_that_would_be_taken(tmp_path: Path) -> None:
@@ -83,17 +81,17 @@ def test_the_ranks_that_hold_a_sequence_are_those_of_the_modes_that_would_be_tak
     resolve_limits(config, {}, group)
     longest = config.planner.max_sequence_tokens
     held = [num_ranks * limits_of_generation(config, group, num_ranks).most_tokens for num_ranks in range(1, 9)]
-    needed = ranks_that_hold(config, group, 8)
+    needed = strategy_of(config, group).ranks_for(8)
     for tokens in (1, longest // 3, longest // 2, longest):
         assert needed(tokens) == next(place for place, most in enumerate(held, 1) if most >= tokens)
 
 
 def test_modes_are_compared_where_they_are_open_and_devices_are_described(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO)
-    assert compares_modes(config, group_of(2, 1.0, config))
-    assert not compares_modes(config, group_of(2, 1.0, config, "cpu"))
+    assert strategy_of(config, group_of(2, 1.0, config)).compares_modes()
+    assert not strategy_of(config, group_of(2, 1.0, config, "cpu")).compares_modes()
     given = config_of(str(tmp_path), "planner.sync=step", "train.activation_checkpointing=true")
-    assert not compares_modes(given, group_of(2, 1.0, given))
+    assert not strategy_of(given, group_of(2, 1.0, given)).compares_modes()
     given.planner.sync = "auto"
-    assert compares_modes(given, group_of(2, 1.0, given))
-    assert not compares_modes(given, group_of(2, 1.0, given), "micro_batch")  # as at its first start
+    assert strategy_of(given, group_of(2, 1.0, given)).compares_modes()
+    assert not strategy_of(given, group_of(2, 1.0, given)).compares_modes("micro_batch")  # as at its first start

@@ -9,11 +9,8 @@ import numpy as np
 
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.runtime.driver.image_limits import image_limit_of, skipped_images
-from dhp_ray.runtime.driver.modes import memory_of, mode_of
-from dhp_ray.runtime.driver.room import limits_of_generation
-from dhp_ray.runtime.driver.start import resolve_limits
-from tests.runtime.driver.groups import GIB, config_of, group_of
+from dhp_ray.runtime.strategy import skipped_images
+from tests.runtime.driver.groups import GIB, config_of, group_of, limits_of_generation, resolve_limits, strategy_of
 
 AUTO = ("planner.sync=step", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
         "train.precision=bf16")
@@ -30,7 +27,7 @@ def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_p
         resolve_limits(config, {}, first)
         assert first.image_limit == 4000
         left.image_limit = first.image_limit
-        memory = memory_of(config, left, Mode("step", False))
+        memory = strategy_of(config, left).memory(Mode("step", False))
         assert memory.worst_load(1000).patches == 5000 * memory.shape.merge_area
 
 
@@ -46,8 +43,9 @@ def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_to
     config.data.max_pixels = IMAGE * group.members[0].described["shape"].token_pixels
     resolve_limits(config, {}, group)
     assert group.image_limit == IMAGE
-    mode = mode_of(config, group, auto_tokens=True).mode
-    recomputation, memory = limits_of_generation(config, group, 4).recomputation, memory_of(config, group, mode)
+    mode = strategy_of(config, group).choose().mode
+    recomputation = limits_of_generation(config, group, 4).recomputation
+    memory = strategy_of(config, group).memory(mode)
     assert (mode, recomputation.share) == (Mode("step", False), 1.0)
     assert 1 < recomputation.free_tokens < IMAGE
     for tokens in np.geomspace(recomputation.free_tokens, recomputation.tokens_per_rank, 20).astype(int).tolist():
@@ -64,11 +62,11 @@ def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_p
     again = replace(config, train=replace(config.train, activation_checkpointing="auto"),
                     planner=replace(config.planner))
     resolve_limits(config, {}, group)
-    assert group.image_limit == int(config.planner.tokens_per_rank) == image_limit_of(config, group)
+    assert group.image_limit == int(config.planner.tokens_per_rank) == strategy_of(config, group).largest_admitted
     choice = resolve_limits(again, {}, group)
     assert (choice.mode, group.image_limit) == (Mode("step", True), 60_000)
     assert "step has no room for the largest image; step with recomputation takes " in choice.why
-    assert image_limit_of(again, group) == 0
+    assert strategy_of(again, group).largest_admitted == 0
 
 
 def test_tokens_that_are_given_have_room_beside_the_largest_image_or_limit_it(tmp_path: Path) -> None:

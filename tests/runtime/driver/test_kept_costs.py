@@ -10,11 +10,10 @@ import yaml
 
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.modes import memory_of
 from dhp_ray.runtime.driver.start import kept_cost
-from dhp_ray.runtime.origins import origin_of
+from dhp_ray.runtime.strategy import origin_of
 from dhp_ray.storage import Folder
-from tests.runtime.driver.groups import config_of, group_of
+from tests.runtime.driver.groups import config_of, group_of, strategy_of
 
 COST = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, pack_s=5e-3)
 STEP = Mode("step", False)
@@ -23,16 +22,16 @@ STEP = Mode("step", False)
 def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure")
     group, folder = group_of(2, 8.0, config), Folder(str(tmp_path))
-    assert kept_cost(config, folder, group, STEP) == (None, "")
-    memory = memory_of(config, group, STEP)
+    assert kept_cost(folder, strategy_of(config, group), STEP) == (None, "")
+    memory = strategy_of(config, group).memory(STEP)
     origin = origin_of(config, memory, "cuda", "NVIDIA H100 80GB HBM3", 2, True)
     (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | origin.to_json()))
-    found, reason = kept_cost(config, folder, group, STEP)
+    found, reason = kept_cost(folder, strategy_of(config, group), STEP)
     assert found is not None
     assert (found.cost.linear_s, reason) == (COST.linear_s, "")
     other = replace(origin, device=dict(origin.device) | {"name": "NVIDIA L40S"})
     (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | other.to_json()))
-    assert kept_cost(config, folder, group, STEP) == (
+    assert kept_cost(folder, strategy_of(config, group), STEP) == (
         None, "measured on cuda NVIDIA L40S, and this run is on cuda NVIDIA H100 80GB HBM3")
 
 
@@ -43,7 +42,7 @@ def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
 def test_a_damaged_file_is_a_reason_to_measure_again(tmp_path: Path, text: str, reason: str) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure")
     (tmp_path / "cost.yaml").write_text(text)
-    found, said = kept_cost(config, Folder(str(tmp_path)), group_of(2, 8.0, config), STEP)
+    found, said = kept_cost(Folder(str(tmp_path)), strategy_of(config, group_of(2, 8.0, config)), STEP)
     assert found is None
     assert said.startswith(reason)
     assert "\n" not in said

@@ -12,18 +12,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config
 from dhp_ray.planner.memory.host import CHANGE, host_terms, pinned_bytes
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import cost_of, memory_of
-from dhp_ray.runtime.driver.room import (
-    check_host_memory,
-    check_memory,
-    check_room,
-    limits_of_generation,
-    ranks_that_hold,
-    saves_ahead,
-    tokens_that_fit,
-    within_memory,
-)
+from dhp_ray.runtime.driver.start import check_room, saves_ahead
 from dhp_ray.runtime.messages import Membership, RunError
 from dhp_ray.runtime.worker.export import export_folder
 from dhp_ray.runtime.worker.rank import Rank
@@ -32,7 +21,7 @@ from dhp_ray.storage import Folder
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.sharded_engine import ShardedEngine
 from tests.ranks import run_processes
-from tests.runtime.driver.groups import GIB, config_of, group_of, members
+from tests.runtime.driver.groups import GIB, Workers, config_of, group_of, limits_of_generation, members, strategy_of
 
 
 def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
@@ -64,7 +53,8 @@ def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: s
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)
     # padding, and rows that do not divide evenly
-    resident_bytes = sum(memory_of(config, group_of(2, 1.0, config, "cpu"), Mode(sync, False)).resident().values())
+    memory = strategy_of(config, group_of(2, 1.0, config, "cpu")).memory(Mode(sync, False))
+    resident_bytes = sum(memory.resident().values())
     assert [held for held, _ in found] == pytest.approx([resident_bytes] * 2, rel=0.03)
     # what torch writes about each piece
     assert sum(saved for _, saved in found) == pytest.approx(size.checkpoint_bytes, rel=0.08)
@@ -75,26 +65,26 @@ def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
     for mode in (Mode("step", False), Mode("micro_batch", True)):
         whole, frozen = (config_of(str(tmp_path), "comm.transport=parent", f"train.freeze={freeze}")
                          for freeze in ("[]", "[vision]"))
-        needed = [sum(memory_of(config, group_of(2, 1.0, config), mode).resident().values())
+        needed = [sum(strategy_of(config, group_of(2, 1.0, config)).memory(mode).resident().values())
                   for config in (whole, frozen)]
         memory_gib = sum(needed) / 2 / 0.9 / GIB
-        check_memory(frozen, group_of(2, memory_gib, frozen), mode)
+        strategy_of(frozen, group_of(2, memory_gib, frozen)).check_memory(mode)
         with pytest.raises(RunError, match=rf"^model of 0\.00 B parameters: planner\.sync={mode.sync}.* keeps "):
-            check_memory(whole, group_of(2, memory_gib, whole), mode)
+            strategy_of(whole, group_of(2, memory_gib, whole)).check_memory(mode)
     with pytest.raises(RunError, match=(r"planner\.sync=step keeps .* larger devices, planner\.sync=micro_batch, or a "
                                         r"smaller model$")):
-        check_memory(whole, group_of(2, 0.001, whole, "cpu"), Mode("step", False))
+        strategy_of(whole, group_of(2, 0.001, whole, "cpu")).check_memory(Mode("step", False))
 
 
 def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16")
-    found = {memory: tokens_that_fit(config, group_of(4, memory, config)) for memory in (1.0, 2.0)}
+    found = {memory: strategy_of(config, group_of(4, memory, config)).tokens_that_fit() for memory in (1.0, 2.0)}
     assert 1000 < 1.9 * found[1.0] < found[2.0] < 2.6 * found[1.0]
     config.train.activation_checkpointing = "true"
-    assert tokens_that_fit(config, group_of(4, 1.0, config)) > 1.3 * found[1.0]
+    assert strategy_of(config, group_of(4, 1.0, config)).tokens_that_fit() > 1.3 * found[1.0]
     with pytest.raises(RunError, match=r"^planner\.tokens_per_rank: got auto, and a rank has room for no token: it "
                                        r"needs [\d.]+ GiB, [\d.]+ GiB of them for the state, and has [\d.]+ GiB \("):
-        tokens_that_fit(config, group_of(4, 0.01, config))
+        strategy_of(config, group_of(4, 0.01, config)).tokens_that_fit()
 
 
 @pytest.mark.parametrize(("num_ranks", "host_gib"), [(1, 1.0), (3, 1.0), (2, 0.5)])
@@ -107,9 +97,9 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     for member in group.members:
         member.described["host_memory_bytes"] = int(host_gib * GIB)
     mode, limit_bytes = Mode("step", False), 0.9 * host_gib * GIB
-    memory = memory_of(config, group, mode)
-    config.planner.tokens_per_rank = str(tokens_that_fit(config, group))
-    check_host_memory(config, group, mode)
+    memory = strategy_of(config, group).memory(mode)
+    config.planner.tokens_per_rank = str(strategy_of(config, group).tokens_that_fit())
+    strategy_of(config, group).check_host_memory(mode)
     assert limits_of_generation(config, group, num_ranks).tokens == int(config.planner.tokens_per_rank)
 
     def needed(tokens: int) -> float:
@@ -124,37 +114,37 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib, mode = 0.2, Mode("step", False)
-    first = tokens_that_fit(config, group_of(8, memory_gib, config))
+    first = strategy_of(config, group_of(8, memory_gib, config)).tokens_that_fit()
     config.planner.tokens_per_rank = str(first)
 
-    def group(num_ranks: int) -> WorkerGroup:
+    def group(num_ranks: int) -> Workers:
         found = group_of(num_ranks, memory_gib, config)
         found.image_limit = 1280
         return found
 
-    assert within_memory(config, group(8), mode, auto=True)[0].tokens == first
-    assert within_memory(config, group(16), mode, auto=True)[0].tokens == first
+    assert strategy_of(config, group(8), True).plan_limits(mode)[0].tokens == first
+    assert strategy_of(config, group(16), True).plan_limits(mode)[0].tokens == first
     few = group(2)
-    fewer, charged = within_memory(config, few, mode, auto=True)
+    fewer, charged = strategy_of(config, few, True).plan_limits(mode)
     assert 1 < fewer.tokens < first
-    assert within_memory(config, few, mode, auto=False)[0].tokens == first
+    assert strategy_of(config, few, False).plan_limits(mode)[0].tokens == first
     full = charged.memory_bytes(fewer.tokens, 1, "step")
     assert 0.88 * memory_gib * GIB < full <= 0.9 * memory_gib * GIB
     for sync in ("step", "micro_batch"):
-        assert charged.resident(sync) == sum(memory_of(config, few, Mode(sync, False)).resident().values())
-    assert charged.linear_s == cost_of(config, few, mode).linear_s
+        assert charged.resident(sync) == sum(strategy_of(config, few).memory(Mode(sync, False)).resident().values())
+    assert charged.linear_s == strategy_of(config, few).cost(mode).linear_s
 
 
 def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_each(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
     memory_gib = 0.2
-    first = tokens_that_fit(config, group_of(8, memory_gib, config))
+    first = strategy_of(config, group_of(8, memory_gib, config)).tokens_that_fit()
     config.planner.tokens_per_rank = str(first)
     left = group_of(2, memory_gib, config)  # survivors
     left.image_limit = 1280
     held = limits_of_generation(config, left, 2).tokens
     assert held < first
-    ranks_for = ranks_that_hold(config, left, 8)
+    ranks_for = strategy_of(config, left).ranks_for(8)
     assert ranks_for(8 * first) == 8  # by what the two hold each it would be more than the run ever has
     assert -(-8 * first // held) > 8
     assert (ranks_for(1), ranks_for(2 * held), ranks_for(8 * first + 1)) == (1, 2, 9)
@@ -173,7 +163,7 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
     change of members (4 with replicas, else 2)."""
     config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
     mode = Mode("step", False)
-    shape = memory_of(config, group_of(3, 1.0, config), mode).shape
+    shape = strategy_of(config, group_of(3, 1.0, config)).memory(mode).shape
     version, pixels = 12 * math.ceil(shape.num_parameters() / 3), 100 * shape.merge_area * shape.patch_dim * 4
     with_replicas, without = 2 * (7 * version + pinned_bytes(version) + 2 * pixels), 2 * (3 * version + 2 * pixels)
 
@@ -184,7 +174,7 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
             member.described |= {"node_id": node}
             if node == "b":
                 member.described["host_memory_bytes"] = host_bytes / 0.9
-        check_host_memory(config, group, mode)
+        strategy_of(config, group).check_host_memory(mode)
 
     check(with_replicas + 100)
     with pytest.raises(RunError, match=(
@@ -207,15 +197,15 @@ def test_a_rank_needs_room_for_what_it_writes_of_a_model(tmp_path: Path) -> None
     group = group_of(64, 1.0, config)
     for rank, member in enumerate(group.members):
         member.described["node_id"] = str(rank)
-    memory = memory_of(config, group, mode)
+    memory = strategy_of(config, group).memory(mode)
     rest = sum(value for name, value in host_terms(memory.shape, memory.settings, 100).items() if name != CHANGE)
     for more, exports in ((100, True), (-100, False)):
         group.members[0].described["host_memory_bytes"] = (rest + 4 * memory.shape.num_parameters() + more) / 0.9
         if exports:
-            check_host_memory(config, group, mode)
+            strategy_of(config, group).check_host_memory(mode)
         else:
             with pytest.raises(RunError, match="model, exported"):
-                check_host_memory(config, group, mode)
+                strategy_of(config, group).check_host_memory(mode)
 
 
 def test_a_run_folder_without_room_is_refused(tmp_path: Path) -> None:

@@ -16,22 +16,21 @@ from dhp_ray.config import CONF, ConfigError
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.driver.modes import (
-    RECOMPUTATION,
-    Choice,
-    check_cost,
-    cost_of,
-    memory_of,
-    mode_of,
-)
-from dhp_ray.runtime.driver.room import limits_as_given, limits_of_generation, ranks_that_hold
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.start import resolve_limits
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.origins import origin_of
+from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, origin_of
 from dhp_ray.runtime.worker.run_model import state_size
-from tests.runtime.driver.groups import GIB, config_of, group_of, members
+from tests.runtime.driver.groups import (
+    GIB,
+    Workers,
+    config_of,
+    group_of,
+    limits_as_given,
+    limits_of_generation,
+    members,
+    resolve_limits,
+    strategy_of,
+)
 
 CUDA = ACCELERATORS["cuda"]
 AUTO = ("planner.sync=auto", "train.activation_checkpointing=auto", "planner.tokens_per_rank=auto",
@@ -42,12 +41,12 @@ ROOM = 3.0
 
 def test_what_the_configuration_names_is_taken_and_not_told(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=true")
-    assert mode_of(config, group_of(2, 1.0, config), auto_tokens=True) == Choice(Mode("micro_batch", True))
+    assert strategy_of(config, group_of(2, 1.0, config)).choose() == Choice(Mode("micro_batch", True))
 
 
 def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO)
-    choice = mode_of(config, group_of(2, 1.0, config, "cpu"), auto_tokens=True)
+    choice = strategy_of(config, group_of(2, 1.0, config, "cpu")).choose()
     assert choice.mode == Mode("step", False)
     assert choice.line == ("planner.sync=auto is step, train.activation_checkpointing=auto is false: "
                            "what cpu ranks have of memory and speed is not described")
@@ -57,12 +56,12 @@ def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, ROOM, config)
     limit_bytes = 0.9 * ROOM * GIB
-    tokens = memory_of(config, group, Mode("step", False)).tokens_that_fit(limit_bytes)
+    tokens = strategy_of(config, group).memory(Mode("step", False)).tokens_that_fit(limit_bytes)
     config.planner.tokens_per_rank = str(tokens)
-    memory = memory_of(config, group, Mode("step", False))
+    memory = strategy_of(config, group).memory(Mode("step", False))
     most = memory.tokens_that_fit(limit_bytes, recomputed=1.0)
     config.planner.max_sequence_tokens = 4 * tokens + 1
-    assert mode_of(config, group, auto_tokens=True).mode == Mode("step", False)
+    assert strategy_of(config, group).choose().mode == Mode("step", False)
     config.train.activation_checkpointing = "packs"
     limits = limits_of_generation(config, group, 4)
     assert (limits.tokens, limits.most_tokens) == (tokens, most)
@@ -76,7 +75,7 @@ def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -
     for again, mode in (("false", Mode("step", False)), ("true", Mode("step", True))):
         config.train.activation_checkpointing = again
         assert not limits_of_generation(config, group, 4)[2].share
-        assert mode_of(config, group, auto_tokens=True).mode == mode
+        assert strategy_of(config, group).choose().mode == mode
 
 
 def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: Path) -> None:
@@ -88,14 +87,14 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     assert longest == 8 * limits_of_generation(config, group_of(8, ROOM, config), 8).most_tokens > 8 * first
     config.planner.max_sequence_tokens = longest = 8 * first
     assert config.train.activation_checkpointing == "auto"
-    assert mode_of(config, group_of(8, ROOM, config), auto_tokens=True).mode == choice.mode
+    assert strategy_of(config, group_of(8, ROOM, config)).choose().mode == choice.mode
     fewer = group_of(6, ROOM, config)
-    assert mode_of(config, fewer, auto_tokens=True).mode == Mode("step", False)
+    assert strategy_of(config, fewer).choose().mode == Mode("step", False)
     assert limits_of_generation(config, fewer, 6).most_tokens >= -(-longest // 6) > first
     few = [limits_of_generation(config, fewer, num_ranks).most_tokens for num_ranks in range(1, 9)]
     holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
     assert 1 < holding <= 6
-    assert ranks_that_hold(config, fewer, 8)(longest) == holding
+    assert strategy_of(config, fewer).ranks_for(8)(longest) == holding
 
 
 def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:
@@ -130,16 +129,16 @@ def test_who_is_left_when_a_driver_was_lost_may_wait_for_others(tmp_path: Path) 
 
 def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "comm.transport=parent")
-    needed = {mode.sync: sum(memory_of(config, group_of(8, 1.0, config), mode).resident().values()) / 0.9 / GIB
+    needed = {mode.sync: sum(strategy_of(config, group_of(8, 1.0, config)).memory(mode).resident().values()) / 0.9 / GIB
               for mode in (Mode("step", False), Mode("micro_batch", False))}
     assert needed["micro_batch"] < needed["step"]
     group = group_of(8, (needed["micro_batch"] + needed["step"]) / 2, config)
-    assert mode_of(config, group, auto_tokens=True).mode.sync == "micro_batch"
+    assert strategy_of(config, group).choose().mode.sync == "micro_batch"
 
 
 def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
     config = config_of(str(tmp_path))
-    models = [memory_of(config, group_of(size, 80.0, config), Mode("step", False)) for size in (1, 2, 3, 16)]
+    models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step", False)) for size in (1, 2, 3, 16)]
     found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
     assert found == [0, 1, 4, CUDA.pool_groups(config.comm.pool_groups, 80 * GIB)]
 
@@ -149,8 +148,8 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     described = {"memory_bytes": 80 * GIB, "fused": True, **state_size(config)._asdict()}
 
     def cost(*names: str, **changed: Any) -> CostModel:
-        group = WorkerGroup(members(*[{**described, "device_name": name, **changed} for name in names]))
-        return cost_of(config, group, Mode("step", False))
+        group = Workers(members(*[{**described, "device_name": name, **changed} for name in names]))
+        return strategy_of(config, group).cost(Mode("step", False))
 
     slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert slower.name == "qwen2_5_vl_a100"
@@ -159,9 +158,9 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert fast.linear_s < slower.linear_s
     own = cost("NVIDIA H100 80GB HBM3", fused=False)
     assert fast.linear_s < own.linear_s
-    one_lacks_them = WorkerGroup(members(*[
+    one_lacks_them = Workers(members(*[
         {**described, "device_name": "NVIDIA H100 80GB HBM3", "fused": fused} for fused in (True, False)]))
-    assert cost_of(config, one_lacks_them, Mode("step", False)).linear_s == own.linear_s
+    assert strategy_of(config, one_lacks_them).cost(Mode("step", False)).linear_s == own.linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
     assert replace(cost("", device="cpu"), estimated=False) == CostModel.load(CONF / "cost" / "cpu.yaml")
@@ -174,43 +173,43 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
     config = config_of(str(tmp_path))
     described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", "fused": False,
                  **state_size(config)._asdict()}
-    group, mode = WorkerGroup(members(described, described)), Mode("step", False)
-    origin = origin_of(config, memory_of(config, group, mode), "cpu", "AMD EPYC", 2)
+    group, mode = Workers(members(described, described)), Mode("step", False)
+    origin = origin_of(config, strategy_of(config, group).memory(mode), "cpu", "AMD EPYC", 2)
     tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
     path = tmp_path / "cost.yaml"
     path.write_text(yaml.safe_dump(tree | origin.to_json()))
     config.planner.cost = str(path)
-    check_cost(config, group, mode)
-    assert not cost_of(config, group, mode).estimated
-    others = WorkerGroup(members(described, described | {"device_name": "Xeon"}))
+    strategy_of(config, group).check_cost(mode)
+    assert not strategy_of(config, group).cost(mode).estimated
+    others = Workers(members(described, described | {"device_name": "Xeon"}))
     with pytest.raises(ConfigError) as caught:
-        check_cost(config, others, mode)
+        strategy_of(config, others).check_cost(mode)
     assert str(caught.value) == (
         f"planner.cost: {path} was measured on cpu AMD EPYC, and this run is on cpu Xeon; allowed: a file that "
         "jobs/measure.py wrote for such a run, measure, or nothing")
-    assert cost_of(config, others, mode).estimated
+    assert strategy_of(config, others).cost(mode).estimated
     again = Mode("step", True)
     with pytest.raises(ConfigError, match=r"train\.activation_checkpointing=false, and this run has .*=true; allowed"):
-        check_cost(config, group, again)
+        strategy_of(config, group).check_cost(again)
     config.planner.cost = ""
-    check_cost(config, others, mode)
+    strategy_of(config, others).check_cost(mode)
     path.write_text(yaml.safe_dump(tree))  # of the older form: nothing is known of it
     config.planner.cost = str(path)
-    check_cost(config, others, again)
-    assert not cost_of(config, others, again).estimated
+    strategy_of(config, others).check_cost(again)
+    assert not strategy_of(config, others).cost(again).estimated
 
 
 def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure", "train.precision=bf16")
     group, mode = group_of(2, 80.0, config), Mode("step", False)
-    derived = cost_of(config, group, mode)
+    derived = strategy_of(config, group).cost(mode)
     assert derived.estimated  # before anything is measured
-    check_cost(config, group, mode)
+    strategy_of(config, group).check_cost(mode)
     file = CostFile(replace(derived, linear_s=1e-3, estimated=False),
-                    origin_of(config, memory_of(config, group, mode), "cuda", "NVIDIA H100 80GB HBM3", 2, fused=True))
+                    strategy_of(config, group).origin(mode))
     group.measured_cost = file
-    assert cost_of(config, group, mode) == file.cost
-    assert cost_of(config, group, Mode("step", True)).estimated  # of a later generation
+    assert strategy_of(config, group).cost(mode) == file.cost
+    assert strategy_of(config, group).cost(Mode("step", True)).estimated  # of a later generation
 
 
 def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
@@ -221,7 +220,8 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
         tell=told.append, config=config_of("unused", "train.activation_checkpointing=auto"),
         history=SimpleNamespace(mode_told=None),
         records=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
-        first_choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it"),
+        resolved=SimpleNamespace(
+            choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it")),
         current=SimpleNamespace(number=2, choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not")))
     Session.mode_told(session)
     assert [notice.text for notice in told] == [

@@ -1,0 +1,556 @@
+"""How a run trains on its ranks: the mode, the tokens of a rank, what larger packs move or recompute, memory and costs.
+Pure functions of the configuration, of what the ranks have, and of the run's first batch.
+
+    resolve     at a run's first start: the limits that stay for the run, and the mode to begin in
+    Strategy    for each generation: its mode, its limits, its costs
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.config import CONF, RESOLVED, Config, ConfigError
+from dhp_ray.data.families import FAMILIES
+from dhp_ray.planner.cost.derived import Device, derived_cost, described, gather_s, with_encoder_apart
+from dhp_ray.planner.cost.model import SYNCS, CostModel
+from dhp_ray.planner.cost.origin import CostFile, Origin, difference, origin_of_run
+from dhp_ray.planner.memory.host import node_terms
+from dhp_ray.planner.memory.layer_share import largest_offload, largest_recomputation
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.mode import (
+    MEMORY_SHARE,
+    Mode,
+    Offer,
+    allowed_modes,
+    candidates_of,
+    choose,
+    equal_samples,
+    held_samples,
+    reason,
+)
+from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
+from dhp_ray.planner.plan.types import Sample
+from dhp_ray.runtime.messages import RunError
+from dhp_ray.schema import MEASURE
+
+STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
+"""For each kind, the description that is used for a device that no file of conf/device describes."""
+
+RECOMPUTATION, OFFLOAD = "train.activation_checkpointing", "train.activation_offload"
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What ranks have in common: the kind of device, the model that they train and the parameters of its adapters by
+    part, the least device memory, the node of each, the memory of each node, and the names of their devices. `fused`:
+    all have fused norms, rotations and SwiGLU.
+    """
+
+    kind: str
+    shape: ModelShape
+    memory_bytes: int
+    nodes: tuple[str, ...]
+    node_memory_bytes: Mapping[str, float]
+    device_names: tuple[str, ...]
+    adapters: Mapping[str, int] = field(default_factory=dict)
+    fused: bool = True
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    @property
+    def described(self) -> bool:
+        """Whether it is known what such devices have of memory and speed."""
+        return self.kind in STAND_INS
+
+
+class Limits(NamedTuple):
+    """The tokens of a pack that a rank holds, and what packs with more of them move to host memory or recompute."""
+
+    tokens: int
+    offload: Offload
+    recomputation: Recomputation = NO_RECOMPUTATION
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of the largest pack that a rank holds."""
+        return max(self.tokens, self.beyond.tokens_per_rank)
+
+    @property
+    def beyond(self) -> LayerShare:
+        """What larger packs move or recompute."""
+        return self.offload if self.offload.share else self.recomputation
+
+
+class Choice(NamedTuple):
+    """A mode, the keys that are auto in the configuration and that it decides, and why it was chosen. `otherwise`: the
+    value of `train.activation_checkpointing` in a mode without recomputation of all packs.
+    """
+
+    mode: Mode
+    keys: tuple[str, ...] = ()
+    why: str = ""
+    otherwise: str = "packs"
+
+    @property
+    def line(self) -> str:
+        """The line that the user sees."""
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto")}
+        return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
+
+    def recomputation(self, wanted: str) -> str:
+        """Return what `train.activation_checkpointing` is in this mode, if the configuration says `wanted`."""
+        return wanted if wanted != "auto" else "true" if self.mode.recomputes else self.otherwise
+
+
+class ResolvedRun(NamedTuple):
+    """The configuration with the limits that stay for the run, and the mode that it begins in. `auto_tokens`: tokens
+    per rank follow the memory of each generation's ranks. `image_limit`: the most tokens of an image; `skipped`: what
+    to tell the user of images that are larger.
+    """
+
+    config: Config
+    choice: Choice
+    auto_tokens: bool
+    image_limit: int
+    skipped: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a run with this configuration trains on these ranks.
+
+    `auto_tokens`: tokens per rank follow the memory of the ranks. A rank must then hold its share of the longest
+    sequence (while that limit is open: of the longest one of the first batch that any mode holds). Otherwise it must
+    hold `planner.tokens_per_rank`. `image_limit`: the most tokens of an image in this run; 0: not known yet.
+    `first_batch`: of the run, by which modes are compared; empty: equal images. `measured`: the costs of
+    `planner.cost=measure`, once they are measured.
+
+    `num_ranks` stands for so many ranks like these; 0: as many as there are.
+    """
+
+    config: Config
+    ranks: Ranks
+    auto_tokens: bool = False
+    image_limit: int = 0
+    first_batch: Sequence[Sample] = ()
+    measured: CostFile | None = None
+
+    @property
+    def limit_bytes(self) -> float:
+        """The bytes of a device that plans use."""
+        return MEMORY_SHARE * self.ranks.memory_bytes
+
+    def node_limit(self, node: str) -> float:
+        """Return the bytes that the ranks of a node may keep in its memory."""
+        return MEMORY_SHARE * self.ranks.node_memory_bytes[node]
+
+    @property
+    def moved_share(self) -> float:
+        """The share of activations that each pack moves to host memory, whatever its size."""
+        setting = self.config.train.activation_offload
+        return 0.0 if setting in ("off", "auto") else float(setting)
+
+    @property
+    def largest_image(self) -> int:
+        """The tokens of the largest image, or piece of a video, that `data.max_pixels` allows."""
+        pixels, shape = self.config.data.max_pixels, self.ranks.shape
+        return FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
+
+    @property
+    def image_tokens(self) -> int:
+        """The tokens of the largest image that the keys allow, which one rank encodes."""
+        return min(self.config.data.max_pixels // self.ranks.shape.token_pixels, self.longest_sequence)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The tokens of the longest sequence that the keys allow."""
+        planner = self.config.planner
+        tokens = NO_LIMIT if planner.tokens_per_rank == "auto" else int(planner.tokens_per_rank) * self.ranks.size
+        return planner.max_sequence_tokens or tokens
+
+    @property
+    def largest_admitted(self) -> int:
+        """The most tokens of an image that the run admits; 0: `data.max_pixels` allows no larger one."""
+        return self.image_limit if self.image_limit < self.largest_image else 0
+
+    def memory(self, mode: Mode, num_ranks: int = 0) -> MemoryModel:
+        """Return the memory model of a rank that trains the run's model in this mode."""
+        config, ranks, world_size = self.config, self.ranks, num_ranks or self.ranks.size
+        device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
+        pooled = device.pool_groups(config.comm.pool_groups, ranks.memory_bytes)
+        num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
+        memory = MemoryModel(ranks.shape, MemorySettings(
+            sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
+            frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
+            largest_image=self.largest_image, image_limit=self.image_limit or None,
+            communicators_bytes=num_groups * device.group_bytes if config.comm.transport == "pool" else 0,
+            adapters=ranks.adapters, drops=train.lora.dropout > 0))
+        if self.image_limit:
+            return memory
+        return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
+                                       self.moved_share, 0 if given == "auto" else int(given))
+
+    def device_tokens(self, memory: MemoryModel) -> int:
+        """Return the tokens of a pack that each rank's device holds if packs move no more than `moved_share`; 0: not
+        even one.
+        """
+        return memory.tokens_that_fit(self.limit_bytes, self.moved_share)
+
+    def rank_tokens(self, memory: MemoryModel) -> int:
+        """Return the tokens of a pack that each rank holds, at least 1. On the CPU, packs are in the node's memory,
+        together with all that its ranks keep there. (On other devices `check_host_memory` refuses what a node has no
+        room for.)
+        """
+        device_tokens, share = self.device_tokens(memory), self.moved_share
+        if memory.settings.device != "cpu":
+            return max(1, device_tokens)
+
+        def too_many(tokens: int) -> bool:
+            pack_bytes = sum(memory.memory(memory.worst_load(tokens, share)).pack.values())
+            return any(sum(node_terms(memory, tokens, count, share).values()) + count * pack_bytes
+                       > self.node_limit(node) for node, count in Counter(self.ranks.nodes).items())
+
+        return max(1, bisect_left(range(1, device_tokens + 1), True, key=too_many))
+
+    def offload(self, memory: MemoryModel, tokens: int, most: int = NO_LIMIT) -> Offload:
+        """Return what packs move to host memory, on ranks that plan with packs of `tokens`. With auto, that is so much
+        that a larger pack fits, of at most `most` tokens, as far as devices and nodes have room. (On the CPU this gains
+        nothing.)
+        """
+        if self.moved_share:
+            return Offload(self.moved_share, 0, tokens)
+        if self.config.train.activation_offload == "off" or memory.settings.device == "cpu":
+            return NO_OFFLOAD
+
+        def has_room(held: int, share: float) -> bool:
+            return all(sum(node_terms(memory, held, count, share).values()) <= self.node_limit(node)
+                       for node, count in Counter(self.ranks.nodes).items())
+
+        return largest_offload(memory, self.limit_bytes, tokens, most, has_room)
+
+    def recomputation(
+        self, memory: MemoryModel, offload: Offload, tokens: int, most: int = NO_LIMIT
+    ) -> Recomputation:
+        """Return what packs recompute, on ranks that plan with packs of `tokens`, so that larger ones fit, of at most
+        `most` tokens: nothing if all packs are recomputed, or move activations. (On the CPU this is not modelled.)
+        """
+        allowed = self.config.train.activation_checkpointing in ("packs", "auto") and not memory.settings.recomputes
+        if not allowed or offload.share or memory.settings.device == "cpu":
+            return NO_RECOMPUTATION
+        return largest_recomputation(memory, self.limit_bytes, tokens, most)
+
+    def limits(self, mode: Mode, num_ranks: int = 0) -> Limits:
+        """Return what each rank holds of a pack. With `auto_tokens`, at most the tokens of the run's first start or, if
+        that is more, what its longest sequence needs on so many ranks. Otherwise `planner.tokens_per_rank`: tokens that
+        the devices do not hold are held with activations in host memory, or recomputed, if they may be.
+        """
+        memory, given, most = self.memory(mode, num_ranks), int(self.config.planner.tokens_per_rank), NO_LIMIT
+        if self.auto_tokens:
+            longest = math.ceil(self.config.planner.max_sequence_tokens / (num_ranks or self.ranks.size))
+            tokens = min(max(given, longest), self.rank_tokens(memory))
+        elif self.moved_share:
+            tokens = given
+        else:
+            tokens, most = max(1, min(given, self.device_tokens(memory))), given
+        offload = self.offload(memory, tokens, most)
+        found = Limits(tokens, offload, self.recomputation(memory, offload, tokens, most))
+        return found if self.auto_tokens or found.beyond.share else found._replace(tokens=given)
+
+    def ranks_for(self, max_ranks: int) -> Callable[[int], int]:
+        """Return a function that tells how many ranks hold a sequence of a number of tokens, where tokens per rank
+        follow the number of ranks; it returns more than `max_ranks` if these do not hold it.
+
+        This compares no modes: if some mode holds the longest sequence, one that does would be chosen; otherwise the
+        one that holds the most tokens.
+        """
+        modes = self._modes() if self.ranks.described else self._modes()[:1]
+        most_of = cache(lambda num_ranks: max(self.limits(mode, num_ranks).most_tokens for mode in modes))
+        return lambda num_tokens: 1 + bisect_left(
+            range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * most_of(num_ranks))
+
+    def compares_modes(self, sync: str = "") -> bool:
+        """Return whether `choose` compares modes, by the first batch. `sync` replaces the configuration's value."""
+        return self.ranks.described and len(self._modes(sync)) > 1
+
+    def choose(self, num_ranks: int = 0) -> Choice:
+        """Return the mode in which these ranks train."""
+        planner, num_ranks = self.config.planner, num_ranks or self.ranks.size
+        modes = self._modes()
+        values = zip(("planner.sync", RECOMPUTATION), zip(*modes))
+        keys = tuple(key for key, found in values if len(set(found)) > 1)
+        if not keys:
+            return Choice(modes[0])
+        if not self.ranks.described:
+            return Choice(modes[0], keys, f"what {self.ranks.kind} ranks have of memory and speed is not described",
+                          "false")
+        memories = [self.memory(mode, num_ranks) for mode in modes]
+        offers = [self._offer(mode, memory, num_ranks) for mode, memory in zip(modes, memories)]
+        held = num_ranks * max(1, *(offer.most_tokens for offer in offers))
+        limit = min(planner.max_sequence_tokens or held, held)
+        longest = max((sample.num_tokens for sample in held_samples(self.first_batch, limit)), default=1)
+        follows = self.auto_tokens or planner.tokens_per_rank == "auto"
+        needed = (math.ceil((planner.max_sequence_tokens or longest) / num_ranks) if follows
+                  else int(planner.tokens_per_rank))
+        least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
+        limit = min(limit, num_ranks * least)  # what every mode that is compared holds
+        images = math.ceil(self.config.batch.global_samples / num_ranks) * num_ranks  # equally often on each rank
+        samples = held_samples(self.first_batch, limit) or equal_samples(
+            images, min(self.largest_image, limit), self.ranks.shape.merge_area)
+        num_nodes = self.ranks.num_nodes
+        candidates = candidates_of(offers, needed, samples,
+                                   [rank * num_nodes // num_ranks for rank in range(num_ranks)])
+        return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
+
+    def _modes(self, sync: str = "") -> list[Mode]:
+        """Return the modes that the configuration allows, ordered by what they need, most first."""
+        return allowed_modes(sync or self.config.planner.sync, self.config.train.activation_checkpointing)
+
+    def _offer(self, mode: Mode, memory: MemoryModel, num_ranks: int) -> Offer:
+        given, (cost, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT
+        if given != "auto":
+            longest = math.ceil(self.config.planner.max_sequence_tokens / num_ranks) if self.auto_tokens else 0
+            most = max(int(given), longest)
+        tokens = min(self.device_tokens(memory), most)
+        offload = self.offload(memory, max(1, tokens), most)
+        return Offer(mode, tokens, cost, gather_s(memory, device, self.ranks.num_nodes), offload,
+                     self.recomputation(memory, offload, max(1, tokens), most),
+                     (memory.settings.image_limit or 0) >= self.image_tokens)
+
+    def cost(self, mode: Mode) -> CostModel:
+        """Return the costs of the file `planner.cost`, or those that were measured. Without them, on CUDA and NPU,
+        costs are derived from the run's own model and the published figures of its slowest device; on the CPU they come
+        from the measured file.
+
+        A device without a description is treated as another one of its kind; the cost's `source` says so. A cost that
+        was measured for something else counts as estimated.
+        """
+        memory, file = self.memory(mode), self._cost_file()
+        if file is None:
+            cost, _ = self._slowest(memory)
+        else:
+            other = file.origin is not None and self.difference_from(file.origin, mode)
+            cost = replace(file.cost, estimated=True) if other else file.cost
+            copies = self.config.train.activation_offload != "off" and self.ranks.described
+            if copies and cost.host_bytes_per_s == 0.0:
+                cost = replace(cost, host_bytes_per_s=self._slowest(memory)[1].host_bytes_per_s)
+        # the parent transport never makes a group
+        return replace(cost, group_s=0.0) if self.config.comm.transport == "parent" else cost
+
+    def plan_limits(self, mode: Mode) -> tuple[Limits, CostModel]:
+        """Return what a rank of this generation holds of a pack, and its cost with this model's memory in it."""
+        memory, limits = self.memory(mode), self.limits(mode)
+        resident = {sync: sum(self.memory(Mode(sync, mode.recomputes)).resident().values()) for sync in SYNCS}
+        pack_bytes = sum(memory.memory(memory.worst_load(limits.tokens, self.moved_share)).pack.values())
+        cost = replace(self.cost(mode), memory_bytes_per_token=pack_bytes / limits.tokens, resident_bytes=resident)
+        return limits, with_encoder_apart(cost, memory, limits.tokens, limits.beyond)
+
+    def _cost_file(self) -> CostFile | None:
+        """Return what the costs are read from; None: they are derived."""
+        named = self.config.planner.cost
+        if named == MEASURE:
+            if self.measured:
+                return self.measured
+            named = ""  # not measured yet
+        if named or not self.ranks.described:
+            return CostFile.load(named or str(CONF / "cost" / f"{self.ranks.kind}.yaml"))
+        return None
+
+    def difference_from(self, origin: Origin, mode: Mode) -> str:
+        """Return how the origin of a cost differs from a run on these ranks; empty if it does not."""
+        found = (difference(origin, self.origin(mode, name)) for name in self.ranks.device_names)
+        return next(filter(None, found), "")
+
+    def origin(self, mode: Mode, device_name: str = "") -> Origin:
+        """Return the origin of costs that are measured here, on devices of this name (empty: that of the first)."""
+        return origin_of(self.config, self.memory(mode), self.ranks.kind, device_name or self.ranks.device_names[0],
+                         self.ranks.size, self.ranks.fused)
+
+    def _slowest(self, memory: MemoryModel) -> tuple[CostModel, Device]:
+        """Return the costs on the slowest device, and that device."""
+        found = []
+        for name in self.ranks.device_names:
+            known = _described(name)
+            device = known or Device.load(CONF / "device" / STAND_INS[self.ranks.kind])
+            cost = derived_cost(memory, device, self.ranks.num_nodes, self.ranks.fused)
+            found.append((cost if known else replace(cost, source=f"{cost.source}; {name} is not in conf/device"),
+                          device))
+        return max(found, key=lambda pair: pair[0].linear_s)
+
+    def tokens_that_fit(self) -> int:
+        """Return the tokens of a pack that a rank's memory holds in addition to the resident state, whatever they are.
+
+        Raises:
+            RunError: not even one fits.
+        """
+        memory = self.memory(self.choose().mode)
+        if self.device_tokens(memory) < 1:
+            needed = memory.memory(memory.worst_load(1))
+            raise RunError(
+                f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
+                f"{gib(needed.device_bytes)}, {gib(sum(needed.resident.values()))} of them for the state, and has "
+                f"{gib(self.limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller "
+                "model")
+        return self.rank_tokens(memory)
+
+    def check_memory(self, mode: Mode) -> None:
+        """Refuse a model whose resident state leaves no room on a rank.
+
+        Raises:
+            RunError: what is needed, and what there is.
+        """
+        memory, memory_bytes = self.memory(mode), self.ranks.memory_bytes
+        needed = sum(memory.resident().values())
+        if needed > self.limit_bytes:
+            other = "planner.sync=micro_batch, " if mode.sync == "step" else ""
+            raise RunError(
+                f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: planner.sync={mode.sync} keeps "
+                f"{needed / 2**30:.1f} GiB on each rank, which has {memory_bytes / 2**30:.1f} GiB; "
+                f"use more or larger devices, {other}or a smaller model")
+
+    def check_host_memory(self, mode: Mode) -> None:
+        """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/memory/host.py`); on the
+        CPU their state lies there too.
+
+        Raises:
+            RunError: which node, how much, what there is, and which key to change.
+        """
+        config, memory = self.config, self.memory(mode)
+        alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
+        tokens, share, every = int(config.planner.tokens_per_rank), self.moved_share, config.elastic.mirror_every_steps
+        for node, count in Counter(self.ranks.nodes).items():
+            limit_bytes = self.node_limit(node)
+            terms = node_terms(memory, tokens, count, share)
+            if sum(terms.values()) <= limit_bytes:
+                continue
+            without = sum(node_terms(alone, tokens, count, share).values())
+            on_devices = sum(node_terms(memory, tokens, count).values())
+            parts = ", ".join(f"{name} {gib(value)}" for name, value in terms.items() if value)
+            key, words = f"cluster.num_workers: got {config.cluster.num_workers}", "fewer ranks a node (more nodes)"
+            if every != "0" and without <= limit_bytes:
+                key = f"elastic.mirror_every_steps: got {every}"
+                words = f"elastic.mirror_every_steps=0, which takes {gib(without)}, or {words}"
+            if share and on_devices <= limit_bytes:
+                key = f"{OFFLOAD}: got {share}"
+                words = f"a smaller share, off, which takes {gib(on_devices)}, or {words}"
+            raise RunError(f"{key}; the {count} ranks on node {node} keep up to {gib(sum(terms.values()))} in its "
+                           f"memory ({parts}), and may keep {gib(limit_bytes)} ({MEMORY_SHARE:.0%} of it); "
+                           f"allowed: {words}")
+
+    def check_cost(self, mode: Mode) -> None:
+        """Refuse a cost file that was not measured for the run's model, devices and settings.
+
+        Raises:
+            ConfigError: what the file was measured for, and what the run has.
+        """
+        named = self.config.planner.cost
+        origin = CostFile.load(named).origin if named not in ("", MEASURE) else None
+        if origin and (other := self.difference_from(origin, mode)):
+            raise ConfigError(f"planner.cost: {named} was {other}; allowed: a file that jobs/measure.py wrote for such "
+                              f"a run, {MEASURE}, or nothing")
+
+
+def resolve(
+    config: Config, ranks: Ranks, stored: Mapping[str, Any], first_batch: Sequence[Sample] = (),
+    takes_over: bool = False,
+) -> ResolvedRun:
+    """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
+    folder (`stored`: its configuration by dotted key).
+
+    `takes_over`: the ranks are those left of a run that goes on; it may still wait for others.
+
+    Raises:
+        RunError: the model does not fit, or auto finds no value.
+        ConfigError: the cost file is of another run.
+    """
+    def resolved(**values: Any) -> Strategy:
+        return replace(run, config=replace(run.config, planner=replace(run.config.planner, **values)))
+
+    given, recorded = config.planner, recorded_sync(config, stored)
+    # older runs have it as a key
+    image_limit = int(stored.get(f"{RESOLVED}.image_limit") or stored.get("planner.max_image_tokens") or 0)
+    run = Strategy(config, ranks, given.tokens_per_rank == "auto", image_limit, first_batch)
+    largest = run.image_tokens
+    run = resolved(
+        max_sequence_tokens=given.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0),
+        sync=recorded or given.sync)
+    if run.auto_tokens:
+        run = resolved(tokens_per_rank=str(stored.get("planner.tokens_per_rank") or "auto"))
+    choice = run.choose()
+    if recorded:
+        choice = choice._replace(keys=("planner.sync", *choice.keys), why="; ".join(
+            ["planner.sync as at the run's first start", *filter(None, [choice.why])]))
+    run = resolved(sync=choice.mode.sync)
+    run = replace(run, image_limit=run.memory(choice.mode).settings.image_limit or 0)
+    if not takes_over:
+        run.check_memory(choice.mode)
+    if run.config.planner.tokens_per_rank == "auto":
+        run = resolved(tokens_per_rank=str(run.tokens_that_fit()))
+    if not run.config.planner.max_sequence_tokens:
+        limits = run.limits(run.choose().mode if run.auto_tokens else choice.mode)
+        run = resolved(max_sequence_tokens=limits.most_tokens * ranks.size)
+    if not takes_over:
+        run.check_host_memory(choice.mode)
+        run.check_cost(choice.mode)
+    return ResolvedRun(run.config, choice, run.auto_tokens, run.image_limit,
+                       skipped_images(run.largest_admitted, largest))
+
+
+def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
+    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is the
+    first start.
+    """
+    found = stored.get("planner.sync")
+    return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
+
+
+def skipped_images(limit: int, largest: int) -> str:
+    """Return what to tell the user of images that will be skipped; empty if there are none. `limit`, `largest`: the
+    most tokens of an image that the run admits, and that the keys allow.
+    """
+    return (f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for larger "
+            "ones; train.activation_checkpointing=true may make room, or lower data.max_pixels"
+            if 0 < limit < largest else "")
+
+
+def origin_of(
+    config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int, fused: bool = False
+) -> Origin:
+    """Return the origin of a cost that is measured for a run on `num_ranks` devices of this kind and name, with or
+    without fused operators.
+    """
+    device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
+    if kind == "cpu":
+        device["threads"] = max(1, int(config.cluster.cpus_per_worker))
+    lora = config.train.lora
+    adapters = {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}
+    return origin_of_run(memory, model_name(config), adapters, device, fused)
+
+
+def model_name(config: Config) -> str:
+    """Return the preset, or the name of the model folder."""
+    return config.model.preset or Path(config.model.path).resolve().name
+
+
+@cache
+def _described(device_name: str) -> Device | None:
+    return described(CONF / "device", device_name)
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
