@@ -62,8 +62,7 @@ from dhp_ray.runtime.driver.session import Session  # noqa: E402
 from dhp_ray.runtime.messages import Message, StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
-from dhp_ray.runtime.records.tensorboard import ScalarLog  # noqa: E402
-from dhp_ray.runtime.records.watch import Watch  # noqa: E402
+from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch  # noqa: E402
 from dhp_ray.runtime.strategy import Choice, ResolvedRun  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
 from dhp_ray.train.results import StepResult  # noqa: E402

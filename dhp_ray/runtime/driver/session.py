@@ -25,8 +25,7 @@ from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.messages import Notice, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
-from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
-from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch, cluster_text
 from dhp_ray.runtime.strategy import Choice, ResolvedRun, Strategy
 
 STUCK_SHARE = 0.75

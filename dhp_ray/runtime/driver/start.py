@@ -42,8 +42,7 @@ from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
-from dhp_ray.runtime.records.tensorboard import ScalarLog
-from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch
 from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
 from dhp_ray.storage import Folder, StorageError

@@ -1,11 +1,14 @@
-"""What TensorBoard shows of a run, written without torch: curves in groups, pictures of plans, configuration and
-cluster as text, hyperparameters.
+"""What a user can look at while a run goes on: curves in groups, configuration and cluster as text, hyperparameters and
+pictures of plans in TensorBoard, and traces of steps for Perfetto. Written without torch.
+
+Events are appended by us, not by tensorboard's writer: its thread ends with the first write that a full disk refuses.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -21,8 +24,12 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dhp_ray.config import Config, walk
-from dhp_ray.spooled_log import UploadTimer
+from dhp_ray.planner.plan.types import Plan
+from dhp_ray.report.trace import trace_of
+from dhp_ray.run_folder import trace_file
+from dhp_ray.spooled_log import UploadTimer, json_text
 from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_errors
+from dhp_ray.train.results import StepResult
 
 UPLOAD_INTERVAL_S = 30.0
 MAX_CURVES = 16
@@ -50,21 +57,10 @@ METRIC_TAGS = {
     "learning_rate": "loss/learning_rate",
     "gradient_norm": "loss/gradient_norm",
 }
-ENCODER_TAGS = {
-    "encode_s": "encoder/encode_s",
-    "backward_s": "encoder/backward_s",
-    "imbalance": "encoder/imbalance",
-    "exchanged_bytes": "encoder/exchanged_bytes",
-}
-"""Tags of steps whose images were encoded apart from their packs."""
-OFFLOAD_TAGS = {
-    "packs": "offload/packs",
-    "largest_share": "offload/largest_share",
-    "moved_bytes": "offload/moved_bytes",
-}
-"""Tags of steps with packs that moved activations to host memory."""
-RECOMPUTATION_TAGS = {"packs": "recomputation/packs", "mean_share": "recomputation/mean_share"}
-"""Tags of steps with packs whose plan recomputes layers."""
+PARTS = ("encoder", "offload", "recomputation")
+"""Metrics of steps whose images were encoded apart from their packs, whose packs moved activations to host memory, or
+recomputed layers: a curve for each number.
+"""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -103,9 +99,8 @@ class ScalarLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  stays open for the log's life
         self._upload = UploadTimer(UPLOAD_INTERVAL_S)
-        self._write(event_pb2.Event(file_version="brain.Event:2"))
-        self._write(event_pb2.Event(session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)),
-                    step=first_step)
+        self._write(0, file_version="brain.Event:2")
+        self._write(first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def step(self, metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Write the curves of a committed step, from its line in metrics.jsonl and the `extra` values."""
@@ -114,18 +109,21 @@ class ScalarLog:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point on each of the named curves."""
         points = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(event_pb2.Event(summary=summary_pb2.Summary(value=points)), step)
+        self._write(step, summary=summary_pb2.Summary(value=points))
 
     def text(self, name: str, markdown: str, step: int | None = None) -> None:
         """Write a text. `step` None: the first step of this log."""
-        self._summary(text_pb(name, markdown), self.first_step if step is None else step)
+        self._write(self.first_step if step is None else step, summary=text_pb(name, markdown))
 
     def hyperparameters(self, config: Config) -> None:
         """Write what the HPARAMS page lists for this run. A resumed run keeps the values of its first start there."""
-        self._summary(hparams_pb(hyperparameters_of(config)), self.first_step)
+        self._write(self.first_step, summary=hparams_pb(hyperparameters_of(config)))
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        self._summary(image_of(tag, png), step)
+        """Write a PNG; its size stands in bytes 16 to 24 of the file."""
+        width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+        image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        self._write(step, summary=summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)]))
 
     def flush(self) -> None:
         """Bring the file on an object store up to date."""
@@ -139,13 +137,9 @@ class ScalarLog:
         if self._spool:
             self._spool.cleanup()
 
-    def _summary(self, summary: Any, step: int) -> None:
-        self._write(event_pb2.Event(summary=summary_pb2.Summary.FromString(summary.SerializeToString())), step)
-
-    def _write(self, event: event_pb2.Event, step: int = 0) -> None:
-        event.wall_time, event.step = time.time(), step
+    def _write(self, step: int, **fields: Any) -> None:
         record = BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
+        RecordWriter(record).write(event_pb2.Event(wall_time=time.time(), step=step, **fields).SerializeToString())
         with self._lock:
             with storage_errors(str(self._path), "cannot be written"):
                 retry_when_full(lambda: append_whole(self._file.fileno(), record.getvalue()))
@@ -163,8 +157,9 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     data, elastic, comm.
     """
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
-    for part, tags in (("encoder", ENCODER_TAGS), ("offload", OFFLOAD_TAGS), ("recomputation", RECOMPUTATION_TAGS)):
-        values |= {tag: metrics[part][name] for name, tag in tags.items() if part in metrics}
+    for part in PARTS:
+        values |= {f"{part}/{name}": value for name, value in metrics.get(part, {}).items()
+                   if name not in ("layout", "keeps")}
     values |= {tag: extra[name] for name, tag in EXTRA_TAGS.items() if name in extra}
     if metrics["step_time_s"] > 0:
         values["throughput/tokens_per_s"] = metrics["num_tokens"] / metrics["step_time_s"]
@@ -183,13 +178,6 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     return {tag: float(value) for tag, value in values.items()}
 
 
-def image_of(tag: str, png: bytes) -> summary_pb2.Summary:
-    """A PNG as a summary; its size stands in bytes 16 to 24 of the file."""
-    width, height = int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
-    image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
-    return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)])
-
-
 def hyperparameters_of(config: Config) -> dict[str, float | bool | str]:
     """{dotted key: value} of the keys of HYPERPARAMETERS; a list becomes one string."""
     return {dotted: ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -202,3 +190,44 @@ def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     lines = [versions, "", "| rank | node | process | device |", "|---|---|---|---|"]
     lines += [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |" for rank in ranks]
     return "\n".join(lines)
+
+PICTURE = "plan/planned_and_measured"
+
+
+class Watch:
+    """Shows step 1 and every `every_steps`-th step: the plan next to what the ranks measured, as a picture in
+    TensorBoard and as `trace/step_*.json`.
+
+    `every_steps` 0 shows none. No step waits for this: a step that is due while an earlier one is still being drawn is
+    left out.
+    """
+
+    def __init__(self, folder: Folder, every_steps: int) -> None:
+        self._folder, self._every_steps = folder, every_steps
+        self._thread: threading.Thread | None = None
+
+    def step(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> bool:
+        """Start to show a committed step if it is due; returns whether it was started."""
+        due = self._every_steps and (step == 1 or step % self._every_steps == 0)
+        if not due or (self._thread is not None and self._thread.is_alive()):
+            return False
+        self._thread = threading.Thread(target=self._show, args=(step, plan, tuple(results), scalars), name="watch",
+                                        daemon=True)
+        self._thread.start()
+        return True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait at most `timeout_s` until everything started is written; call it before the ScalarLog is closed."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _show(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> None:
+        from dhp_ray.report.step_picture import draw_step  # matplotlib takes a second to import
+
+        try:
+            self._folder.write(trace_file(step), (json_text(trace_of(plan, results)) + "\n").encode())
+            picture = BytesIO()
+            draw_step(plan, results, picture)
+            scalars.image(PICTURE, picture.getvalue(), step)
+        except Exception as error:  # a failure to show a step must not end the run; the ledger does not depend on it
+            print(f"step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr)

@@ -17,8 +17,7 @@ from PIL import Image
 
 from dhp_ray.config import load
 from dhp_ray.runtime.driver.commit import step_metrics
-from dhp_ray.runtime.records.tensorboard import ScalarLog, cluster_text
-from dhp_ray.runtime.records.watch import Watch
+from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch, cluster_text
 from dhp_ray.storage import Folder
 from tests.report.browser import open_page
 from tests.report.runs import plan_of, results_of

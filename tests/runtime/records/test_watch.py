@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dhp_ray.runtime.records import watch as module
-from dhp_ray.runtime.records.tensorboard import ScalarLog
-from dhp_ray.runtime.records.watch import PICTURE, Watch
+from dhp_ray.runtime.records import tensorboard as module
+from dhp_ray.runtime.records.tensorboard import PICTURE, ScalarLog, Watch
 from dhp_ray.storage import Folder
 from tests.report.runs import plan_of, results_of, write_run
 
