@@ -253,12 +253,12 @@ import pyarrow as pa
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import Part
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import ReadFragments, item_of
+from dhp_ray.data.reader import ReadFragments, make_item
 from dhp_ray.schema import Data
 data = Data(format=sys.argv[1], path=sys.argv[2])
 read, rows, errors, largest, begun = ReadFragments(ProcessorSpec("tiny"), image_root(data), 0), 0, 0, 0, time.time()
 for number, fragment in enumerate(index_fragments(data)):
-    item = item_of(0, [(Part(number, 0, fragment.num_rows), number, fragment)])
+    item = make_item(0, [(Part(number, 0, fragment.num_rows), number, fragment)])
     for block in read(pa.Table.from_pylist([item])):
         rows, largest = rows + block.num_rows, max(largest, block.nbytes)
         errors += sum(map(bool, block["error"].to_pylist()))

@@ -34,7 +34,7 @@ from benchmarks.data import resident_bytes  # noqa: E402
 from benchmarks.device_parts.workload import OwnStep, batch_of, config_of  # noqa: E402
 from dhp_ray.data.families.base import Size  # noqa: E402
 from dhp_ray.data.processor import Processor, ProcessorSpec  # noqa: E402
-from dhp_ray.data.video import clip_of  # noqa: E402
+from dhp_ray.data.video import read_clip  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import DECODED_AHEAD, decodings, futures_of, load_inputs  # noqa: E402
@@ -85,7 +85,7 @@ def picture(size: tuple[int, int], seed: int) -> bytes:
 def rows_of(processor: Processor, media: bytes, count: int) -> tuple[list[Sample], list[dict[str, Any]]]:
     """So many samples that show one picture, or one video, each."""
     is_video = not media.startswith(b"\xff\xd8")
-    size: Size = clip_of(media, processor.family.limits) if is_video else Image.open(io.BytesIO(media)).size
+    size: Size = read_clip(media, processor.family.limits) if is_video else Image.open(io.BytesIO(media)).size
     encoded = processor.encode(talk("<video>What?" if is_video else "<image>What?", "Noise."), [size])
     samples = [Sample(str(number), encoded.text_tokens, encoded.vision_tokens, encoded.grids)
                for number in range(count)]

@@ -105,7 +105,7 @@ def start_server(node: str) -> ActorHandle:
     return _servers[node]
 
 
-def columns_of(
+def fetch_columns(
     reference: ray.ObjectRef | None, origin: Origin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, Origin]:
     """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;

@@ -218,7 +218,7 @@ class SpelledTokens:
         begins = accumulate((len(piece) + 1 for piece in pieces), initial=0)
         for begin, token, of_piece, offsets in zip(begins, ("", *hidden.tokens), encoded["input_ids"],
                                                    encoded["offset_mapping"]):
-            as_text = self._ids_of(token) if token else []
+            as_text = self._word_ids(token) if token else []
             ids += [*as_text, *of_piece]
             places += [(begin - 1, begin)] * len(as_text)
             places += [(begin + start, begin + stop) for start, stop in offsets]
@@ -239,7 +239,7 @@ class SpelledTokens:
             found.append(ContentPart("text", self._pattern.sub(stand_in, text)))
         return found
 
-    def _ids_of(self, token: str) -> list[int]:
+    def _word_ids(self, token: str) -> list[int]:
         if token not in self._texts:
             self._texts[token] = self._as_text(token)
         return self._texts[token]

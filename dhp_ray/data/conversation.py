@@ -88,7 +88,7 @@ class Turn:
         return {"role": self.role, "content": content}
 
 
-def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The turns of a row, as stored, after that of its column `system`.
 
     Raises:
@@ -109,15 +109,19 @@ def conversation_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
-    return [{"role": "system", "content": system}, *turns] if system and not _begins_with_system(turns) else turns
+    if not system or (turns and stored_role(turns[0]) == "system"):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
 
 
-def _begins_with_system(turns: list[Any]) -> bool:
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    return ROLES.get(str(first.get("role") if first.get("from") is None else first.get("from"))) == "system"
+def stored_role(turn: Any) -> str:
+    """The role of a stored turn, as in `Turn`; empty if it has none that is known."""
+    if not isinstance(turn, Mapping):
+        return ""
+    return ROLES.get(str(turn.get("role") if turn.get("from") is None else turn.get("from")), "")
 
 
-def turns_of(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
+def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """The turns of a conversation in either form.
 
     Raises:
@@ -142,7 +146,7 @@ def last_answer(turns: Sequence[Turn]) -> int:
     return max(number for number, turn in enumerate(turns) if turn.role == "assistant")
 
 
-def references_of(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
+def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
     """The assistant's own answer, and the other texts in the row's `answers`.
 
     Raises:

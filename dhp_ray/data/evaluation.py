@@ -16,13 +16,13 @@ from operator import add
 
 import numpy as np
 
-from dhp_ray.data.conversation import conversation_of, last_answer, references_of, turns_of
+from dhp_ray.data.conversation import last_answer, read_turns, right_answers, stored_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import Encoded, Processor
-from dhp_ray.data.reader import contents_of
+from dhp_ray.data.reader import read_contents
 
 ANLS_THRESHOLD = 0.5
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -45,20 +45,20 @@ class Question:
     images: list[bytes]
 
 
-def question_of(row: Row, processor: Processor, image_root: str) -> Question:
+def read_question(row: Row, processor: Processor, image_root: str) -> Question:
     """The question of a row. Reads only the headers of its images (see `image_size`).
 
     Raises:
         RowError: the row cannot be used, for example because it has no turn of the assistant.
     """
-    turns, images, sizes = contents_of(row, processor, image_root)
+    turns, images, sizes = read_contents(row, processor, image_root)
     last = last_answer(turns)
     shown = sum(len(turn.media) for turn in turns[:last])
     text, prompt = processor.encode_prompt(turns[:last], sizes[:shown])
-    return Question(text, prompt, references_of(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
+    return Question(text, prompt, right_answers(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
 
 
-def references_in(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
+def read_references(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
     """The right answers by row id, for the rows that have some and can be used, of at most `max_bytes`.
 
     Raises:
@@ -68,8 +68,8 @@ def references_in(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tu
     for fragment in fragments:
         for row in read_texts(fragment, max_bytes):
             with suppress(RowError):
-                turns = turns_of(conversation_of(row.fields))
-                found[row.id] = references_of(row.fields, turns[last_answer(turns)])
+                turns = read_turns(stored_turns(row.fields))
+                found[row.id] = right_answers(row.fields, turns[last_answer(turns)])
     return found
 
 
@@ -82,7 +82,7 @@ class Scores:
     f1: float
 
 
-def scores_of(prediction: str, references: Sequence[str]) -> Scores:
+def score(prediction: str, references: Sequence[str]) -> Scores:
     """All scores of an answer, each with the reference that gives the highest score.
 
     Raises:

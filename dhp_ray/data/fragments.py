@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,6 +218,13 @@ class UniqueIds:
         while not self._taken.add(_hash(name)):
             name = f"{name}+"
         return name
+
+    def rename(self, given: Iterable[Any], path: str, first: int) -> tuple[tuple[int, str], ...]:
+        """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
+        file.
+        """
+        claimed = ((offset, self.claim(name, path, first + offset)) for offset, name in enumerate(given))
+        return tuple((offset, name) for offset, name in claimed if name)
 
 
 def numbered(name: str, row: int) -> str:

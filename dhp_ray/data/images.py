@@ -69,12 +69,12 @@ def decode(data: bytes, family: Family) -> np.ndarray:
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
     """
-    image = rgb_of(data, family.limits.max_decoded_pixels)
+    image = decode_rgb(data, family.limits.max_decoded_pixels)
     values = family.image_processor(images=[image], return_tensors="np")["pixel_values"]
     return family.image_patches(values)
 
 
-def rgb_of(data: bytes, max_pixels: int) -> Image.Image:
+def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     """The decoded image.
 
     It is turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but what is

@@ -16,9 +16,9 @@ from itertools import islice
 import numpy as np
 
 from dhp_ray.data import fragments as kept
-from dhp_ray.data.conversation import ROLES, conversation_of
+from dhp_ray.data.conversation import stored_role, stored_turns
 from dhp_ray.data.errors import DataError, RowError, description
-from dhp_ray.data.formats import DATA_FORMATS, kind_of_file, read_rows, read_texts, scan_file, suffixes_of
+from dhp_ray.data.formats import DATA_FORMATS, file_kind, format_suffixes, read_rows, read_texts, scan_file
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragments, FragmentWriter, UniqueIds
@@ -96,16 +96,15 @@ def check_answers(fragments: Fragments, max_bytes: int) -> None:
 
 def _is_answered(row: Row) -> bool:
     try:
-        turns = conversation_of(row.fields)
+        turns = stored_turns(row.fields)
     except RowError:
         return False
-    return any(ROLES.get(str(turn.get("role") if turn.get("from") is None else turn.get("from"))) == "assistant"
-               for turn in turns if isinstance(turn, dict))
+    return "assistant" in map(stored_role, turns)
 
 
 def _files(data: Data) -> list[tuple[str, str]]:
     """The files of `data.path`, and the kind of each."""
-    return [(path, kind_of_file(path)) for path in data_files(data)]
+    return [(path, file_kind(path)) for path in data_files(data)]
 
 
 def _no_rows(data: Data) -> DataError:
@@ -116,7 +115,7 @@ def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
     return lambda position: progress(done + position, total)
 
 
-def sources_of(data: Data) -> list[Data]:
+def data_sources(data: Data) -> list[Data]:
     """The data itself, or each of `data.sources` as data of its own."""
     return [replace(data, path=source.path, format=source.format or data.format, sources=[])
             for source in data.sources] or [data]
@@ -133,17 +132,17 @@ def data_files(data: Data) -> list[str]:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)
     if os.path.isfile(path):
-        if os.path.splitext(path)[1] not in suffixes_of(data.format):
+        if os.path.splitext(path)[1] not in format_suffixes(data.format):
             raise DataError(f"data.path: {data.path} is no file of the format {data.format}; allowed: a name ending in "
-                            f"{' or '.join(suffixes_of(data.format))}{_format_of([path])}")
+                            f"{' or '.join(format_suffixes(data.format))}{_format_of([path])}")
         return [path]
     if not os.path.isdir(path):
-        written = data.format == "synthetic" and path.endswith(suffixes_of(data.format))
+        written = data.format == "synthetic" and path.endswith(format_suffixes(data.format))
         hint = "; jobs/prepare_data.py writes it" if written else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
     if data.format == "huggingface":
         return saved_files(path)
-    suffixes = suffixes_of(data.format)
+    suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
         raise DataError(
@@ -155,7 +154,7 @@ def data_files(data: Data) -> list[str]:
 
 def _format_of(names: list[str]) -> str:
     """The format that reads some of these files, for the end of an error; empty if none does."""
-    found = (name for name in DATA_FORMATS for file in names if file.endswith(suffixes_of(name)))
+    found = (name for name in DATA_FORMATS for file in names if file.endswith(format_suffixes(name)))
     return f", or data={name}" if (name := next(found, "")) else ""
 
 

@@ -47,7 +47,7 @@ class MediaLimits:
                    data.max_frames, max(least.max_video_seconds, data.max_frames / data.video_fps))
 
 
-def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
+def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
              members: Mapping[str, bytes] | None = None,
              frames_per_second: float = MediaLimits().video_fps) -> list[bytes]:
     """The encoded images and videos of a row, in the order in which the conversation shows them.
@@ -59,7 +59,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     Raises:
         RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
     """
-    stored = {kind: column_of(fields, kind) for kind in MEDIA}
+    stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
     following = {kind: iter(values) for kind, values in stored.items()}
     numbers, total = dict.fromkeys(MEDIA, 0), 0
@@ -67,7 +67,7 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     for part in (part for turn in turns for part in turn.media):
         numbers[part.kind] += 1
         given = next(following[part.kind]) if part.source is None else part.source
-        source, rate = source_of(given, part.kind)
+        source, rate = unwrap(given, part.kind)
         try:
             if part.kind != "video" or not isinstance(source, list):
                 found.append(_encoded(source, image_root, max_file_bytes, members))
@@ -82,37 +82,37 @@ def media_of(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, 
     return found
 
 
-def column_of(fields: Mapping[str, Any], kind: str) -> list[Any]:
+def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
     """The images or videos in a row's columns: `images` or else `image` (likewise for video), a single one or a list.
     A column of nothing but nulls and empty texts has none.
     """
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
         values = column if isinstance(column, list) else [column]
-        if any(source_of(value, kind)[0] not in _EMPTY for value in values):
+        if any(unwrap(value, kind)[0] not in _EMPTY for value in values):
             return values
     return []
 
 
-def source_of(value: Any, kind: str) -> tuple[Any, Any]:
+def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
     """The name, the bytes or the frames of an image or video, which a mapping holds as a part of OpenAI's content does,
     and how many frames come a second, if it says so.
     """
     rate = None
     while isinstance(value, Mapping):
         rate = value.get("fps") if value.get("fps") is not None else rate
-        value = next((value[name] for name in keys_of(kind) if value.get(name) not in _EMPTY), None)
+        value = next((value[name] for name in media_keys(kind) if value.get(name) not in _EMPTY), None)
     return value, rate
 
 
-def keys_of(kind: str) -> tuple[str, ...]:
+def media_keys(kind: str) -> tuple[str, ...]:
     """The keys under which a mapping holds an image or video; the first that is not empty counts."""
     return kind, f"{kind}_url", "url", "bytes", "path"
 
 
-def frames_of(value: Any) -> list[Any]:
+def frame_sources(value: Any) -> list[Any]:
     """The names or bytes of a video's frames; none if it is a clip."""
-    source, _ = source_of(value, "video")
-    return [source_of(frame, "image")[0] for frame in source] if isinstance(source, list) else []
+    source, _ = unwrap(value, "video")
+    return [unwrap(frame, "image")[0] for frame in source] if isinstance(source, list) else []
 
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
@@ -124,8 +124,8 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     own = [(part.get(name), kind) for part in parts if isinstance(part, Mapping)
            for kind in MEDIA for name in (kind, f"{kind}_url")]
     total = 0
-    named = [(value, kind) for kind in MEDIA for value in column_of(fields, kind)] + own
-    for name in [file for medium, kind in named for file in (frames_of(medium) or [source_of(medium, kind)[0]])]:
+    named = [(value, kind) for kind in MEDIA for value in column_media(fields, kind)] + own
+    for name in [file for medium, kind in named for file in (frame_sources(medium) or [unwrap(medium, kind)[0]])]:
         if isinstance(name, str):
             with suppress(RowError, OSError, ValueError):
                 total += os.path.getsize(resolve(image_root, name))
@@ -159,7 +159,7 @@ def _encoded_frames(
     total = 0
     for number, frame in enumerate(frames, 1):
         try:
-            encoded = _encoded(source_of(frame, "image")[0], image_root, max_file_bytes, members)
+            encoded = _encoded(unwrap(frame, "image")[0], image_root, max_file_bytes, members)
         except RowError as error:
             raise RowError(f"frame {number}: {error}") from None
         total += len(encoded)

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
-from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, turns_of
+from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
 from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size
@@ -42,8 +42,7 @@ character may take as many tokens as bytes.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A sequence as the model sees it: int32 ids and labels of length L (labels are not shifted; -100 is masked), and
     the grids of its images.
 
@@ -132,7 +131,7 @@ class Processor:
         Raises:
             RowError: roles, texts or tools cannot be encoded.
         """
-        turns = turns_of(conversation)
+        turns = read_turns(conversation)
         return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:

@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import shown
-from dhp_ray.data.conversation import MEDIA, Turn, conversation_of, last_answer, references_of
+from dhp_ray.data.conversation import MEDIA, Turn, last_answer, right_answers, stored_turns
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.families.base import SLICE_TOKENS, Size
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.images import image_size
-from dhp_ray.data.media import media_of
+from dhp_ray.data.media import read_media
 from dhp_ray.data.order import Part, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
-from dhp_ray.data.video import clip_of
+from dhp_ray.data.video import read_clip
 from dhp_ray.errors import first_line
 
 PAYLOAD = pa.schema([
@@ -51,7 +51,7 @@ UNREADABLE = -1
 """Value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file."""
 
 
-def item_of(epoch: int, parts: Sequence[tuple[Part, int, Fragment]]) -> dict[str, Any]:
+def make_item(epoch: int, parts: Sequence[tuple[Part, int, Fragment]]) -> dict[str, Any]:
     """What ReadFragments reads at once: parts of fragments, each with the number by which the fragment is shuffled."""
     return {"epoch": epoch, "parts": pickle.dumps(parts)}
 
@@ -134,14 +134,14 @@ class ReadFragments:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
         # foreign rows raise errors of many kinds; a bad row must not break its block
         except Exception as error:
-            return _unusable(row.id, reason_of(error))
+            return _unusable(row.id, bad_row_reason(error))
 
     def _payload(self, row: Row, processor: Processor) -> dict[str, Any]:
-        turns, images, sizes = contents_of(row, processor, self.image_root)
+        turns, images, sizes = read_contents(row, processor, self.image_root)
         slice_tokens = min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS)
         if self.answer_tokens:
             asked = turns[:last_answer(turns)]
-            references_of(row.fields, turns[len(asked)])  # refuses a row whose `answers` are not texts
+            right_answers(row.fields, turns[len(asked)])  # refuses a row whose `answers` are not texts
             images = images[:sum(len(turn.media) for turn in asked)]
             _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
             encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
@@ -157,13 +157,10 @@ class ReadFragments:
                     f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
                     f"{self.max_image_tokens}"
                 )
-        return {"text_tokens": encoded.text_tokens, "vision_tokens": encoded.vision_tokens,
-                "grids": [list(grid) for grid in encoded.grids],
-                "input_ids": encoded.input_ids, "labels": encoded.labels, "images": images, "media": encoded.media,
-                "seconds": encoded.seconds}
+        return encoded._asdict() | {"text_tokens": encoded.text_tokens, "images": images}
 
 
-def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
+def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
     """The turns of a row, its encoded images and videos in the order of the text, and the size of each.
 
     Raises:
@@ -171,16 +168,16 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
     """
     if row.error:
         raise RowError(row.error)
-    turns = processor.turns(conversation_of(row.fields), row.fields.get("tools"))
+    turns = processor.turns(stored_turns(row.fields), row.fields.get("tools"))
     limits = processor.family.limits
-    images = media_of(row.fields, turns, image_root, limits.max_file_bytes, row.members, limits.video_fps)
+    images = read_media(row.fields, turns, image_root, limits.max_file_bytes, row.members, limits.video_fps)
     sizes: list[Size] = []
     numbers = dict.fromkeys(MEDIA, 0)
     for part, data in zip((part for turn in turns for part in turn.media), images):
         numbers[part.kind] += 1
         try:
             if part.kind == "video":
-                sizes.append(clip_of(data, processor.family.limits))
+                sizes.append(read_clip(data, processor.family.limits))
             else:
                 sizes.append(image_size(data, processor.family.limits.max_decoded_pixels))
         except RowError as error:
@@ -191,11 +188,11 @@ def contents_of(row: Row, processor: Processor, image_root: str) -> tuple[list[T
 def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
     """A prompt followed by `num_tokens` fillers; only these have labels."""
     room = np.full(num_tokens, filler, np.int32)
-    return replace(prompt, input_ids=np.concatenate([prompt.input_ids, room]),
-                   labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
+    return prompt._replace(input_ids=np.concatenate([prompt.input_ids, room]),
+                           labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
 
 
-def reason_of(error: Exception) -> str:
+def bad_row_reason(error: Exception) -> str:
     """Why a row cannot be used, as `shown`."""
     reason = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {first_line(error)}"
     return shown(reason)

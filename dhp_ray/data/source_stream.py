@@ -32,12 +32,12 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from dhp_ray.data.blocks import LOOK_S, Origin, columns_of, unnoticed_loss
+from dhp_ray.data.blocks import LOOK_S, Origin, fetch_columns, unnoticed_loss
 from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.index import image_root, index_fragments, mean_file_bytes
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, item_of
+from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, make_item
 from dhp_ray.errors import named_line
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
@@ -173,7 +173,7 @@ class SourceStream:
         try:
             while (found := next(self._parts[0], None)) is None:
                 self._parts.popleft()
-            columns, reference, origin = columns_of(*found, LENGTH_COLUMNS)
+            columns, reference, origin = fetch_columns(*found, LENGTH_COLUMNS)
         except RayError as error:  # also where Ray ended a task because memory ran out
             raise DataError(f"data.path: {self.path}: a task that reads it failed: {named_line(error)}") from None
         lengths = columns.to_pylist()
@@ -206,7 +206,11 @@ class SourceStream:
         themselves here.
         """
         shares = {number: self._share(number) for number in numbers}
-        items = {number: self._item(share) for number, share in shares.items()}
+        items = {}
+        for number, share in shares.items():
+            fragments = [int(self._order.fragments[part.position]) for part in share.parts]
+            items[number] = make_item(self.epoch, [(part, fragment, self.fragments[fragment])
+                                                   for part, fragment in zip(share.parts, fragments)])
         dataset = ray.data.from_items(list(items.values()), override_num_blocks=len(items))
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
@@ -221,19 +225,13 @@ class SourceStream:
 
         return PartBlocks(entries(), ray.put((self._reader, items)), shares)
 
-    def _item(self, share: Share) -> dict[str, Any]:
-        """A share as ReadFragments takes it."""
-        numbers = [int(self._order.fragments[part.position]) for part in share.parts]
-        return item_of(self.epoch, [(part, number, self.fragments[number])
-                                    for part, number in zip(share.parts, numbers)])
-
 
 class PartBlocks:
     """The blocks of some shares, in order, as Ray Data reads them from now on.
 
     Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
-    caught up, a share that has not come is given without a block: `columns_of` reads it in this process. What Ray Data
-    gives of it later is dropped; if that is not the whole share, all that is left is read here.
+    caught up, a share that has not come is given without a block: `fetch_columns` reads it in this process. What Ray
+    Data gives of it later is dropped; if that is not the whole share, all that is left is read here.
     """
 
     def __init__(self, entries: Iterable[Any], source: ray.ObjectRef, shares: Mapping[int, Share]) -> None:
@@ -242,7 +240,7 @@ class PartBlocks:
         self._left = deque((number, share.num_rows) for number, share in shares.items())
         self._first = 0  # row of the next share with which the next block begins
         self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
-        self._coming: Future[Any] | None = _next_of(self._entries)
+        self._coming: Future[Any] | None = _ask_next(self._entries)
 
     def __iter__(self) -> PartBlocks:
         return self
@@ -269,7 +267,7 @@ class PartBlocks:
     def _entry(self) -> Any:
         """Ray Data's next block; None if it has to be read here."""
         while self._entries is not None:
-            self._coming = self._coming or _next_of(self._entries)
+            self._coming = self._coming or _ask_next(self._entries)
             while not wait([self._coming], LOOK_S).done:
                 if self._dropped or unnoticed_loss():
                     return None
@@ -285,7 +283,7 @@ class PartBlocks:
         return None
 
 
-def _next_of(entries: Iterator[Any]) -> Future[Any]:
+def _ask_next(entries: Iterator[Any]) -> Future[Any]:
     """The next entry, from a thread for which the interpreter does not wait when it ends."""
     answer: Future[Any] = Future()
 

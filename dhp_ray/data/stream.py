@@ -17,7 +17,7 @@ import ray
 
 from dhp_ray.data.blocks import Origin
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.index import sources_of
+from dhp_ray.data.index import data_sources
 from dhp_ray.data.source_stream import Entry, SourceStream
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
@@ -71,7 +71,7 @@ class Stream:
         self._shares = shares([source.weight for source in data.sources] or [1.0])
         self.sources = [
             SourceStream(source, model, seed + number, f"{number}/" if self._mixes else "", share, answer_tokens)
-            for number, (source, share) in enumerate(zip(sources_of(data), self._shares.tolist(), strict=True))]
+            for number, (source, share) in enumerate(zip(data_sources(data), self._shares.tolist(), strict=True))]
         """By their numbers in `Batch.rows`."""
         self._where = (f"data.sources: {', '.join(source.path for source in data.sources)}" if self._mixes else
                        f"data.path: {data.path}")

@@ -31,7 +31,7 @@ from av.sidedata.sidedata import Type as SideData
 
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Clip, Family, patches
-from dhp_ray.data.images import image_size, rgb_of
+from dhp_ray.data.images import decode_rgb, image_size
 from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, unpack_frames
 from dhp_ray.errors import first_line
 
@@ -228,7 +228,7 @@ class FrameFiles:
             Exception: whatever Pillow raises on bytes that do not decode.
         """
         for number in wanted:
-            yield number, np.asarray(rgb_of(self._frames[number], self._max_pixels))
+            yield number, np.asarray(decode_rgb(self._frames[number], self._max_pixels))
 
 
 def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
@@ -236,7 +236,7 @@ def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
     return (FrameFiles if data.startswith(FRAMES_MAGIC) else VideoDecoder)(data, limits)
 
 
-def clip_of(data: bytes, limits: MediaLimits) -> Clip:
+def read_clip(data: bytes, limits: MediaLimits) -> Clip:
     """The description of an encoded video. Reads the container's packets, or the headers of its frames; of a video
     that may be turned it decodes one frame.
 

@@ -13,7 +13,7 @@ from dhp_ray.data.evaluation import (
     edit_distance,
     exact_match,
     normalised,
-    scores_of,
+    score,
     token_f1,
 )
 
@@ -84,12 +84,12 @@ def test_anls_by_hand(prediction: str, reference: str, wanted: float) -> None:
 
 
 def test_the_best_reference_counts_for_each_score() -> None:
-    found = scores_of("the red car", ["a blue car", "red cars", "red card"])
+    found = score("the red car", ["a blue car", "red cars", "red card"])
     assert found == Scores(0.0, pytest.approx(1 - 5 / 11), pytest.approx(0.5))
-    assert scores_of("Red car", ["bus", "red car."]).exact_match == 1
-    assert scores_of("caf\ud83d", ["no", "caf\ud83d"]) == Scores(1, 1, 1)
+    assert score("Red car", ["bus", "red car."]).exact_match == 1
+    assert score("caf\ud83d", ["no", "caf\ud83d"]) == Scores(1, 1, 1)
     with pytest.raises(ValueError, match="empty"):
-        scores_of("red", [])
+        score("red", [])
 
 
 def test_means() -> None:
@@ -102,7 +102,7 @@ def test_means() -> None:
 
 @given(words, words)
 def test_scores_are_symmetric_and_between_0_and_1(first: str, second: str) -> None:
-    for score in (exact_match, anls, token_f1):
-        assert 0 <= score(first, second) <= 1
-        assert score(first, second) == score(second, first)
-        assert score(first, first) == 1
+    for one in (exact_match, anls, token_f1):
+        assert 0 <= one(first, second) <= 1
+        assert one(first, second) == one(second, first)
+        assert one(first, first) == 1

@@ -16,7 +16,7 @@ from dhp_ray.data.blocks import (
     LOST,
     BlockRows,
     Origin,
-    columns_of,
+    fetch_columns,
     fetch_rows,
     located,
     lose_nodes,
@@ -82,7 +82,7 @@ def test_rows_are_taken_out_where_their_block_lies(
     assert sum(ray.get(block.reference[0]).nbytes for block in wanted) > 5 * own
     monkeypatch.setattr(blocks, "_servers", {})
     assert_same_rows(near, fetch_rows(wanted))  # as a worker does, which has not started the server
-    lengths, block, _ = columns_of(wanted[0].reference[0], wanted[0].origin, ["id", "text_tokens"])
+    lengths, block, _ = fetch_columns(wanted[0].reference[0], wanted[0].origin, ["id", "text_tokens"])
     assert block == wanted[0].reference[0]
     assert lengths.column_names == ["id", "text_tokens"]
     assert blocks._servers[here] == server, "a node has one server"
@@ -125,7 +125,8 @@ def test_a_block_that_is_lost_with_its_node_is_read_again_at_once(
         for node in ("ab" * 28, LOST):
             gone = [replace(block, reference=[never.remote()]) for block in wanted_of(batch, node)]
             assert_same_rows(near, fetch_rows(gone, images))
-    lengths, block, origin = columns_of(gone[0].reference[0], gone[0].origin._replace(node="ab" * 28), LENGTH_COLUMNS)
+    origin = gone[0].origin._replace(node="ab" * 28)
+    lengths, block, origin = fetch_columns(gone[0].reference[0], origin, LENGTH_COLUMNS)
     assert origin.node == here
     assert lengths == ray.get(wanted_of(batch, here)[0].reference[0]).select(LENGTH_COLUMNS)
     again = [BlockRows([block], gone[0].rows, origin), *wanted_of(batch, here)[1:]]
@@ -162,7 +163,7 @@ def test_a_wait_for_a_server_ends_once_its_node_is_known_to_be_gone(
 
     monkeypatch.setattr(blocks, "lost", lost := set())
     monkeypatch.setattr(blocks, "_servers", {"far": SimpleNamespace(columns=SimpleNamespace(remote=columns))})
-    lengths, again, origin = columns_of(block.reference[0], block.origin, LENGTH_COLUMNS)
+    lengths, again, origin = fetch_columns(block.reference[0], block.origin, LENGTH_COLUMNS)
     assert asked == [(block.reference, LENGTH_COLUMNS)]
     assert lengths == ray.get(block.reference[0]).select(LENGTH_COLUMNS)
     assert ray.get(again) == ray.get(block.reference[0])
@@ -176,7 +177,7 @@ def test_a_lost_block_whose_file_is_gone_is_one_line(ray_cluster: None, tmp_path
         list(fetch_rows(wanted_of(batch, LOST)))
     [lost, *_] = wanted_of(batch, "ab" * 28)
     with pytest.raises(DataError, match=r"^[^ ]*rows\.json cannot be read again: .*No such file"):
-        columns_of(never.remote(), lost.origin, LENGTH_COLUMNS)
+        fetch_columns(never.remote(), lost.origin, LENGTH_COLUMNS)
 
 
 @ray.remote(num_cpus=1000)

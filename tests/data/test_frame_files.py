@@ -18,17 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.evaluation import question_of
+from dhp_ray.data.evaluation import read_question
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, file_bytes, media_of, pack_frames
+from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, file_bytes, pack_frames, read_media
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.data.reader import ReadFragments, contents_of, read_payloads
-from dhp_ray.data.video import clip_of, decode_video
+from dhp_ray.data.reader import ReadFragments, read_contents, read_payloads
+from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.schema import Data
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, read_all, talk
 from tests.packs import PATCH_DIMS
@@ -62,7 +62,7 @@ def lossless(frames: list[np.ndarray], rate: Fraction) -> bytes:
 
 def learned(processor: Processor, data: bytes) -> tuple[Any, np.ndarray]:
     """What a conversation about a video becomes: its encoding and its patches."""
-    encoded = processor.encode(talk("<video>\nWhat?", "This."), [clip_of(data, processor.family.limits)])
+    encoded = processor.encode(talk("<video>\nWhat?", "This."), [read_clip(data, processor.family.limits)])
     steps = sum(grid[0] for grid in encoded.grids)
     return encoded, decode_video(data, processor.family, [range(steps)], steps)[0]
 
@@ -88,8 +88,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def shown(root: Path, content: Any, **fields: Any) -> list[bytes]:
-    turns = turns_of([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
-    return media_of(fields, turns, str(root), LIMITS.max_file_bytes)
+    turns = read_turns([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
+    return read_media(fields, turns, str(root), LIMITS.max_file_bytes)
 
 
 def test_every_form_of_a_list_of_frames(root: Path) -> None:
@@ -120,9 +120,9 @@ def test_without_a_rate_every_frame_is_taken(root: Path) -> None:
     for fps in (0.5, 2.0, 7.0):
         processor = ProcessorSpec("tiny_internvl", "", MIN_PIXELS, MAX_PIXELS, MediaLimits(video_fps=fps)).load()
         row = Row("a", {"conversations": talk("<video>", "a"), "videos": [[f"f{number}.png" for number in range(6)]]})
-        _, _, (clip,) = contents_of(row, processor, str(root))
+        _, _, (clip,) = read_contents(row, processor, str(root))
         assert processor.family.frames(clip) == list(range(6))  # type: ignore[arg-type]
-    question = question_of(row, processor, str(root))
+    question = read_question(row, processor, str(root))
     assert question.prompt.vision_tokens == question.whole.vision_tokens == 6 * 4
 
 
@@ -150,16 +150,16 @@ def test_frames_that_cannot_be_used_are_a_bad_row(root: Path, videos: Any, reaso
     (root / "small.png").write_bytes(picture(30, 40))
     row = Row("a", {"conversations": talk("<video>", "a"), "videos": videos})
     with pytest.raises(RowError, match=reason) as caught:
-        contents_of(row, PROCESSORS["tiny"], str(root))
+        read_contents(row, PROCESSORS["tiny"], str(root))
     assert "\n" not in str(caught.value)
 
 
 def test_all_frames_together_are_limited(root: Path) -> None:
     size = (root / "f0.png").stat().st_size
-    turns = turns_of(talk("<video>", "a"))
+    turns = read_turns(talk("<video>", "a"))
     with pytest.raises(RowError, match=r"the video has 0\.0 MB; allowed: at most .* \(data\.max_file_mb\)"):
-        media_of({"videos": [["f0.png"] * 3]}, turns, str(root), 2 * size)
-    assert media_of({"videos": [["f0.png"] * 2]}, turns, str(root), 2 * size)
+        read_media({"videos": [["f0.png"] * 3]}, turns, str(root), 2 * size)
+    assert read_media({"videos": [["f0.png"] * 2]}, turns, str(root), 2 * size)
 
 
 def test_frames_are_upright_and_on_white(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_frames_are_upright_and_on_white(tmp_path: Path) -> None:
     exif[0x0112] = 6
     Image.new("RGBA", (60, 90), (0, 0, 0, 0)).save(stream, "PNG", exif=exif)
     data = pack_frames([stream.getvalue(), png(np.full((60, 90, 3), 255, np.uint8))], 2)
-    assert clip_of(data, LIMITS) == Clip(90, 60, 2, 2.0)
+    assert read_clip(data, LIMITS) == Clip(90, 60, 2, 2.0)
     first, second = learned(PROCESSORS["tiny_internvl"], data)[1].reshape(2, -1)
     assert np.array_equal(first, second)
 

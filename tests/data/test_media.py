@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.media import MediaLimits, column_of, file_bytes, media_of, resolve
+from dhp_ray.data.media import MediaLimits, column_media, file_bytes, read_media, resolve
 from tests.data.samples import picture, talk
 
 
 def images_of(fields: Mapping[str, Any], root: str, limit: int = MediaLimits().max_file_bytes) -> list[bytes]:
     """What a row holds, shown by as many marks as there are."""
-    count = len(column_of(fields, "image"))
-    return media_of(fields, turns_of(talk("<image>" * count + "?", "a")), root, limit)
+    count = len(column_media(fields, "image"))
+    return read_media(fields, read_turns(talk("<image>" * count + "?", "a")), root, limit)
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_a_data_uri_in_a_column_is_its_bytes(root: Path, head: str) -> None:
         assert images_of({"image": value}, str(root)) == [data]
     assert shown(root, [{"type": "image", "image": uri}, {"type": "image_url", "image_url": uri}]) == [data, data]
     assert shown(root, "<video>", videos=[uri]) == [data]
-    turns = turns_of(talk("<image>", "a"))
-    assert media_of({"image": uri}, turns, "", MediaLimits().max_file_bytes, members={}) == [data]
+    turns = read_turns(talk("<image>", "a"))
+    assert read_media({"image": uri}, turns, "", MediaLimits().max_file_bytes, members={}) == [data]
     with pytest.raises(RowError, match=r"it has 0\.0 MB; allowed"):
         images_of({"image": uri}, str(root), 10)
 
@@ -148,7 +148,7 @@ def test_a_data_uri_in_a_column_is_its_bytes(root: Path, head: str) -> None:
 def test_a_name_of_any_length_gives_a_short_line(root: Path, name: str) -> None:
     for members in (None, {}):
         with pytest.raises(RowError) as caught:
-            media_of({"image": name}, turns_of(talk("<image>", "a")), str(root), 10**9, members)
+            read_media({"image": name}, read_turns(talk("<image>", "a")), str(root), 10**9, members)
         assert len(str(caught.value)) < 250 + len(str(root))
 
 
@@ -172,8 +172,8 @@ def test_a_pipe_is_not_opened(root: Path) -> None:
 
 
 def shown(root: Path, content: object, **fields: Any) -> list[bytes]:
-    turns = turns_of([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
-    return media_of(fields, turns, str(root), MediaLimits().max_file_bytes)
+    turns = read_turns([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
+    return read_media(fields, turns, str(root), MediaLimits().max_file_bytes)
 
 
 def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as reference_resize
 from transformers.processing_utils import ProcessorMixin
 
-from dhp_ray.data.conversation import turns_of
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families.qwen2_5_vl import smart_resize
 from dhp_ray.data.images import decode, image_size
@@ -107,7 +107,7 @@ def test_ids_pixels_and_grids_equal_the_models_own_on_real_images(kind: str, tes
         names = row["image"] if isinstance(row["image"], list) else [row["image"]]
         images = [(folder / name).read_bytes() for name in names]
         encoded = ours.encode(row["conversations"], [image_size(image) for image in images])
-        text = own.apply_chat_template([turn.message() for turn in turns_of(row["conversations"])], tokenize=False)
+        text = own.apply_chat_template([turn.message() for turn in read_turns(row["conversations"])], tokenize=False)
         expected = own(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
         assert np.array_equal(np.array(encoded.grids), expected["image_grid_thw"])

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.evaluation import question_of, references_in
+from dhp_ray.data.evaluation import read_question, read_references
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragments
@@ -39,7 +39,7 @@ def test_the_prompt_is_what_is_trained_before_the_last_answer(preset: str) -> No
     processor = PROCESSORS[preset]
     talked = talk("<image>What?", "One.", "<video>And\n<image>here?", "The last\nanswer.", "Thanks <image>")
     images = [picture(60, 90), picture(120, 70), picture(56, 56)]
-    question = question_of(row(talked, images=images, video=video(9)), processor, "")
+    question = read_question(row(talked, images=images, video=video(9)), processor, "")
     length = len(question.prompt.input_ids)
     assert np.array_equal(question.whole.input_ids[:length], question.prompt.input_ids)
     assert set(question.prompt.labels) == {IGNORE}
@@ -57,7 +57,7 @@ def test_the_prompt_is_what_is_trained_before_the_last_answer(preset: str) -> No
 
 
 def test_an_answer_that_begins_with_a_line_break_leaves_the_prompt_alone() -> None:
-    question = question_of(row(talk("What?", "\n\nYes.")), PROCESSOR, "")
+    question = read_question(row(talk("What?", "\n\nYes.")), PROCESSOR, "")
     assert PROCESSOR.tokenizer.decode(question.prompt.input_ids).endswith("<|im_start|>assistant\n")
     assert question.references == ("Yes.",)
 
@@ -65,19 +65,19 @@ def test_an_answer_that_begins_with_a_line_break_leaves_the_prompt_alone() -> No
 @pytest.mark.parametrize(("answers", "references"), [
     (None, ("Yes.",)), ("yes", ("Yes.", "yes")), (["Yes.", "Yes", "yep"], ("Yes.", "Yes", "yep")), ([], ("Yes.",))])
 def test_a_row_may_have_several_answers(answers: Any, references: tuple[str, ...]) -> None:
-    assert question_of(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "").references == references
+    assert read_question(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "").references == references
 
 
 @pytest.mark.parametrize("answers", [3, {"text": "yes"}, ["yes", None]])
 def test_answers_of_another_form(answers: Any) -> None:
     with pytest.raises(RowError, match=r"answers holds .*; allowed: a text, or a list of texts"):
-        question_of(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "")
+        read_question(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "")
 
 
 @pytest.mark.parametrize("conversation", [talk("Hello?"), [], [{"from": "human", "value": "<image>"}]])
 def test_a_row_without_an_answer(conversation: Any) -> None:
     with pytest.raises(RowError):
-        question_of(row(conversation), PROCESSOR, "")
+        read_question(row(conversation), PROCESSOR, "")
 
 
 def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
@@ -85,20 +85,20 @@ def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
         {"id": "a", "conversations": talk("Is it?", "Yes.", "Sure?", "Yes, sure.")}, {"id": "b", "conversations": []},
         {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
     data = held_out(Data(format="llava"), str(path))
-    assert references_in(index_fragments(data), 2**20) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
+    assert read_references(index_fragments(data), 2**20) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
 
 
 def test_answers_of_rows_above_the_limit_do_not_count(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")},
                                                {"id": "b", "conversations": talk("Is it?" * 100, "No.")}])
     fragments = index_fragments(held_out(Data(format="llava"), str(path)))
-    assert references_in(fragments, 400) == {"a": ("Yes.",)}
+    assert read_references(fragments, 400) == {"a": ("Yes.",)}
     check_answers(fragments, 400)
     with pytest.raises(DataError, match="none of the 2 samples has an answer"):
         check_answers(fragments, 10)
 
 
-@pytest.mark.parametrize("ask", [references_in, check_answers])
+@pytest.mark.parametrize("ask", [read_references, check_answers])
 def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments, int], object], tmp_path: Path) -> None:
     """Its answers would be missed once a model has answered."""
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")}])
@@ -120,4 +120,4 @@ def test_answers_come_with_the_rows_of_files(name: str, tmp_path: Path) -> None:
     data = held_out(Data(format={"json": "llava", "parquet": "parquet"}[path.suffix[1:]]), str(path))
     [fragment] = index_fragments(data)
     [stored] = read_rows(fragment)
-    assert question_of(stored, PROCESSOR, "").references == ("Yes.", "yep")
+    assert read_question(stored, PROCESSOR, "").references == ("Yes.", "yep")

@@ -17,7 +17,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from dhp_ray.data import errors, source_stream
-from dhp_ray.data.blocks import LOST, BlockRows, columns_of, fetch_rows
+from dhp_ray.data.blocks import LOST, BlockRows, fetch_columns, fetch_rows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.source_stream import PartBlocks
 from dhp_ray.data.stream import Batch, Stream
@@ -87,7 +87,7 @@ def test_fragments_of_several_blocks_give_the_same_rows(ray_cluster: None, tmp_p
         [again] = fetch_rows([BlockRows([reference], [row], origin._replace(node=LOST))])
         assert found["id"] == again["id"] == sample.id
         assert found["input_ids"].tolist() == again["input_ids"].tolist()
-        _, block, _ = columns_of(reference, origin._replace(node="ab" * 28), ["id"])
+        _, block, _ = fetch_columns(reference, origin._replace(node="ab" * 28), ["id"])
         assert ray.get(block) == ray.get(reference)
     stream.close()
 
@@ -118,9 +118,9 @@ def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
 
     def asked(reference: Any, *others: Any) -> Any:
         read_here.append(reference is None)
-        return columns_of(reference, *others)
+        return fetch_columns(reference, *others)
 
-    monkeypatch.setattr(source_stream, "columns_of", asked)
+    monkeypatch.setattr(source_stream, "fetch_columns", asked)
     monkeypatch.setattr(source_stream, "PartBlocks", HeldUp)
     monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: lost.is_set() and not noticed.is_set())
     stream = Stream(data, Model(preset="tiny"), seed=0)

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from dhp_ray.data.conversation import MARKS, turns_of
-from dhp_ray.data.evaluation import question_of
+from dhp_ray.data.conversation import MARKS, read_turns
+from dhp_ray.data.evaluation import read_question
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.processor import IGNORE, Processor, ProcessorSpec
 from tests.data.samples import MAX_PIXELS, MIN_PIXELS, picture, talk, video
@@ -96,7 +96,7 @@ def test_prompts_of_an_evaluation_hold_the_same_ids(preset: str) -> None:
     token = processor.family.tokens["image"]
     talked = talk(f"<image>{token}?", FORGED, f"<video>{token}{token}", f"It is {token}.")
     row = Row("a", {"conversations": talked, "images": [picture(60, 90)], "videos": [video(9)]})
-    question = question_of(row, processor, "")
+    question = read_question(row, processor, "")
     length = len(question.prompt.input_ids)
     assert np.array_equal(question.whole.input_ids[:length], question.prompt.input_ids)
     answer = question.whole.labels[length:]
@@ -117,7 +117,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     said = [{"from": "system", "value": "true <|im_start|>system"}, *talk(
         "Is this <|im_end|> true of<|image_pad|><|image_pad|>?", "true", FORGED, "<|endoftext|> block<|vision_start|>"),
         *talk("größer\ue000 \ue001<|im_end|>\ue002?", "true\ue000")]
-    messages = [turn.message() for turn in turns_of(said)]
+    messages = [turn.message() for turn in read_turns(said)]
     expected = processor.tokenizer.apply_chat_template(messages, chat_template=processor.chat_template, tokenize=True,
                                                        sanitize_control_tokens=True, return_dict=True)
     if kind == "words":  # transformers marks tokens with characters that it takes out of texts

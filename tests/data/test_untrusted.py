@@ -27,7 +27,7 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
-from dhp_ray.data.video import clip_of, decode_video
+from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.schema import Data
 from tests.data.samples import picture, processor, read_all, talk, video, write_rows
 
@@ -172,7 +172,7 @@ def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes
 @given(damaged(FILMS) | st.binary(max_size=300))
 def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> None:
     try:
-        clip = clip_of(data, MediaLimits(max_decoded_pixels=10**5, max_video_seconds=60))
+        clip = read_clip(data, MediaLimits(max_decoded_pixels=10**5, max_video_seconds=60))
         grid = PROCESSOR.encode_turns(PROCESSOR.turns(talk("<video>", "a")), [clip], slice_tokens=10**6).grids[0]
     except RowError as error:
         assert_one_line(error)

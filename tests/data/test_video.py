@@ -15,7 +15,7 @@ from PIL import Image
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.video import clip_of, decode_video
+from dhp_ray.data.video import decode_video, read_clip
 from tests.data.samples import damaged_video, processor, talk, video
 
 PROCESSOR = processor()
@@ -29,7 +29,7 @@ def frames_of(data: bytes) -> list[np.ndarray]:
 
 
 def decoded(data: bytes) -> np.ndarray:
-    steps = math.ceil(PROCESSOR.family.num_frames(clip_of(data, LIMITS)) / 2)
+    steps = math.ceil(PROCESSOR.family.num_frames(read_clip(data, LIMITS)) / 2)
     return decode_video(data, PROCESSOR.family, [range(steps)], steps)[0]
 
 
@@ -40,7 +40,7 @@ def test_the_container_tells_what_decodes(form: str, codec: str) -> None:
     if codec not in av.codecs_available:
         pytest.skip(f"this build of PyAV has no {codec}")
     data = video(form=form, codec=codec)
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     assert clip == Clip(64, 48, 20, 10.0)
     assert len(frames_of(data)) == clip.num_frames
     encoded = PROCESSOR.encode(talk("<video>What?", "A square."), [clip])
@@ -72,7 +72,7 @@ def test_frames_are_taken_as_transformers_does(num_frames: int, rate: float, fps
 def test_a_video_of_one_frame_repeats_it() -> None:
     data = video(1, 56, 56)
     patches = decoded(data).reshape(16, 3, 2, 14, 14)
-    assert PROCESSOR.encode(talk("<video>", "a"), [clip_of(data, LIMITS)]).grids == ((1, 4, 4),)
+    assert PROCESSOR.encode(talk("<video>", "a"), [read_clip(data, LIMITS)]).grids == ((1, 4, 4),)
     assert np.array_equal(patches[:, :, 0], patches[:, :, 1])
 
 
@@ -84,7 +84,7 @@ def test_patches_equal_the_video_processors() -> None:
 
     for size in ((56, 84), (90, 70), (640, 480)):
         data = video(23, *size)
-        clip, frames = clip_of(data, LIMITS), np.stack(frames_of(data))
+        clip, frames = read_clip(data, LIMITS), np.stack(frames_of(data))
         theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.family.min_pixels,
                                              "longest_edge": PROCESSOR.family.max_pixels}, cap_pixels_per_frame=False)
         expected = theirs([torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=True, fps=LIMITS.video_fps,
@@ -97,7 +97,7 @@ def test_patches_equal_the_video_processors() -> None:
 
 def test_pairs_of_equal_frames_are_the_image_processors_patches() -> None:
     data = video(8, 84, 56, rate=2, pairs=True, codec="mpeg4")
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     assert FAMILY.frames(clip) == list(range(8))
     frames = frames_of(data)
     patches = decoded(data).reshape(4, 24, 3, 2, 14, 14)
@@ -121,7 +121,7 @@ def test_a_resized_frame_is_the_image_processors_within_rounding() -> None:
 
 def test_a_long_video_is_cut_in_time() -> None:
     data = video(40, 56, 56, rate=4)
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     turns = PROCESSOR.turns(talk("<video>and<image>", "a"))
     whole = PROCESSOR.encode_turns(turns, [clip, (56, 56)])
     cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)], slice_tokens=12)
@@ -160,7 +160,7 @@ def test_ids_and_labels_of_a_video() -> None:
 ])
 def test_what_is_no_usable_video_is_a_bad_row(data: bytes, limits: MediaLimits, reason: str) -> None:
     with pytest.raises(RowError, match=reason) as caught:
-        clip_of(data, limits)
+        read_clip(data, limits)
     assert "\n" not in str(caught.value)
 
 
@@ -171,7 +171,7 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
     data = video(30, form="matroska")
     for stop in range(600, len(data), 500):
         try:
-            clip = clip_of(data[:stop], LIMITS)
+            clip = read_clip(data[:stop], LIMITS)
         except RowError:
             continue
         grids = PROCESSOR.encode(talk("<video>", "a"), [clip]).grids
@@ -188,6 +188,6 @@ def test_a_cut_video_does_not_decode_to_other_frames() -> None:
 def test_a_damaged_frame_is_not_trained_on(form: str, reason: str) -> None:
     """Of a frame that it can read in part FFmpeg makes up the rest, and says so in a flag alone."""
     data = damaged_video(form)
-    grid = PROCESSOR.encode(talk("<video>", "a"), [clip_of(data, LIMITS)]).grids[0]
+    grid = PROCESSOR.encode(talk("<video>", "a"), [read_clip(data, LIMITS)]).grids[0]
     with pytest.raises(ValueError, match=reason):
         decode_video(data, PROCESSOR.family, [range(grid[0])], grid[0])

@@ -13,7 +13,7 @@ import pytest
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.video import VideoDecoder, clip_of
+from dhp_ray.data.video import VideoDecoder, read_clip
 from tests.data.samples import video
 
 LIMITS = MediaLimits()
@@ -60,7 +60,7 @@ def assert_equal(found: dict[int, np.ndarray], frames: list[np.ndarray], wanted:
 def test_frames_are_those_decoded_from_the_start(form: str, codec: str, options: dict[str, str]) -> None:
     data = made(form, codec, options)
     frames = from_the_start(data)
-    assert len(frames) == clip_of(data, LIMITS).num_frames == NUM_FRAMES
+    assert len(frames) == read_clip(data, LIMITS).num_frames == NUM_FRAMES
     counts = []
     for wanted in WANTED:
         found, num_decoded = decoded(data, wanted)
@@ -132,7 +132,7 @@ SLOWING = [*range(0, 1200, 120), *range(1200, 13_200, 1000)]  # 8 frames a secon
 
 @pytest.mark.parametrize(("form", "codec"), CONTAINERS)
 def test_a_clip_of_variable_rate_has_its_true_times(form: str, codec: str) -> None:
-    clip = clip_of(encoded(SLOWING, form, codec), LIMITS)
+    clip = read_clip(encoded(SLOWING, form, codec), LIMITS)
     assert clip.times == pytest.approx([time / 1000 for time in SLOWING])
     assert clip.frames_per_second == pytest.approx(21 / 12.2)
     with VideoDecoder(encoded(SLOWING, form, codec), LIMITS) as decoder:
@@ -150,7 +150,7 @@ def test_a_clip_of_variable_rate_has_its_true_times(form: str, codec: str) -> No
 @pytest.mark.parametrize(("form", "codec"), CONTAINERS)
 def test_rounded_times_are_evenly_spaced(form: str, codec: str) -> None:
     """Of 30 frames a second, in whole milliseconds, beginning later than 0."""
-    clip = clip_of(encoded([500 + round(number * 1000 / 30) for number in range(31)], form, codec), LIMITS)
+    clip = read_clip(encoded([500 + round(number * 1000 / 30) for number in range(31)], form, codec), LIMITS)
     assert clip.times == ()
     assert clip.frames_per_second == pytest.approx(30, abs=0.02)
 
@@ -158,7 +158,7 @@ def test_rounded_times_are_evenly_spaced(form: str, codec: str) -> None:
 def test_a_clip_whose_true_times_are_long_is_refused() -> None:
     data = encoded([0, 100, 200, 300, 5_000_000], "matroska")
     with pytest.raises(RowError, match=r"a video of 6250 s \(5 frames\); allowed: at most 3600 s"):
-        clip_of(data, LIMITS)
+        read_clip(data, LIMITS)
 
 
 @pytest.mark.parametrize("flipped", [False, True])
@@ -170,7 +170,7 @@ def test_frames_are_upright_by_the_display_matrix(form: str, codec: str, degrees
     upright = [np.rot90(frame, degrees // 90) for frame in as_stored]
     upright = [frame[:, ::-1] for frame in upright] if flipped else upright
     data = encoded(times, form, codec, {"degrees": degrees, "hflip": flipped}, g="5")
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     assert (clip.height, clip.width) == upright[0].shape[:2]
     for wanted in ([0], [0, 7, 19], [18]):
         assert_equal(decoded(data, wanted)[0], upright, wanted)
@@ -187,5 +187,5 @@ def test_no_frame_is_decoded_of_a_video_that_is_not_turned(monkeypatch: pytest.M
     opening = av.open
     monkeypatch.setattr("av.open", lambda *given, **options: opened.append(given) or opening(*given, **options))
     for data in datas:
-        clip_of(data, LIMITS)
+        read_clip(data, LIMITS)
     assert len(opened) == len(datas)

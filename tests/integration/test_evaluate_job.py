@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.config import EVALUATE, load
-from dhp_ray.data.evaluation import scores_of
+from dhp_ray.data.evaluation import score
 from dhp_ray.runtime.evaluate.evaluation import pixels_warning
 from tests.checkout import job_of
 from tests.data.samples import picture, talk, write_rows
@@ -119,7 +119,7 @@ def test_what_it_writes_and_prints(ray_cluster: None, tiny: Path, tmp_path: Path
                                   "<|im_start|>assistant\n")
     assert (cat["num_valid_tokens"], plain["num_valid_tokens"]) == (12, 6)
     for line in (cat, plain):
-        scores = scores_of(line["prediction"], line["references"])
+        scores = score(line["prediction"], line["references"])
         assert (line["exact_match"], line["anls"], line["f1"]) == (scores.exact_match, scores.anls, scores.f1)
     *lines, words, numbers = ended.output.splitlines()
     summary = json.loads(numbers)

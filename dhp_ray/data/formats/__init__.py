@@ -26,12 +26,12 @@ DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parq
 """The kinds of files of each `data.format`."""
 
 
-def suffixes_of(data_format: str) -> tuple[str, ...]:
+def format_suffixes(data_format: str) -> tuple[str, ...]:
     """The endings of the files of a `data.format`."""
     return tuple(suffix for kind in DATA_FORMATS[data_format] for suffix in FILE_FORMATS[kind].SUFFIXES)
 
 
-def kind_of_file(path: str) -> str:
+def file_kind(path: str) -> str:
     """The kind of a file, from its name."""
     suffix = os.path.splitext(path)[1]
     return next(kind for kind, file_format in FILE_FORMATS.items() if suffix in file_format.SUFFIXES)
@@ -52,7 +52,8 @@ def scan_file(path: str, kind: str, names: UniqueIds, progress: Callable[[int], 
 
 
 def read_rows(
-    fragment: Fragment, wanted: Sequence[int] | None = None, max_bytes: int = MediaLimits().max_file_bytes
+    fragment: Fragment, wanted: Sequence[int] | None = None, max_bytes: int = MediaLimits().max_file_bytes,
+    media: bool = True
 ) -> Iterator[Row]:
     """The wanted rows of a fragment (their numbers in it, ascending; None: all), one after the other. Reads no other
     rows, except those before them in a row group of parquet. A row of more than `max_bytes` is a bad row, and not read.
@@ -60,8 +61,11 @@ def read_rows(
     Raises:
         OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
     """
-    numbers = range(fragment.num_rows) if wanted is None else wanted
-    return _named(fragment, numbers, FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes))
+    numbers, names = range(fragment.num_rows) if wanted is None else wanted, dict(fragment.names)
+    stored = FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes, media)
+    for number, row in zip(numbers, stored, strict=True):
+        own = names.get(number) or str(row.id) or numbered(Path(fragment.path).stem, fragment.first_row + number)
+        yield replace(row, id=own)
 
 
 def read_texts(fragment: Fragment, max_bytes: int) -> list[Row]:
@@ -71,15 +75,6 @@ def read_texts(fragment: Fragment, max_bytes: int) -> list[Row]:
         DataError: the file is gone or damaged.
     """
     try:
-        numbers = range(fragment.num_rows)
-        rows = FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes, media=False)
-        return list(_named(fragment, numbers, rows))
+        return list(read_rows(fragment, None, max_bytes, media=False))
     except Exception as error:  # readers raise errors of many kinds on foreign bytes
         raise DataError(f"data.path: {fragment.path} cannot be read: {description(error)}") from None
-
-
-def _named(fragment: Fragment, numbers: Sequence[int], stored: Iterator[Row]) -> Iterator[Row]:
-    names = dict(fragment.names)
-    for number, row in zip(numbers, stored, strict=True):
-        own = names.get(number) or str(row.id) or numbered(Path(fragment.path).stem, fragment.first_row + number)
-        yield replace(row, id=own)

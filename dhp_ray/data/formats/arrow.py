@@ -22,9 +22,8 @@ from dhp_ray.data.formats.rows import (
     Row,
     check_columns,
     check_unchanged,
-    ids_of,
-    new_names,
-    row_of,
+    given_ids,
+    read_row,
 )
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
@@ -73,25 +72,25 @@ def saved_files(path: str) -> list[str]:
 def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
     check_columns(arrow_schema(path), path)
     first = 0
-    for start, stop, ids in batches_of(path, progress):
+    for start, stop, ids in scan_batches(path, progress):
         num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * ids.num_rows // (stop - start)))
         for offset in range(0, ids.num_rows, num_rows):
             part = ids.slice(offset, num_rows)
             yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // ids.num_rows, 0,
                            offset, ((start, stop),),
-                           new_names(ids_of(part), names, path, first))
+                           names.rename(given_ids(part), path, first))
             first += part.num_rows
 
 
-def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
     columns = ROW_COLUMNS if media else TEXT_COLUMNS
     batch = read_batch(fragment.path, *fragment.spans[0], columns).slice(fragment.offset, fragment.num_rows)
     check_unchanged(fragment, batch.num_rows)
     for number in numbers:
-        yield row_of(batch, number, max_bytes)
+        yield read_row(batch, number, max_bytes)
 
 
-def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+def scan_batches(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
     """(start, stop, ids) of every record batch of an Arrow stream; the ids are mapped.
 
     Raises:
@@ -107,7 +106,7 @@ def batches_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int
                 except EOFError:  # the end of the stream is a message too
                     return
                 progress(start)
-                yield start, source.tell(), _columns_of(message, schema, ["id"])
+                yield start, source.tell(), _select(message, schema, ["id"])
     except (pa.ArrowException, OSError, EOFError) as error:
         raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
 
@@ -126,10 +125,10 @@ def read_batch(path: str, start: int, stop: int, columns: Sequence[str]) -> pa.R
     source = pa.memory_map(path)
     schema = pa.ipc.read_schema(pa.ipc.read_message(source))
     source.seek(start)
-    return _columns_of(pa.ipc.read_message(source.read_buffer(stop - start)), schema, columns)
+    return _select(pa.ipc.read_message(source.read_buffer(stop - start)), schema, columns)
 
 
-def _columns_of(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) -> pa.RecordBatch:
+def _select(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) -> pa.RecordBatch:
     """Those of the named columns that there are.
 
     Raises:

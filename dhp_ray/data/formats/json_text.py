@@ -10,7 +10,7 @@ from typing import Any
 
 from dhp_ray.data.conversation import CONVERSATION_COLUMNS, parse_json
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.formats.rows import Row, fragments_of, too_large
+from dhp_ray.data.formats.rows import Row, cut_fragments, too_large
 from dhp_ray.data.fragments import Fragment, UniqueIds
 from dhp_ray.errors import first_line
 
@@ -34,14 +34,14 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
                 yield fields.get("id"), (start, stop)
                 progress(stop)
 
-        yield from fragments_of(path, "json", rows(), names)
+        yield from cut_fragments(path, "json", rows(), names)
     if num_rows and not has_conversations:
         raise DataError(
             f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)"
         )
 
 
-def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
     """Images and videos are names or are inside a row's text, so a row is read whole, with or without `media`."""
     with open(fragment.path, "rb") as file:
         for start, stop in (fragment.spans[number] for number in numbers):

@@ -21,9 +21,8 @@ from dhp_ray.data.formats.rows import (
     Row,
     check_columns,
     check_unchanged,
-    ids_of,
-    new_names,
-    row_of,
+    given_ids,
+    read_row,
 )
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
@@ -58,7 +57,7 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
                 ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost equal size
                 for offset, end in zip([0, *ends], ends):
                     if end > offset:
-                        renamed = new_names(islice(ids, end - offset), names, path, first + offset)
+                        renamed = names.rename(islice(ids, end - offset), path, first + offset)
                         num_bytes = about.total_byte_size * (end - offset) // about.num_rows
                         yield Fragment(path, "parquet", first + offset, end - offset, num_bytes, group, offset,
                                        names=renamed)
@@ -68,7 +67,7 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
         raise DataError(f"data.path: {path} is not parquet: {first_line(error)}") from None
 
 
-def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
     with _opened(fragment.path) as file:
         check_unchanged(fragment, file.metadata.row_group(fragment.row_group).num_rows - fragment.offset)
         columns = [name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in file.schema_arrow.names]
@@ -81,7 +80,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
         # The rows before the fragment have to be decoded too; those after the last wanted one are not read.
         for batch in _batches(file, fragment.path, fragment.row_group, columns):
             while done < len(wanted) and wanted[done] < first + batch.num_rows:
-                yield row_of(batch, wanted[done] - first, max_bytes)
+                yield read_row(batch, wanted[done] - first, max_bytes)
                 done += 1
             first += batch.num_rows
             if done == len(wanted):
@@ -98,7 +97,7 @@ def _ids(file: pq.ParquetFile, path: str, group: int) -> Iterator[Any]:
         yield from [None] * file.metadata.row_group(group).num_rows
         return
     for batch in _batches(file, path, group, ["id"]):
-        yield from ids_of(batch)
+        yield from given_ids(batch)
 
 
 def _batches(file: pq.ParquetFile, path: str, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:

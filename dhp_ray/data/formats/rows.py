@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 from dhp_ray.data.conversation import CONVERSATION_COLUMNS
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
-from dhp_ray.data.media import keys_of
+from dhp_ray.data.media import media_keys
 from dhp_ray.errors import first_line
 
 ROWS_PER_FRAGMENT = 32
@@ -42,13 +42,13 @@ class Row:
     """Images and videos by name, if they come with the row; then no file of the image root is used."""
 
 
-def fragments_of(
+def cut_fragments(
     path: str, kind: str, rows: Iterator[tuple[Any, tuple[int, int]]], names: UniqueIds
 ) -> Iterator[Fragment]:
     """Fragments of rows that are given as (id, byte range)."""
     first = 0
     for part in _parts(rows):
-        renamed = new_names((given for given, _ in part), names, path, first)
+        renamed = names.rename((given for given, _ in part), path, first)
         spans = tuple(span for _, span in part)
         yield Fragment(path, kind, first, len(part), sum(stop - start for start, stop in spans), spans=spans,
                        names=renamed)
@@ -79,26 +79,28 @@ def check_unchanged(fragment: Fragment, num_rows: int) -> None:
         raise OSError(f"it has changed since it was indexed: {num_rows} rows are where there were {fragment.num_rows}")
 
 
-def row_of(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
+def read_row(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
     """A row of columns; a bad row if it has more than `max_bytes`."""
     row = batch.slice(number, 1)
     if (error := too_large(row.nbytes, max_bytes)):
-        return Row(ids_of(row)[0], {}, error)
+        return Row(given_ids(row)[0], {}, error)
     try:
         [fields] = row.to_pylist()
     except UnicodeDecodeError as raised:  # Arrow takes the bytes of strings as they are
-        return Row(ids_of(row)[0], {}, f"a string of the row is not UTF-8: {first_line(raised)}")
+        return Row(given_ids(row)[0], {}, f"a string of the row is not UTF-8: {first_line(raised)}")
     return Row(fields.get("id", ""), fields)
 
 
-def ids_of(batch: pa.RecordBatch) -> list[Any]:
+def given_ids(batch: pa.RecordBatch) -> list[Any]:
     """The given ids of rows; None where there is none, or one that is not UTF-8."""
     if "id" not in batch.schema.names:
         return [None] * batch.num_rows
     try:
         return batch["id"].to_pylist()
     except UnicodeDecodeError:
-        return [ids_of(batch.slice(number, 1))[0] for number in range(batch.num_rows)] if batch.num_rows > 1 else [None]
+        if batch.num_rows == 1:
+            return [None]
+        return [given_ids(batch.slice(number, 1))[0] for number in range(batch.num_rows)]
 
 
 def too_large(num_bytes: int, max_bytes: int) -> str:
@@ -106,14 +108,6 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
     if num_bytes <= max_bytes:
         return ""
     return f"the row has {num_bytes / 2**20:.1f} MB; allowed: at most {max_bytes / 2**20:g} (data.max_file_mb)"
-
-
-def new_names(given: Iterable[Any], names: UniqueIds, path: str, first: int) -> tuple[tuple[int, str], ...]:
-    """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
-    file.
-    """
-    claimed = ((offset, names.claim(name, path, first + offset)) for offset, name in enumerate(given))
-    return tuple((offset, name) for offset, name in claimed if name)
 
 
 def check_columns(schema: pa.Schema, path: str) -> None:
@@ -154,6 +148,6 @@ def _holds_media(stored: pa.DataType, kind: str) -> bool:
     if kind == "video" and (pa.types.is_list(stored) or pa.types.is_large_list(stored)):  # of frames
         stored, kind = stored.value_type, "image"
     if pa.types.is_struct(stored):
-        return any(stored.get_field_index(name) >= 0 for name in keys_of(kind))
+        return any(stored.get_field_index(name) >= 0 for name in media_keys(kind))
     return any(test(stored) for test in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string,
                                          pa.types.is_large_string, pa.types.is_null))

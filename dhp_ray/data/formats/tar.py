@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, parse_json
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.formats.rows import Row, fragments_of, too_large
+from dhp_ray.data.formats.rows import Row, cut_fragments, too_large
 from dhp_ray.data.fragments import Fragment, UniqueIds
-from dhp_ray.data.media import column_of, frames_of
+from dhp_ray.data.media import column_media, frame_sources
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".tar",)
@@ -29,11 +29,11 @@ PICKLES = ("pkl", "pickle", "pyd", "pt", "pth", "ckpt", "joblib")
 
 
 def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
-    rows = ((key, (start, stop)) for key, start, stop in samples_of(path, progress))
-    yield from fragments_of(path, "tar", rows, names)
+    rows = ((key, (start, stop)) for key, start, stop in scan_samples(path, progress))
+    yield from cut_fragments(path, "tar", rows, names)
 
 
-def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool = True) -> Iterator[Row]:
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
     """Without `media` the bytes of images and videos are still read, one sample at a time, but not kept."""
     with open(fragment.path, "rb") as file:
         for start, stop in (fragment.spans[number] for number in numbers):
@@ -53,7 +53,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
                 yield Row(key, {}, f"the sample's part of the tar file cannot be read: {first_line(raised)}", {})
 
 
-def samples_of(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
+def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
     """(key, start, stop) of every sample, from the headers of the members alone.
 
     Raises:
@@ -115,7 +115,8 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             shown["images" if kind in IMAGES else "videos"].append(member.name)
             media |= {extension: content, member.name.rpartition("/")[2]: content, member.name: content}
     fields = _fields(texts, {name: len(names) for name, names in shown.items()})
-    of_videos = {name for value in column_of(fields, "video") for name in frames_of(value) if isinstance(name, str)}
+    frames = [name for value in column_media(fields, "video") for name in frame_sources(value)]
+    of_videos = {name for name in frames if isinstance(name, str)}
     shown["images"] = [name for name in shown["images"]
                        if not of_videos & {name, name.rpartition("/")[2], split_name(name)[1]}]
     for plural, names in shown.items():

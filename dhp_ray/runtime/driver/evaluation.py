@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.evaluation import MeanScores, references_in, scores_of
+from dhp_ray.data.evaluation import MeanScores, read_references, score
 from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.stream import Stream
@@ -48,7 +48,7 @@ def open_held_out(config: Config) -> HeldOut | None:
         max_bytes = MediaLimits.of(data).max_file_bytes
         check_answers(conversations.sources[0].fragments, max_bytes)
         prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
-        return HeldOut(conversations, prompts, references_in(prompts.sources[0].fragments, max_bytes))
+        return HeldOut(conversations, prompts, read_references(prompts.sources[0].fragments, max_bytes))
     except DataError as error:
         raise _of_eval(error) from None
 
@@ -117,7 +117,7 @@ class Evaluation:
         for names, texts in answers:
             for name, text in zip(names, texts, strict=True):
                 if name:
-                    means.add(scores_of(text, self.references[name]))
+                    means.add(score(text, self.references[name]))
         scores = {f"eval_{name}": mean for name, mean in means.by_name().items()}
         if not scores:
             self.tell(Notice(f"no scores of answers after step {step}: no held-out sample can be answered"))

@@ -22,7 +22,7 @@ import yaml
 
 from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
-from dhp_ray.data.index import sources_of
+from dhp_ray.data.index import data_sources
 from dhp_ray.data.stream import Stream
 from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
@@ -226,7 +226,7 @@ def _opening(session: Session, last_step: int) -> tuple[str, ...]:
     config, group, nodes = session.config, session.group, len(set(session.group.nodes))
     return (
         f"model {config.model.preset or config.model.path}, {config.train.precision}; {session.stream.num_rows} "
-        f"samples in {', '.join(source.path for source in sources_of(config.data))}",
+        f"samples in {', '.join(source.path for source in data_sources(config.data))}",
         f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
         f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a "
         "rank",

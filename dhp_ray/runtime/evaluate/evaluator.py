@@ -24,13 +24,13 @@ from transformers import AutoModelForImageTextToText
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import init_world
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.evaluation import Question, question_of
+from dhp_ray.data.evaluation import Question, read_question
 from dhp_ray.data.families.base import Medium
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
-from dhp_ray.data.reader import reason_of
+from dhp_ray.data.reader import bad_row_reason
 from dhp_ray.errors import first_line
 from dhp_ray.model.build import quieten, without_weights
 from dhp_ray.model.families import FAMILIES
@@ -106,13 +106,13 @@ class Evaluator:
         try:
             row = rows_of(fragment, self.processor.family.limits.max_file_bytes)[offset]
         except Exception as error:  # the file is gone or damaged, and readers raise errors of many kinds
-            return self._left_out(number, f"{fragment.path}:{fragment.first_row + offset + 1}", reason_of(error))
+            return self._left_out(number, f"{fragment.path}:{fragment.first_row + offset + 1}", bad_row_reason(error))
         try:
-            question = question_of(row, self.processor, self.image_root)
+            question = read_question(row, self.processor, self.image_root)
             self._check_length(question)
             media = media_in(question, self.processor)
         except Exception as error:  # foreign rows and images fail in ways that cannot be listed
-            return self._left_out(number, row.id, reason_of(error))
+            return self._left_out(number, row.id, bad_row_reason(error))
         try:
             loss_sum, count = self.loss(question.whole, media)
             prediction = self.generate(question.prompt, media) if self.config.eval.generate else None

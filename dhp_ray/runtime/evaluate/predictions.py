@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from dhp_ray.data.evaluation import MeanScores, scores_of
+from dhp_ray.data.evaluation import MeanScores, score
 from dhp_ray.runtime.job.console import progress_bar
 from dhp_ray.runtime.messages import RunError
 
@@ -84,7 +84,7 @@ class Predictions:
         self.num_valid_tokens += answer.num_valid_tokens
         line: dict[str, Any] = {"id": answer.id, "prompt": answer.prompt, "references": list(answer.references)}
         if answer.prediction is not None:
-            scores = scores_of(answer.prediction, answer.references)
+            scores = score(answer.prediction, answer.references)
             self._scores.add(scores)
             line |= {"prediction": answer.prediction, **asdict(scores)}
         return line | {"loss": _mean_loss(answer.loss_sum, answer.num_valid_tokens),

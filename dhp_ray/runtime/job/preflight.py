@@ -27,9 +27,9 @@ from dhp_ray.data.index import (
     check_answers,
     check_form,
     data_files,
+    data_sources,
     held_out,
     index_fragments,
-    sources_of,
 )
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import check_processor_files
@@ -62,7 +62,7 @@ def check_here(config: Config) -> None:
         check_place(name, getattr(section, item.name), item.metadata["path"])
     if config.model.path:
         _check_model(config.model.path)
-    for source in sources_of(config.data):
+    for source in data_sources(config.data):
         with _refusing("data.path"):
             check_form(source)
     if config.eval.path:
@@ -284,7 +284,7 @@ LINE_EVERY_S = 10.0
 
 def index_ahead(data: Data) -> None:
     """Make the index of large data sets that have none yet. Errors in the data are left to the driver to report."""
-    for source in sources_of(data):
+    for source in data_sources(data):
         try:
             if sum(os.path.getsize(path) for path in data_files(source)) >= KEPT_FROM_BYTES:
                 with progress_bar(source) as progress:

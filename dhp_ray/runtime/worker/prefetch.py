@@ -132,10 +132,8 @@ def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Pro
 
 
 def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
-    return Payload(input_ids=np.asarray(row["input_ids"], np.int32), labels=np.asarray(row["labels"], np.int32),
-                   grids=np.asarray(row["grids"], np.int64).reshape(-1, 3),
-                   pixels=[patches for grids in decoded for patches in grids],
-                   media=np.asarray(row["media"], np.int64), seconds=np.asarray(row["seconds"], np.float64))
+    return Payload(pixels=[patches for grids in decoded for patches in grids],
+                   **{name: row[name] for name in ("input_ids", "labels", "grids", "media", "seconds")})
 
 
 def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Callable[[], Patches]]:

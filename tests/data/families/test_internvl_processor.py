@@ -27,7 +27,7 @@ from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import check_processor_files, own_pixels
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.video import clip_of, decode_video
+from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.model.build import build_model
 from tests.data.samples import MIN_PIXELS, random_conversation, talk, video
 from tests.data.test_video import frames_of
@@ -92,7 +92,7 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path, own: InternVLProce
 @pytest.mark.parametrize("frames", [1, 3, 23])
 def test_ids_grids_and_pixels_of_videos(frames: int, own: InternVLProcessor) -> None:
     data = video(frames, 64, 48)
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     conversation = talk("<video>What moves?<image>", "A square.", "<video> And here?", "The same.")
     encoded = PROCESSOR.encode(conversation, [clip, (56, 56), clip])
     taken = FAMILY.frames(clip)
@@ -116,7 +116,7 @@ def test_ids_and_labels_of_random_conversations_with_tiles(own: InternVLProcesso
     random = np.random.default_rng(4)
     for _ in range(100):
         conversation, media = random_conversation(random)
-        sizes = [clip_of(shown, LIMITS) if isinstance(shown, bytes) else shown.size for shown in media]
+        sizes = [read_clip(shown, LIMITS) if isinstance(shown, bytes) else shown.size for shown in media]
         encoded = PROCESSOR.encode(conversation, sizes)
         images = [own.replace_image_token(own.image_processor(images=[shown]), 0) for shown in media
                   if not isinstance(shown, bytes)]

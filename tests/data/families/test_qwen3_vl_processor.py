@@ -27,7 +27,7 @@ from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import check_processor_files
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.data.video import clip_of, decode_video
+from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
 from dhp_ray.model.presets import preset_config
 from tests.data.samples import random_conversation, talk, video
@@ -123,7 +123,7 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path) -> None:
 @pytest.mark.parametrize("size", [(64, 48), (30, 20), (320, 240)])
 def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> None:
     data = video(frames, *size)
-    clip = clip_of(data, LIMITS)
+    clip = read_clip(data, LIMITS)
     conversation = talk("<video>What moves?", "A square.", "<video> And here?", "The same.")
     encoded = PROCESSOR.encode(conversation, [clip, clip])
     shown = torch.from_numpy(np.stack(frames_of(data))).permute(0, 3, 1, 2)
@@ -149,7 +149,7 @@ def test_ids_and_labels_of_random_conversations() -> None:
         conversation, media = random_conversation(random)
         images = [shown for shown in media if isinstance(shown, Image.Image)]
         videos = [shown for shown in media if isinstance(shown, bytes)]
-        encoded = PROCESSOR.encode(conversation, [clip_of(shown, LIMITS) if isinstance(shown, bytes) else shown.size
+        encoded = PROCESSOR.encode(conversation, [read_clip(shown, LIMITS) if isinstance(shown, bytes) else shown.size
                                                   for shown in media])
         text = as_published(OWN.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)],
                                                     tokenize=False))

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.data.conversation import ROLES, turns_of
-from dhp_ray.data.evaluation import references_in
+from dhp_ray.data.conversation import ROLES, read_turns
+from dhp_ray.data.evaluation import read_references
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
@@ -76,7 +76,7 @@ def messages_of(row: Row, with_sources: bool) -> list[Row]:
                       "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
             continue
-        turn = turns_of(talk(stored["value"], "yes"))[0]
+        turn = read_turns(talk(stored["value"], "yes"))[0]
         parts: list[Row] = []
         for part in turn.parts:
             if part.kind == "text":
@@ -243,7 +243,7 @@ def test_texts_are_read_without_images_and_videos(write: Callable[[Path], Data],
         stored = pickle.dumps((row.fields, row.members))
         assert not any(content in stored for content in (PICTURES | FILM).values())
     answers = {row["id"]: (row["conversations"][-1]["value"],) for row in rows()}
-    assert references_in(fragments, 2**20) == answers
+    assert read_references(fragments, 2**20) == answers
 
 
 def test_the_losses_are_those_of_plain_transformers(

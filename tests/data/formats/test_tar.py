@@ -10,7 +10,7 @@ import pytest
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
-from dhp_ray.data.formats.tar import read_sample, samples_of, split_name
+from dhp_ray.data.formats.tar import read_sample, scan_samples, split_name
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk
@@ -99,7 +99,7 @@ def test_a_cut_shard_is_one_line(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(DataError,
                            match=r"a.tar is not a tar file that can be read: .*; allowed: uncompressed tar") as caught:
-            list(samples_of(str(path), lambda position: None))
+            list(scan_samples(str(path), lambda position: None))
         assert "\n" not in str(caught.value)
 
 

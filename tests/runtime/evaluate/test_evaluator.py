@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dhp_ray.config import EVALUATE, load
-from dhp_ray.data.evaluation import question_of
+from dhp_ray.data.evaluation import read_question
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
@@ -68,7 +68,7 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
     for answer, row in zip(found, read_rows(fragment), strict=True):
         assert not answer.error
         assert answer.prediction is not None
-        question = question_of(row, processor, str(tmp_path))
+        question = read_question(row, processor, str(tmp_path))
         whole, media = question.whole, media_in(question, processor)
         mean, count = plain_loss(module, Payload(
             input_ids=whole.input_ids, labels=whole.labels,
@@ -86,7 +86,7 @@ def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "video": "long.mp4",
                                                 "conversations": talk("<video>What moves?", "A square.")}])
     [fragment] = index_fragments(held_out(load(["data=llava", "data.path=x"]).data, str(path)))
-    question = question_of(next(read_rows(fragment)), processor, str(tmp_path))
+    question = read_question(next(read_rows(fragment)), processor, str(tmp_path))
     assert len(question.whole.grids) > 1
     [medium] = media_in(question, processor)
     assert medium.grid == (30, 40, 40)
