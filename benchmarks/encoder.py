@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.encoder_cases import KINDS, MODELS, batch, cluster_and_cost, images_each
 from benchmarks.encoder_exact import least_s, proven_s
 from dhp_ray.config import CONF
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
 from dhp_ray.planner.plan.types import VisionPlan, cut_in_time, encoding_ranks, shares
 from dhp_ray.train.collate import Payload
@@ -120,7 +120,7 @@ def rows_elsewhere(plan: Plan, marks: int = 0) -> int:
     return found
 
 
-def rows_sent(plan: Plan, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> int:
+def rows_sent(plan: Plan, payloads: Mapping[str, Payload], adapter: VisionLanguageModel) -> int:
     """The same from what the ranks of a plan with images apart send one another."""
     sent = {rank: vision_inputs(plan.rank_plan(1, rank), payloads.__getitem__, adapter).send_index
             for rank in range(plan.cluster.num_ranks)}

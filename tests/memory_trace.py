@@ -27,9 +27,9 @@ from transformers import PreTrainedConfig
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.lora import LoraSettings
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.memory.model import MemorySettings, PackLoad
 from dhp_ray.planner.plan.types import Grid, RankPack, Sample
@@ -37,7 +37,6 @@ from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
-from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
@@ -185,7 +184,7 @@ class Traced(NamedTuple):
 
 
 def make_inputs(
-    samples: Sequence[tuple[int, Sequence[Grid]]], adapter: ModelAdapter, degree: int = 1
+    samples: Sequence[tuple[int, Sequence[Grid]]], adapter: VisionLanguageModel, degree: int = 1
 ) -> tuple[PackInputs, PackLoad]:
     """The first of `degree` members' part of a pack of samples given as (text tokens, grids of images), and what it
     asks of a rank. Members encode the images in turns.
@@ -247,7 +246,7 @@ def traced(
             gc.collect()
             before_bytes = trace.live_bytes - on_device.pixels.nbytes - following.nbytes
             trace.begin()
-            with offload.of_pack(on_device), recomputing(adapter, on_device.recomputed):
+            with offload.of_pack(on_device), adapter.recomputing(on_device.recomputed):
                 loss = (pack_loss(adapter, on_device, link) if settings.sync == "step"
                         else engine.loss(on_device, link, encodes))
             loss.backward()

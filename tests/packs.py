@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan.types import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
 from dhp_ray.train.collate import Payload
@@ -125,7 +125,7 @@ def _grids(plan: Plan) -> list[Grid]:
     return [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
 
 
-def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> ModelAdapter:
+def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> VisionLanguageModel:
     """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
     zero.
     """
@@ -147,14 +147,14 @@ def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "
     return adapter
 
 
-def load_whole(path: str) -> ModelAdapter:
+def load_whole(path: str) -> VisionLanguageModel:
     """The model of a folder as transformers loads it, whole and in fp32."""
     module = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-    adapter: ModelAdapter = Qwen25VL(module)
+    adapter: VisionLanguageModel = Qwen25VL(module)
     return adapter
 
 
-def stored_values(adapter: ModelAdapter) -> dict[str, Tensor]:
+def stored_values(adapter: VisionLanguageModel) -> dict[str, Tensor]:
     """The parameters of a model on the meta device, whole, from its files."""
     assert adapter.weights is not None
     values = {name: torch.empty(parameter.shape) for name, parameter in adapter.module.named_parameters()}
@@ -162,7 +162,7 @@ def stored_values(adapter: ModelAdapter) -> dict[str, Tensor]:
     return values
 
 
-def plain_copy(adapter: ModelAdapter) -> PreTrainedModel:
+def plain_copy(adapter: VisionLanguageModel) -> PreTrainedModel:
     """The same weights in a model of plain transformers, with its own attention."""
     config = type(adapter.module.config).from_dict(adapter.module.config.to_dict())
     module = type(adapter.module)(config)

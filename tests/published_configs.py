@@ -13,7 +13,7 @@ import torch
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.families.base import VisionLanguageModel
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model_shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model import MemorySettings
 from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample, VisionPlan
 from dhp_ray.train.collate import PackInputs, Payload, collate
@@ -71,7 +71,7 @@ def traced_step(
     return step_bytes
 
 
-def engine_of(adapter: ModelAdapter, settings: MemorySettings) -> Any:
+def engine_of(adapter: VisionLanguageModel, settings: MemorySettings) -> Any:
     """With parameters as they come, under a trace."""
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     adapter.module.to_empty(device="cpu")
@@ -84,8 +84,8 @@ def engine_of(adapter: ModelAdapter, settings: MemorySettings) -> Any:
 
 
 def run_step(
-    adapter: ModelAdapter, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs], settings: MemorySettings,
-    vision: VisionPlan,
+    adapter: VisionLanguageModel, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs],
+    settings: MemorySettings, vision: VisionPlan,
 ) -> None:
     compute_type = COMPUTE_TYPES[settings.precision]
     phases = TracedPhases(adapter, images, vision.keeps, [own.received_from for own in inputs], torch.device("cpu"))
@@ -103,7 +103,7 @@ def run_step(
     phases.backward(SilentLink(1))
 
 
-def sample_of(name: str, text: int, grids: Sequence[Grid], adapter: ModelAdapter) -> tuple[Sample, Payload]:
+def sample_of(name: str, text: int, grids: Sequence[Grid], adapter: VisionLanguageModel) -> tuple[Sample, Payload]:
     """Text, then images, a text token behind each."""
     counts = [time * height * width // adapter.merge_area for time, height, width in grids]
     ids = np.array([5] * text + [token for count in counts for token in (*[adapter.image_token_id] * count, 6)],

@@ -20,8 +20,8 @@ from dhp_ray.comm.progress import StreamTimestamp
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import GroupPool
 from dhp_ray.measure.rounds import TEXT_BESIDE_IMAGES, Exchanged, PartResult, Spec, StepTiming
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.loss import IGNORED
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.cost.work import BACKWARD, ENCODE
 from dhp_ray.planner.plan.types import Plan, Sample, encoded_images
 from dhp_ray.train.collate import Payload
@@ -152,7 +152,7 @@ class Member:
         return found
 
 
-def payload_of(sample: Sample, adapter: ModelAdapter, encoded_here: Sequence[bool]) -> Payload:
+def payload_of(sample: Sample, adapter: VisionLanguageModel, encoded_here: Sequence[bool]) -> Payload:
     """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
     half has labels, like an answer.
     """

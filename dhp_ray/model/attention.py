@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending, Tag
-from dhp_ray.model.kernels import Segments, kernel_for
-from dhp_ray.model.kernels.segments import add_rows
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.model.segment_attention import segment_attention
+from dhp_ray.model.segment_attention import Segments, add_rows, kernel_for, segment_attention
 
 NAME = "dhp_ring"
 

@@ -10,17 +10,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.files import ModelError, config_tree, weight_files
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.presets import preset_config
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import ModelShape
 
 
-def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> ModelAdapter:
+def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> VisionLanguageModel:
     """Build the model of a preset or of a local folder.
 
     A preset gives a model in fp32 on the CPU, with the same weights on every rank. A folder gives a model on the meta

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.lora import write_settings
 from dhp_ray.model.weights import StoredKey, StoredWeights
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
+
+if TYPE_CHECKING:
+    from dhp_ray.model.vision_language_model import VisionLanguageModel
 
 GENERATION_FILE = "generation_config.json"
 
@@ -81,7 +83,7 @@ class ModelFile(NamedTuple):
         return list(dict.fromkeys(entry.name for entry in self.entries if entry.copied is None))
 
 
-def entries(adapter: ModelAdapter) -> list[Entry]:
+def entries(adapter: VisionLanguageModel) -> list[Entry]:
     """All tensors of an adapter's export, in the module's order, followed by tensors that the module does not have.
 
     The adapter's parameters may be on the meta device.
@@ -104,7 +106,7 @@ def entries(adapter: ModelAdapter) -> list[Entry]:
 
 
 def files_of(
-    adapter: ModelAdapter,
+    adapter: VisionLanguageModel,
     num_ranks: int,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> list[ModelFile]:
@@ -146,7 +148,7 @@ def files(
             for number, part in enumerate(parts, 1)]
 
 
-def on_meta(adapter: ModelAdapter) -> PreTrainedModel:
+def on_meta(adapter: VisionLanguageModel) -> PreTrainedModel:
     """A copy of the adapter's model on the meta device, without anything that an engine added."""
     module = adapter.module
     with torch.device("meta"):
@@ -199,7 +201,7 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
             os.fsync(written.fileno())
 
 
-def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder: Path) -> None:
+def write_description(adapter: VisionLanguageModel, files: Sequence[ModelFile], folder: Path) -> None:
     """Write config.json, generation_config.json (a folder's own one as it is) and, if there are several files, the
     index; for adapters only adapter_config.json.
 
@@ -226,7 +228,7 @@ def write_description(adapter: ModelAdapter, files: Sequence[ModelFile], folder:
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save(adapter: ModelAdapter, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
+def save(adapter: VisionLanguageModel, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
     """Write a model. `parameters`: all parameters of the model, whole, on this host.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Identity, Module
 
 from dhp_ray.model.attention import PackContext, attention_of_layer
-from dhp_ray.model.kernels import liger, npu
+from dhp_ray.model.kernels import cuda, npu
 
 
 class Operators(Protocol):
@@ -42,7 +42,7 @@ def operators_of(device: str) -> Operators | None:
     """
     if device == "npu":
         return npu
-    return liger if device == "cuda" and find_spec("liger_kernel") else None
+    return cuda if device == "cuda" and find_spec("liger_kernel") else None
 
 
 class FusedNorm(Module):

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import EncoderArguments, ModelAdapter
 from dhp_ray.model.attention import segments_of
-from dhp_ray.model.dropout import token_keys
-from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.lora import token_keys
 from dhp_ray.model.loss import IGNORED, valid_tokens
+from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, RankPack, Sample, cut_in_time, encoding_ranks
 
 
@@ -67,7 +67,9 @@ def placeholder(sample: Sample) -> Payload:
                    grids=np.zeros((0, 3), np.int64), pixels=[], masked=True)
 
 
-def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encoded_here: tuple[bool, ...] = ()) -> None:
+def check_payload(
+    sample: Sample, payload: Payload, adapter: VisionLanguageModel, encoded_here: tuple[bool, ...] = ()
+) -> None:
     """Refuse a payload that is not what was planned; a rank calls it a batch ahead, before others depend on the sample.
 
     `encoded_here` says of each image whether this rank encodes it and so needs its pixels.
@@ -114,7 +116,7 @@ def check_payload(sample: Sample, payload: Payload, adapter: ModelAdapter, encod
             )
 
 
-def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[Tensor]:
+def tokens_of_parts(grid: Grid, num_parts: int, adapter: VisionLanguageModel) -> list[Tensor]:
     """Return which tokens of an image each of its parts makes, in the order of the part's feature rows; all of them for
     one part.
     """
@@ -122,7 +124,7 @@ def tokens_of_parts(grid: Grid, num_parts: int, adapter: ModelAdapter) -> list[T
     return list(torch.arange(sum(sizes)).split(sizes))
 
 
-def image_tokens(payload: Payload, adapter: ModelAdapter) -> list[Tensor]:
+def image_tokens(payload: Payload, adapter: VisionLanguageModel) -> list[Tensor]:
     """Return where the tokens of each image or piece of a video are in their sample."""
     ids = torch.from_numpy(payload.input_ids)
     places = ((ids == adapter.image_token_id) | (ids == adapter.video_token_id)).nonzero()[:, 0]
@@ -197,7 +199,7 @@ class PackInputs:
 
 
 def collate(
-    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter,
+    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False, step: int = 0, apart: bool = False,
 ) -> PackInputs:
     """Return the inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory;
@@ -231,7 +233,7 @@ def collate(
         recomputed=pack.recomputed)
 
 
-def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: int) -> Tensor | None:
+def _dropout_keys(pack: RankPack, index: Tensor, adapter: VisionLanguageModel, step: int) -> Tensor | None:
     """Return the dropout keys of the tokens at `index` (L,) of the packed sequence; None: nothing is dropped."""
     lora = adapter.lora
     if lora is None or not lora.dropout:
@@ -241,7 +243,7 @@ def _dropout_keys(pack: RankPack, index: Tensor, adapter: ModelAdapter, step: in
     return torch.cat([token_keys(lora.seed, step, sample.id, sample.num_tokens) for sample in pack.samples])[index]
 
 
-def with_tiny_image(inputs: PackInputs, adapter: ModelAdapter) -> PackInputs:
+def with_tiny_image(inputs: PackInputs, adapter: VisionLanguageModel) -> PackInputs:
     """Return the inputs of a rank that encodes nothing, with a smallest image that no token uses: its gradient is zero.
     On the CPU.
     """
@@ -265,7 +267,7 @@ class _Whole:
 
 
 def _packed(
-    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: ModelAdapter, apart: bool
+    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel, apart: bool
 ) -> _Whole:
     token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
     needed: list[np.ndarray | Tensor] = []

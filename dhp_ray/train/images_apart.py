@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
-from dhp_ray.model.adapter import EncoderArguments, ModelAdapter, empty_features
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, cut_in_time, encoding_ranks
 from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, mapped, tokens_of_parts
 
@@ -128,7 +128,7 @@ def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedI
 
 
 def vision_inputs(
-    plan: RankPlan, payload_of: Callable[[str], Payload], adapter: ModelAdapter,
+    plan: RankPlan, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False,
 ) -> VisionInputs:
     """Return the inputs of the images that `plan.rank` encodes of `plan.encoded`, on the CPU.
@@ -163,7 +163,7 @@ def vision_inputs(
 
 
 def _ready(
-    pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: ModelAdapter
+    pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: VisionLanguageModel
 ) -> list[ReadyImage]:
     """Return the images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the
     other patches are removed from the payload.
@@ -184,7 +184,7 @@ def _ready(
 
 
 def _whole(
-    images: Sequence[ReadyImage], adapter: ModelAdapter, pixel_type: torch.dtype, pinned: bool
+    images: Sequence[ReadyImage], adapter: VisionLanguageModel, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
     """Return a pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards."""
     patches = [image.pixels[image.planned.image] for image in images]
@@ -196,7 +196,7 @@ def _whole(
     return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
 
 
-def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
+def _tiny(adapter: VisionLanguageModel, pixel_type: torch.dtype) -> EncoderPass:
     """Return a pass with one smallest image."""
     grid = adapter.smallest_grid
     return EncoderPass(pixels=torch.zeros(prod(grid), adapter.patch_dim, dtype=pixel_type), grids=(grid,),
@@ -204,7 +204,7 @@ def _tiny(adapter: ModelAdapter, pixel_type: torch.dtype) -> EncoderPass:
 
 
 def _send_index(
-    plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: ModelAdapter
+    plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: VisionLanguageModel
 ) -> dict[int, Tensor]:
     """Return `VisionInputs.send_index` for the images of each pass; a pass without an image makes the rows of a
     smallest image.
@@ -234,7 +234,7 @@ class EncoderPhases:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, inputs: VisionInputs, keeps: bool,
+        self, adapter: VisionLanguageModel, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
     ) -> None:
         self._adapter, self._device = adapter, device
@@ -253,8 +253,8 @@ class EncoderPhases:
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))
-        mine = torch.cat([features.detach() for features in self._encoded]) if self._encoded else empty_features(
-            self._adapter)
+        mine = (torch.cat([features.detach() for features in self._encoded]) if self._encoded
+                else self._adapter.empty_features())
         received = send_rows(mine, self._send_index, self._receive_counts, link)
         self._like = mine[:0].clone()
         del mine

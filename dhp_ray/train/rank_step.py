@@ -15,13 +15,12 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
 from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import RankPack, RankPlan
 from dhp_ray.train.activation_offload import Offload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.images_apart import EncoderPhases
-from dhp_ray.train.layer_recomputation import recomputing
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -87,7 +86,7 @@ class RankStep:
     rank, and the state has not changed on any.
     """
 
-    adapter: ModelAdapter
+    adapter: VisionLanguageModel
     engine: Engine
     transport: Transport
     world: dist.ProcessGroup | None
@@ -195,7 +194,7 @@ class RankStep:
         inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
         begin = StreamTimestamp(self.device)
-        with self.offload.of_pack(inputs), recomputing(self.adapter, inputs.recomputed):
+        with self.offload.of_pack(inputs), self.adapter.recomputing(inputs.recomputed):
             loss = self._loss(plan, pack, inputs, link)
         if torch.is_grad_enabled():
             self.offload.backward(loss)

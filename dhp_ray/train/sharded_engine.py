@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
@@ -43,7 +43,7 @@ class MicroBatchModel(nn.Module):
     If any rank encodes in its pack, all ranks do: `inputs` then have an image (`with_tiny_image`).
     """
 
-    def __init__(self, adapter: ModelAdapter) -> None:
+    def __init__(self, adapter: VisionLanguageModel) -> None:
         super().__init__()
         self.adapter = adapter
         self.module = adapter.module
@@ -86,7 +86,7 @@ class ShardedEngine(Engine):
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        adapter: VisionLanguageModel,
         settings: OptimizerSettings,
         world_group: dist.ProcessGroup,
         rank: int,
@@ -115,7 +115,7 @@ class ShardedEngine(Engine):
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
             self._shapes[name] = tuple(parameter.shape)
-        for parameter in adapter.one_row_parameters():
+        for parameter in adapter.unsharded_parameters():
             parameter.data = parameter.data.squeeze()
         self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images
 from dhp_ray.train.collate import PackInputs, Payload, collate, placeholder, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
@@ -40,7 +40,7 @@ class StepInputs:
     payloads: dict[str, Payload] = field(default_factory=dict)
     vision: VisionInputs | None = None
 
-    def add_encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> None:
+    def add_encoded(self, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel) -> None:
         """Collate the images that this rank encodes apart from the packs; call it before any pack is added.
         `payload_of` returns the payload of a sample, by id, when `vision_inputs` asks for it.
 
@@ -54,7 +54,7 @@ class StepInputs:
 
         self.vision = self._encoded(kept, adapter)
 
-    def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: ModelAdapter) -> None:
+    def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: VisionLanguageModel) -> None:
         """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards.
 
         Raises:
@@ -66,7 +66,7 @@ class StepInputs:
         self.inputs.append(self._collated(pack, adapter))
         self.packs.append(pack)
 
-    def mask(self, sample_ids: Iterable[str], adapter: ModelAdapter) -> None:
+    def mask(self, sample_ids: Iterable[str], adapter: VisionLanguageModel) -> None:
         """Make these samples placeholders: packs that hold one of them are collated again."""
         found = {name for name in sample_ids if name in self.payloads and not self.payloads[name].masked}
         self.payloads |= {name: replace(self.payloads[name], masked=True, pixels=[]) for name in found}
@@ -77,11 +77,11 @@ class StepInputs:
                for sample, here in zip(pack.samples, encoded_images(pack, self.plan.rank)) if any(here)):
             self.vision = self._encoded(self.payloads.__getitem__, adapter)
 
-    def _encoded(self, payload_of: Callable[[str], Payload], adapter: ModelAdapter) -> VisionInputs:
+    def _encoded(self, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel) -> VisionInputs:
         inputs = vision_inputs(self.plan, payload_of, adapter, COMPUTE_TYPES[self.precision], self.pinned)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 
-    def _collated(self, pack: RankPack, adapter: ModelAdapter) -> PackInputs:
+    def _collated(self, pack: RankPack, adapter: VisionLanguageModel) -> PackInputs:
         apart = self.plan.vision.apart
         inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
                          self.plan.step, apart)
@@ -108,7 +108,7 @@ def packs_of(plan: RankPlan) -> list[RankPack]:
 
 
 def collated(
-    plan: RankPlan, payloads: Mapping[str, Payload], adapter: ModelAdapter, precision: str = "fp32",
+    plan: RankPlan, payloads: Mapping[str, Payload], adapter: VisionLanguageModel, precision: str = "fp32",
     pinned: bool = False,
 ) -> StepInputs:
     """Return the inputs of a whole plan. See `StepInputs.add`."""

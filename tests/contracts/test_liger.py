@@ -12,7 +12,7 @@ from tests.contracts.calls import ROOT, signature_of
 from tests.contracts.liger_operators import TABLE
 from tests.contracts.wheels import wheel_of
 
-KERNEL = ROOT / "dhp_ray" / "model" / "kernels" / "liger.py"
+KERNEL = ROOT / "dhp_ray" / "model" / "kernels" / "cuda.py"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.model.dropout import DroppedProduct, kept, layer_key, token_keys
+from dhp_ray.model.lora import DroppedProduct, kept, layer_key, token_keys
 
 MASK = 2**32 - 1
 

@@ -18,7 +18,7 @@ import torch
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of
-from dhp_ray.model.kernels import liger, npu
+from dhp_ray.model.kernels import cuda, npu
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from tests.contracts.liger_operators import liger_ops
@@ -34,7 +34,7 @@ from tests.packs import (
 )
 from tests.ranks import run_ranks
 
-OPERATORS = {"npu": npu, "liger": liger}
+OPERATORS = {"npu": npu, "liger": cuda}
 
 
 def stand_in(kind: str) -> None:
@@ -106,7 +106,7 @@ def test_operators_are_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dhp_ray.model.fused.find_spec", lambda name: None)
     assert operators_of("cuda") is None
     monkeypatch.setattr("dhp_ray.model.fused.find_spec", lambda name: name == "liger_kernel")
-    assert operators_of("cuda") is liger
+    assert operators_of("cuda") is cuda
 
 
 @pytest.mark.gpu
@@ -124,10 +124,10 @@ def test_operators_of_liger_equal_the_definition_on_a_device(heads: int) -> None
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         a, b, y, z, w = (leaf * 1 for leaf in leaves)
         tables = (cos.to(a.dtype), sin.to(a.dtype))
-        rotated = ops.LigerRopeFunction.apply(a, b, *tables) if plain else liger.rotary(a, b, *tables)
+        rotated = ops.LigerRopeFunction.apply(a, b, *tables) if plain else cuda.rotary(a, b, *tables)
         normed = (ops.LigerRMSNormFunction.apply(y, w, 1e-6, 0.0, "llama", False) if plain
-                  else liger.rms_norm(y, w, 1e-6))
-        product = ops.LigerSiLUMulFunction.apply(y, z) if plain else liger.swiglu(y * 1, z)
+                  else cuda.rms_norm(y, w, 1e-6))
+        product = ops.LigerSiLUMulFunction.apply(y, z) if plain else cuda.swiglu(y * 1, z)
         outputs = [*rotated, normed, product]
         slope = torch.linspace(-1, 1, 80, device="cuda", dtype=a.dtype)
         torch.stack([(output * slope).sum() for output in outputs]).sum().backward()

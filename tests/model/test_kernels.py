@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.model.kernels import Segments, cuda, kernel_for
+from dhp_ray.model.kernels import cuda
 from dhp_ray.model.layout import Blocks
+from dhp_ray.model.segment_attention import Segments, kernel_for
 
 SQUARE = Blocks((slice(0, 5), slice(5, 12), slice(12, 13)), (slice(0, 5), slice(5, 12), slice(12, 13)), causal=True)
 EQUAL = Blocks((slice(0, 5), slice(5, 10), slice(10, 13)), (slice(0, 3), slice(3, 6), slice(6, 13)), causal=False)

@@ -10,17 +10,19 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
 from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.one_rank import VIDEO, loss_of
 from tests.packs import PATCH_DIMS, make_sample, plain_copy, plain_loss, rough_model
 
 ALL = LoraSettings(4, 8.0, ("all-linear",))
 
 
-def with_adapters(preset: str = "tiny", settings: LoraSettings = ALL, frozen: tuple[str, ...] = ()) -> ModelAdapter:
+def with_adapters(
+    preset: str = "tiny", settings: LoraSettings = ALL, frozen: tuple[str, ...] = ()
+) -> VisionLanguageModel:
     """A model with rough weights, and adapters that add something."""
     adapter = rough_model(preset=preset)
     adapter.freeze(frozen)
@@ -32,7 +34,7 @@ def with_adapters(preset: str = "tiny", settings: LoraSettings = ALL, frozen: tu
     return adapter
 
 
-def save(adapter: ModelAdapter, folder: Path) -> dict[str, torch.Tensor]:
+def save(adapter: VisionLanguageModel, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
     adapter.save(folder, {name: value.detach() for name, value in adapter.module.named_parameters()})
     return load_file(folder / ADAPTER_FILE)

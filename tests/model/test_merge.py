@@ -12,11 +12,11 @@ import torch
 from peft import EvaConfig, LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
 from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.checkout import job_of
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, rough_model
@@ -25,7 +25,7 @@ from tests.test_jobs import ended
 OTHER = "model.language_model.layers.0.self_attn.q_proj"
 
 
-def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> ModelAdapter:
+def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> VisionLanguageModel:
     base = rough_model(seed, preset=preset)
     base.module.bfloat16().save_pretrained(folder, max_shard_size="1MB")
     (folder / "tokenizer.json").write_text("{}")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.model.kernels import Segments, npu
+from dhp_ray.model.kernels import npu
 from dhp_ray.model.layout import Blocks
+from dhp_ray.model.segment_attention import Segments
 from tests.contracts.npu_operators import MAX_LENGTHS, torch_npu
 from tests.model.test_kernels import EQUAL, OBLONG, SQUARE, dense_attention, inputs
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhp_ray.model.rope_positions import mrope_positions
+from dhp_ray.model.families.qwen2_5_vl import mrope_positions
 from tests.model.paper_positions import paper_positions
 
 Grid = tuple[int, int, int]

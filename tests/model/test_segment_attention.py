@@ -5,9 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dhp_ray.model.kernels import Segments
 from dhp_ray.model.layout import Blocks
-from dhp_ray.model.segment_attention import segment_attention
+from dhp_ray.model.segment_attention import Segments, segment_attention
 from tests.model.test_kernels import dense_attention, inputs
 
 OFFSETS = (0, 4, 8, 9, 13)

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.families.base import VisionLanguageModel
 from dhp_ray.model.presets import preset_config
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from tests.packs import TOKEN_IDS

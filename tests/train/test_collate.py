@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import RankPack, Sample
 from dhp_ray.train.collate import PackInputs, Payload, check_payload, collate, placeholder
 from tests.packs import TOKEN_IDS, make_pack, make_sample, own_payloads, rough_model
 
 
 @pytest.fixture(scope="module")
-def adapter() -> ModelAdapter:
+def adapter() -> VisionLanguageModel:
     return rough_model()
 
 
@@ -24,13 +24,13 @@ def three_samples() -> tuple[list[Sample], dict[str, Payload]]:
     return [sample for sample, _ in made], {sample.id: payload for sample, payload in made}
 
 
-def shards(pack: RankPack, payloads: dict[str, Payload], adapter: ModelAdapter) -> list[PackInputs]:
+def shards(pack: RankPack, payloads: dict[str, Payload], adapter: VisionLanguageModel) -> list[PackInputs]:
     """Every member's inputs, each with the pixels of its own images alone."""
     return [collate(pack, own_payloads(pack, payloads, rank), rank, adapter) for rank in pack.ranks]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
-def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, adapter: ModelAdapter) -> None:
+def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     pack = make_pack(4, [10 + member for member in range(degree)], samples)
     inputs = shards(pack, payloads, adapter)
@@ -59,7 +59,7 @@ def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, a
 
 
 @pytest.mark.parametrize("encoders", [(0, 1, 2), (2, 2, 2), (2, 0, 1), (1, 0, 0)])
-def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapter: ModelAdapter) -> None:
+def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     inputs = shards(make_pack(0, [0, 1, 2], samples, encoders), payloads, adapter)
     # Stand for a feature by (image, token of that image); member m's features are those of its images in order.
@@ -80,7 +80,7 @@ def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapt
     assert [placed[position] for position in np.flatnonzero(packed == TOKEN_IDS["image"])] == expected
 
 
-def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: ModelAdapter) -> None:
+def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     inputs = shards(make_pack(0, [5, 3], samples, (1, 0, 1)), payloads, adapter)
     assert inputs[0].grids == ((1, 4, 4),)
@@ -90,7 +90,7 @@ def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: ModelAdapter) -
                        torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
 
 
-def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: ModelAdapter) -> None:
+def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     whole = shards(make_pack(0, [0, 1], samples), payloads, adapter)
     for masked in (replace(payloads["a"], masked=True), placeholder(samples[0])):
@@ -106,7 +106,7 @@ def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: ModelAdap
         assert inputs[1].grids == ((2, 4, 6),)
 
 
-def test_inputs_move_to_a_device(adapter: ModelAdapter) -> None:
+def test_inputs_move_to_a_device(adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     moved = shards(make_pack(0, [0, 1], samples), payloads, adapter)[0].to(torch.device("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)] + moved.send_index
@@ -114,7 +114,7 @@ def test_inputs_move_to_a_device(adapter: ModelAdapter) -> None:
     assert all(tensor.is_meta for tensor in tensors)
 
 
-def test_a_payload_that_is_not_what_was_planned_is_named(adapter: ModelAdapter) -> None:
+def test_a_payload_that_is_not_what_was_planned_is_named(adapter: VisionLanguageModel) -> None:
     sample, payload = make_sample("odd", [3, (1, 4, 8), 9])
     check_payload(sample, payload, adapter, (True,))
     cut = replace(payload, input_ids=payload.input_ids[:-1], labels=payload.labels[:-1])
@@ -156,7 +156,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(vars(value))
 
 
-def test_inputs_go_to_a_device_whole(adapter: ModelAdapter) -> None:
+def test_inputs_go_to_a_device_whole(adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
     for part in shards(make_pack(0, [0, 1, 2], samples), payloads, adapter):
         before, after = list(tensors_in(part)), list(tensors_in(part.to(torch.device("meta"))))
@@ -178,7 +178,7 @@ def video_sample() -> tuple[Sample, Payload]:
     return Sample("film", 5, 28, tuple(grids)), payload
 
 
-def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
+def test_pieces_of_a_video_make_one_video(adapter: VisionLanguageModel) -> None:
     sample, payload = video_sample()
     grids, seconds = payload.whole()
     assert (grids.tolist(), seconds.tolist()) == ([[5, 4, 4], [1, 4, 8]], [0.5, 0.0])
@@ -195,7 +195,7 @@ def test_pieces_of_a_video_make_one_video(adapter: ModelAdapter) -> None:
     assert whole.whole()[0].tolist() == grids.tolist()
 
 
-def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: ModelAdapter) -> None:
+def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: VisionLanguageModel) -> None:
     _, payload = video_sample()
     pixels = [torch.from_numpy(patches) for patches in payload.pixels[:3] if patches is not None]
     whole = adapter.encode(torch.cat(pixels), adapter.encoder_arguments([(5, 4, 4)]))
@@ -204,7 +204,7 @@ def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: ModelAdapter)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_a_video_in_the_place_of_an_image_is_refused(adapter: ModelAdapter) -> None:
+def test_a_video_in_the_place_of_an_image_is_refused(adapter: VisionLanguageModel) -> None:
     sample, payload = video_sample()
     check_payload(sample, payload, adapter, (True,) * 4)
     with pytest.raises(

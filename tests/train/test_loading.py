@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.sharded_engine import MicroBatchModel, ShardedEngine, read_shards
@@ -31,7 +31,7 @@ from tests.train.test_sharded_engine import MIXED, make_plan, make_step, payload
 CPU = torch.device("cpu")
 
 
-def shard(adapter: ModelAdapter) -> MicroBatchModel:
+def shard(adapter: VisionLanguageModel) -> MicroBatchModel:
     """As the engine does."""
     root = MicroBatchModel(adapter)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
@@ -45,21 +45,21 @@ def saved(folder: Path, stored: torch.dtype, tie: bool) -> str:
     return str(folder)
 
 
-def adapter_of(path: str, from_files: bool, freeze: list[str]) -> ModelAdapter:
+def adapter_of(path: str, from_files: bool, freeze: list[str]) -> VisionLanguageModel:
     adapter = build_model("", path, None, 0) if from_files else load_whole(path)
     adapter.freeze(freeze)
     return adapter
 
 
 def flat_engine(
-    adapter: ModelAdapter, rank: int, size: int, precision: str, initialize: bool = True,
+    adapter: VisionLanguageModel, rank: int, size: int, precision: str, initialize: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> FlatEngine:
     return FlatEngine(adapter.module, settings(adapter), (group or dist.group.WORLD) if size > 1 else None, size, rank,
                       precision, BUCKET_BYTES, initialize, weights=adapter.weights, device=CPU)
 
 
-def step_of(adapter: ModelAdapter, engine: FlatEngine, rank: int, size: int) -> RankStep:
+def step_of(adapter: VisionLanguageModel, engine: FlatEngine, rank: int, size: int) -> RankStep:
     transport = open_transport("parent", rank, size, choose("cpu"), 16, timedelta(seconds=30))
     return RankStep(adapter, engine, transport, dist.group.WORLD if size > 1 else None, CPU)
 
@@ -129,7 +129,7 @@ def re_form(
 ) -> dict[str, Any]:
     """Two ranks train, then three of which one is new, and then the first of these alone begins anew in another."""
     first = dist.new_group([0, 1], backend="gloo")
-    adapter: ModelAdapter | None = None
+    adapter: VisionLanguageModel | None = None
     shards: list[LocalShard] = []
     read = 0
     if rank < 2:

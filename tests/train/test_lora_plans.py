@@ -13,8 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from dhp_ray.config import Config, load
-from dhp_ray.model.dropout import kept, layer_key, token_keys
-from dhp_ray.model.lora import first_values
+from dhp_ray.model.lora import first_values, kept, layer_key, token_keys
 from dhp_ray.planner.plan.types import Plan
 from tests.model.test_lora import ALL, save, with_adapters
 from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model
@@ -48,7 +47,7 @@ def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 def with_rough_adapters() -> Any:
     """A context in which the adapters of a model begin with such values."""
-    return patch("dhp_ray.model.families.base.first_values", rough_values)
+    return patch("dhp_ray.model.vision_language_model.first_values", rough_values)
 
 
 def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, encoded_images
 from dhp_ray.train.collate import image_tokens
@@ -44,7 +44,9 @@ def plan_of(preset: str, sync: str = "step") -> Plan:
     return plan
 
 
-def inputs_of(plan: Plan, rank: int, adapter: ModelAdapter, preset: str, masked: Sequence[str] = ()) -> StepInputs:
+def inputs_of(
+    plan: Plan, rank: int, adapter: VisionLanguageModel, preset: str, masked: Sequence[str] = ()
+) -> StepInputs:
     rank_plan = plan.rank_plan(1, rank)
     payloads = {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in MADE[preset]}
     own = {name: payload for pack in (*rank_plan.packs, *rank_plan.encoded)
@@ -52,7 +54,7 @@ def inputs_of(plan: Plan, rank: int, adapter: ModelAdapter, preset: str, masked:
     return collated(rank_plan, own, adapter)
 
 
-def numbered(plan: Plan, adapter: ModelAdapter, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
+def numbered(plan: Plan, adapter: VisionLanguageModel, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
     """A number for each image token that is encoded, by pack and place in it."""
     found: dict[tuple[int, int], int] = {}
     for index, group in enumerate(plan.groups):
@@ -66,7 +68,7 @@ def numbered(plan: Plan, adapter: ModelAdapter, masked: Sequence[str] = ()) -> d
     return found
 
 
-def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], int], adapter: ModelAdapter,
+def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], int], adapter: VisionLanguageModel,
                  masked: Sequence[str]) -> list[int]:
     """The number of the token of each of a rank's rows of features, -1 of a smallest image's."""
     rank_plan, vision, tiny = inputs.plan, inputs.vision, [-1] * (prod(adapter.smallest_grid) // 4)
@@ -92,7 +94,7 @@ def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], 
     return [number for of_pass in rows for number in of_pass]
 
 
-def _preset(adapter: ModelAdapter) -> str:
+def _preset(adapter: VisionLanguageModel) -> str:
     return {"qwen2_5_vl": "tiny", "qwen3_vl": "tiny_qwen3_vl",
             "internvl": "tiny_internvl"}[adapter.module.config.model_type]
 

@@ -17,10 +17,9 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 
-from dhp_ray.model.adapter import EncoderArguments, LayerStack
-from dhp_ray.model.families.base import VisionLanguageModel, language_layers
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
+from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, language_layers
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan.types import Grid
 
@@ -28,7 +27,7 @@ TEXT_MODELS = ("qwen2", "qwen3")
 
 
 class InternVL(VisionLanguageModel):
-    """`ModelAdapter` of InternVL."""
+    """`VisionLanguageModel` of InternVL."""
 
     model_class: ClassVar[type[PreTrainedModel]] = InternVLForConditionalGeneration
     config_class: ClassVar[type[PreTrainedConfig]] = InternVLConfig
@@ -100,7 +99,7 @@ class InternVL(VisionLanguageModel):
         model: Any = self.module.model
         return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
 
-    def one_row_parameters(self) -> list[Parameter]:
+    def unsharded_parameters(self) -> list[Parameter]:
         embeddings: Any = self.module.model.vision_tower.embeddings  # type: ignore[union-attr]
         tables = embeddings.cls_token, embeddings.position_embeddings, embeddings.mask_token
         return [table for table in tables if table is not None]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from dhp_ray.model.adapter import EncoderArguments, LayerStack
-from dhp_ray.model.families.base import VisionLanguageModel, language_layers
-from dhp_ray.model.families.qwen_encoder import PatchEmbedding, VisionAttention
 from dhp_ray.model.fused import Operators, fuse
-from dhp_ray.model.kernels import Segments
-from dhp_ray.model.rope_positions import mrope_positions
+from dhp_ray.model.segment_attention import Segments, segment_attention
+from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, language_layers
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
 class Qwen25VL(VisionLanguageModel):
-    """`ModelAdapter` of Qwen2.5-VL.
+    """`VisionLanguageModel` of Qwen2.5-VL.
 
     Its encoder's windows and images are segments of one sequence of patches:
 
@@ -119,3 +119,80 @@ class Qwen25VL(VisionLanguageModel):
                          + (merger_width + 1) * vision.out_hidden_size),
             patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
             token_pixels=merge_area * vision.patch_size ** 2)
+
+
+class PatchEmbedding(Module):
+    """The embedding of patches, with the weight of `plain`: its convolution's stride is its kernel, so each patch is
+    multiplied with one matrix. The convolution itself fails in bf16 on NPUs.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.proj = plain.proj
+        self.train(plain.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(P, width) of patches `hidden_states` (P, channels x frames x height x width)."""
+        weight = self.proj.weight.flatten(1)
+        return F.linear(hidden_states.to(weight.dtype), weight, self.proj.bias)
+
+
+class VisionAttention(Module):
+    """A vision block's attention over our kernels, with the weights of `plain`.
+
+    transformers would cut queries, keys and values apart at offsets that it reads from the device, and call attention
+    once an image or window: its registry of attention functions comes after that.
+    """
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.num_heads, self.scaling = plain.qkv, plain.proj, plain.num_heads, plain.scaling
+        self.operators: Operators | None = None
+        self.train(plain.training)
+
+    def forward(
+        self, hidden_states: Tensor, *, cu_seqlens: Segments, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> Tensor:
+        """(P, width) of patches `hidden_states` (P, width); `cu_seqlens` are the segments that attend to themselves."""
+        q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
+        if self.operators is None:
+            q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
+        else:
+            q, k = self._rotated(self.operators, q, k, *position_embeddings)
+        out: Tensor = self.proj(segment_attention(q, k, v, cu_seqlens, self.scaling).flatten(1))
+        return out
+
+    def _rotated(
+        self, operators: Operators, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys (P, H, D) rotated in fp32, as transformers does."""
+        wide_q, wide_k = (x.float().transpose(0, 1)[None] for x in (q, k))
+        rotated = operators.rotary(wide_q, wide_k, cos.float()[None], sin.float()[None])
+        q, k = (new[0].transpose(0, 1).to(old.dtype) for new, old in zip(rotated, (q, k)))
+        return q, k
+
+
+def mrope_positions(is_vision: Tensor, grids: Sequence[Sequence[int]], intervals: Sequence[float]) -> Tensor:
+    """The positions (3, L) of one sequence, int64, in time, height and width (M-RoPE: arXiv 2409.12191, section 2.1).
+
+    Text counts on all axes alike. An image or video begins where the text before it ends, and the text behind it goes
+    on after its largest position on any axis: behind a long video that is its time. This is how the published weights
+    were trained, and what serving engines compute. transformers 5 goes on after the larger side of the picture.
+
+    Args:
+        is_vision: (L,) bool, the tokens of images and videos.
+        grids: time, height and width in tokens of each image and video, in the order of the sequence.
+        intervals: positions between two steps in time of each, as a fraction; the product with the step is cut off.
+    """
+    places = is_vision.nonzero()[:, 0].tolist()
+    found, done, taken, position = [], 0, 0, 0
+    for (time, height, width), interval in zip(grids, intervals, strict=True):
+        num_text = places[taken] - done
+        start = position + num_text
+        steps = (torch.arange(time, dtype=torch.float32) * interval).long()
+        block = torch.stack(torch.meshgrid(steps, torch.arange(height), torch.arange(width), indexing="ij"))
+        found += [torch.arange(position, start).expand(3, -1), start + block.flatten(1)]
+        position = start + int(block.max()) + 1
+        done += num_text + time * height * width
+        taken += time * height * width
+    return torch.cat([*found, torch.arange(position, position + len(is_vision) - done).expand(3, -1)], 1)

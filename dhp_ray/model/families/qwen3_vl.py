@@ -19,17 +19,16 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from dhp_ray.model.adapter import EncoderArguments
-from dhp_ray.model.families.base import language_layers
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
-from dhp_ray.model.kernels import Segments
+from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.vision_language_model import EncoderArguments, language_layers
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
 class Qwen3VL(Qwen25VL):
-    """`ModelAdapter` of Qwen3-VL."""
+    """`VisionLanguageModel` of Qwen3-VL."""
 
     model_class = Qwen3VLForConditionalGeneration
     config_class = Qwen3VLConfig

@@ -1,7 +1,9 @@
-"""CUDA: torch's variable-length flash attention, one call for all segments.
+"""CUDA: torch's variable-length flash attention, one call for all segments; where the extra `liger` is installed,
+Liger's fused norm, rotation and SwiGLU (Triton).
 
-These are the two operators that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13;
-its public function returns the log-sum-exp but has no backward that takes a merged one.
+The two operators of attention are those that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13; its public
+function returns the log-sum-exp but has no backward that takes a merged one. What is fused is written against
+liger-kernel 0.8 (tests/contracts/liger.yaml); tests/model/test_fused.py compares it on a device.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dhp_ray.model.kernels.segments import Segments
+from dhp_ray.model.segment_attention import Segments
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
@@ -32,3 +34,27 @@ def backward(
         segments.key_offsets_tensor,
         segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state, unused, scale=scale)
     return d_q, d_k, d_v
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    # "llama": normalised in fp32, scaled in the type of x, as transformers does. Not in place: that would write over
+    # the gradient of the output, which may be another's too.
+    normed: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
+    return normed
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops import LigerRopeFunction
+
+    # it writes over q and k where their heads lie side by side, as a projection leaves them: no backward reads them
+    rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(q, k, cos, sin)
+    return rotated
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    product: Tensor = LigerSiLUMulFunction.apply(gate, up)
+    return product

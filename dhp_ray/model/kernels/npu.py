@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp_ray.model.kernels.segments import Segments
+from dhp_ray.model.segment_attention import Segments
 
 MAX_SEGMENTS = 1024
 """Of a call in TND: its lists of lengths may be no longer."""

@@ -23,7 +23,7 @@ from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.processor import Processor
-from dhp_ray.model.adapter import ModelAdapter
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.export import export_model, save_folder
 from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
@@ -61,7 +61,7 @@ class Rank:
         config: Config,
         membership: Membership,
         accelerator: Accelerator,
-        adapter: ModelAdapter | None = None,
+        adapter: VisionLanguageModel | None = None,
         keeps_state: bool = False,
         originals: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
@@ -253,7 +253,7 @@ class Rank:
             eps=train.adam_eps, clip_norm=train.clip_norm, is_vision=self.adapter.is_vision)
 
 
-def end_ids_of(adapter: ModelAdapter, processor: Processor) -> list[int]:
+def end_ids_of(adapter: VisionLanguageModel, processor: Processor) -> list[int]:
     """Return the tokens that end an answer: as in generation_config.json, else the processor's token at the end of a
     turn.
     """

@@ -31,7 +31,7 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dhp_ray.model.adapter import ModelAdapter
+    from dhp_ray.model.vision_language_model import VisionLanguageModel
     from dhp_ray.runtime.worker.measuring import MeasuredPart
     from dhp_ray.runtime.worker.rank import Rank
     from dhp_ray.train.results import StepResult
@@ -78,7 +78,7 @@ class Worker:
 
         self.config = config
         self.rank: Rank | None = None
-        self.adapter: ModelAdapter | None = None
+        self.adapter: VisionLanguageModel | None = None
         self.unused = False  # the adapter has its initial weights
         self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[str, StepInputs] = {}  # by plan id

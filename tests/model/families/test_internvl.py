@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from dhp_ray.model.adapter import ModelAdapter
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.internvl import InternVL
 from dhp_ray.model.files import ModelError
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.train.collate import check_payload
 from tests.one_rank import VIDEO, errors_on_one_rank
 from tests.packs import (
@@ -37,7 +37,7 @@ def changed(**values: Any) -> InternVLConfig:
     return InternVLConfig.from_dict(tree | values)
 
 
-def over_qwen3() -> ModelAdapter:
+def over_qwen3() -> VisionLanguageModel:
     """As InternVL3.5 is: norms of heads in the language model; here also in the encoder, whose norms are RMS norms. And
     with frequencies that transformers changes for long sequences, as InternVL3's.
     """

@@ -1,5 +1,9 @@
-"""What the vision-language models of transformers share: parts, freezing, weight decay, the language model's call, the
-loss and saving.
+"""The model that a training step computes with: what the vision-language models of transformers share.
+
+The step calls the three parts in turn, so that each can have its own layout over the ranks of a pack:
+
+    encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) ->
+    hidden -> loss_sum
 
 A family brings the rest: its classes, what it refuses, its shape, positions, encoder, and the modules whose parameters
 are gathered together. Nothing else knows a family but `dhp_ray.data.families`, which brings its text and pixels.
@@ -8,11 +12,12 @@ are gathered together. Nothing else knows a family but `dhp_ray.data.families`, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +26,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention, export
-from dhp_ray.model.adapter import PARTS, EncoderArguments, LayerStack, empty_features
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
+from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan.cluster import num_relieved
@@ -37,8 +42,24 @@ from dhp_ray.planner.plan.types import Grid
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "dynamic")
 
 
+PARTS = ("vision", "language")
+EncoderArguments = Mapping[str, "Tensor | Segments"]
+"""Arguments of a family's encoder, by name."""
+
+
+class LayerStack(NamedTuple):
+    """Consecutive layers, and the module whose forward pass runs them."""
+
+    owner: Module
+    layers: Sequence[Module]
+
+
 class VisionLanguageModel(ABC):
-    """The part of a `ModelAdapter` that families share; its methods are described there."""
+    """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width.
+
+    `module` is the transformers model; all trainable state is in its `named_parameters()`. If it was built on the meta
+    device, `weights` reads its values.
+    """
 
     model_class: ClassVar[type[PreTrainedModel]]
     config_class: ClassVar[type[PreTrainedConfig]]
@@ -57,18 +78,18 @@ class VisionLanguageModel(ABC):
         self.replace_modules()
         model: Any = module
         text = config.text_config
-        self.longest_sequence: int | None = None
+        self.longest_sequence: int | None = None  # no limit
         if text.rope_parameters.get("rope_type") == "dynamic":
             self.longest_sequence = text.max_position_embeddings
             model.model.language_model.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
-        self.lora: LoraSettings | None = None
+        self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
         shape = self.shape(config)
         self.image_token_id: int = config.image_token_id
         self.video_token_id: int = getattr(config, "video_token_id", config.image_token_id)
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
-        self.feature_width = shape.width * shape.feature_levels
+        self.feature_width = shape.width * shape.feature_levels  # F: of all levels
         self._feature_levels = shape.feature_levels
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
 
@@ -114,14 +135,20 @@ class VisionLanguageModel(ABC):
 
     @property
     def smallest_grid(self) -> Grid:
+        """Grid of the smallest image that the encoder accepts."""
         side = isqrt(self.merge_area)
         return (1, side, side)
 
     @abstractmethod
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """As `ModelAdapter.vision_runs`."""
+        """Lengths of the runs of vision tokens in the text for an image, or a whole video, of this grid."""
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
+        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
+        int64 on the CPU.
+
+        `seconds` (N,): the duration of one time step of a video, 0 for an image; None if all are images.
+        """
         return self.positions_of(self.module.config, input_ids, grids, seconds)
 
     @classmethod
@@ -129,7 +156,7 @@ class VisionLanguageModel(ABC):
     def positions_of(
         cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
     ) -> Tensor:
-        """As `ModelAdapter.positions`, of a model with this configuration."""
+        """`positions` of a model with this configuration."""
 
     @staticmethod
     def position_ids(positions: Tensor) -> Tensor:
@@ -137,6 +164,9 @@ class VisionLanguageModel(ABC):
         return positions[:, None]
 
     def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
+        """Encoder arguments that depend only on the sizes of the images, `grids` of patches in time, height and width.
+        They are made on the CPU before a step; empty without images.
+        """
         return self.arguments_of(torch.tensor(grids)) if grids else {}
 
     @abstractmethod
@@ -144,7 +174,15 @@ class VisionLanguageModel(ABC):
         """`encoder_arguments` of one image or more, `grids` (N, 3)."""
 
     def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
-        return self.features(pixels, arguments) if arguments else empty_features(self)
+        """Features (V, F) of the images with the patches `pixels` (P, patch_dim). `arguments`: `encoder_arguments` of
+        their grids in the same order, on the device of `pixels`.
+        """
+        return self.features(pixels, arguments) if arguments else self.empty_features()
+
+    def empty_features(self) -> Tensor:
+        """Features (0, F) without any image, with the dtype and device of those from `encode`."""
+        parameter = next(self.module.parameters())
+        return torch.empty(0, self.feature_width, dtype=parameter.dtype, device=parameter.device)
 
     @abstractmethod
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -153,6 +191,11 @@ class VisionLanguageModel(ABC):
     def decode(
         self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext
     ) -> Tensor:
+        """Hidden states (L, D) of a rank's shard of a pack.
+
+        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) replaces the embedding of local token
+        `vision_token_index[i]`. Every member of the pack must call this, since attention exchanges over `context`.
+        """
         model: Any = self.module.model
         num_tokens = len(token_ids)
         # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does,
@@ -177,9 +220,13 @@ class VisionLanguageModel(ABC):
         """
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
+        """Sum, in fp32, of the cross entropy of `hidden` (L, D) and the shifted `labels` (L,) over the tokens at
+        `valid_index` (K,).
+        """
         return cross_entropy_sum(hidden, self._head_weight, labels, valid_index)
 
     def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
+        """The most likely next tokens (K,) int64 after those at `valid_index` (K,) of `hidden` (L, D)."""
         return most_likely(hidden, self._head_weight, valid_index)
 
     @property
@@ -189,16 +236,20 @@ class VisionLanguageModel(ABC):
         return weight
 
     def is_vision(self, parameter_name: str) -> bool:
+        """Whether a parameter belongs to the vision encoder, including its projector."""
         return parameter_name.startswith(self.vision_prefixes)
 
     def decays(self, parameter_name: str) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norms."""
         return self._num_dimensions[parameter_name] > 1
 
     def trains(self, part: str) -> bool:
+        """Whether any parameter of "vision" or of "language" is trained; the same on all ranks."""
         return any(parameter.requires_grad for name, parameter in self.module.named_parameters()
                    if self.is_vision(name) == (part == "vision"))
 
     def freeze(self, parts: Sequence[str]) -> None:
+        """Exclude "vision" or "language" from training."""
         for part in parts:
             if part not in PARTS:
                 raise ModelError(f"train.freeze: got {part!r}; allowed: {', '.join(PARTS)}")
@@ -207,6 +258,9 @@ class VisionLanguageModel(ABC):
                     parameter.requires_grad_(False)
 
     def add_lora(self, settings: LoraSettings) -> None:
+        """Train adapters on linear layers instead of the weights, except in parts that are already frozen. Call this
+        once, before `fuse`.
+        """
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         layers = target_layers(self.module, settings.targets,
                                without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
@@ -235,10 +289,16 @@ class VisionLanguageModel(ABC):
         """The encoder's part of `units`."""
 
     def units(self) -> list[Module]:
+        """The submodules whose parameters are gathered separately when sharded, inner ones first. Each is used only by
+        calling it.
+        """
         model: Any = self.module.model
         return [*self.vision_units(), *model.language_model.layers]
 
-    def one_row_parameters(self) -> Sequence[Parameter]:
+    def unsharded_parameters(self) -> Sequence[Parameter]:
+        """Parameters whose leading dimensions are 1, which the forward pass also accepts squeezed. (Sharding by rows
+        would pad their single row to one row for each rank.)
+        """
         return ()
 
     @abstractmethod
@@ -246,10 +306,12 @@ class VisionLanguageModel(ABC):
         """The encoder's layers, as `stack`."""
 
     def stack(self, part: str) -> LayerStack:
+        """The layers of "vision" or of "language"."""
         language: Any = self.module.model.language_model  # type: ignore[union-attr]
         return self.vision_stack() if part == "vision" else LayerStack(language, language.layers)
 
     def fuse(self, operators: Operators) -> None:
+        """Compute norms, rotary embeddings and gated MLPs with these operators. Parameters and their names stay."""
         language: Any = self.module.model.language_model  # type: ignore[union-attr]
         self.fuse_encoder(operators)
         for layer in language.layers:
@@ -263,6 +325,15 @@ class VisionLanguageModel(ABC):
         """The encoder's part of `fuse`."""
 
     def set_activation_checkpointing(self, share: float = 1.0) -> None:
+        """Recompute this share of the layers in the backward pass (activation checkpointing, arXiv 1604.06174), and
+        keep the activations of the others. May change between two packs.
+
+            share 0.5 of 6 layers   forward     0 1 2 3 4 5      layers 0 to 2 keep their input alone
+                                    backward    5 4 3 | 2 2 1 1 0 0
+
+        The first layers of the encoder and of the language model are recomputed: in the backward pass the others are
+        over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
+        """
         if share and not self._checkpoints:
             checkpoint_activations(self.module)
             self._checkpoints = True
@@ -272,10 +343,22 @@ class VisionLanguageModel(ABC):
             for number, layer in enumerate(layers):
                 layer.gradient_checkpointing = number < count  # type: ignore[assignment]
 
+    @contextmanager
+    def recomputing(self, share: float) -> Iterator[None]:
+        """Put this around the forward pass of a pack of which this share of the layers is recomputed (0: as always)."""
+        if not share or not torch.is_grad_enabled():
+            yield
+            return
+        self.set_activation_checkpointing(share)
+        try:
+            yield
+        finally:
+            self.set_activation_checkpointing(0.0)
+
     def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-        """Write config.json, generation_config.json and safetensors in the Hugging Face form. What is trained is in
-        fp32; what is frozen, and what the files of a model folder hold beside the module's parameters, as it was there.
-        With LoRA, the adapter alone, in PEFT's form.
+        """Write config.json, generation_config.json and safetensors in the Hugging Face form, of `parameters`: full
+        fp32 CPU tensors by name. What is trained is in fp32; what is frozen, and what the files of a model folder hold
+        beside the module's parameters, as it was there. With LoRA, the adapter alone, in PEFT's form.
         """
         export.save(self, folder, parameters)
 
