@@ -62,7 +62,7 @@ from dhp_ray.runtime.driver.session import Session  # noqa: E402
 from dhp_ray.runtime.messages import Message, StepCommitted  # noqa: E402
 from dhp_ray.runtime.records.checkpoints import Checkpoints  # noqa: E402
 from dhp_ray.runtime.records.run_records import RunRecords  # noqa: E402
-from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch  # noqa: E402
+from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures  # noqa: E402
 from dhp_ray.runtime.strategy import Choice, ResolvedRun  # noqa: E402
 from dhp_ray.storage import Folder  # noqa: E402
 from dhp_ray.train.results import StepResult  # noqa: E402
@@ -182,7 +182,7 @@ def ready_driver(
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
     resolved = ResolvedRun(config, Choice(Mode("step", False)), False, 0, "")
     session = Session(resolved, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
-                      Watch(storage, 0), batches, None, num_steps,  # type: ignore[arg-type]
+                      StepPictures(storage, 0), batches, None, num_steps,  # type: ignore[arg-type]
                       compiled, driver.tell)
     session.choose_mode()
     session.enter(1)

@@ -97,8 +97,8 @@ def live(folder: Path, steps: int) -> None:
     from benchmarks.worlds import data_overrides
     from dhp_ray.config import load
     from dhp_ray.planner.plan.types import Plan
-    from dhp_ray.runtime.job.ending import Ending
     from dhp_ray.runtime.job.job import train
+    from dhp_ray.runtime.job.signals import ShutdownSignals
     from dhp_ray.runtime.records.lease import take_lease
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -108,7 +108,7 @@ def live(folder: Path, steps: int) -> None:
                    "cluster.cpus_per_worker=0.5",
                    "checkpoint.every_steps=0", f"run.steps={steps}", f"run.dir={run_dir}"])
     with take_lease(config.run.dir, print) as lease:
-        failed = train(config, lease, Ending())
+        failed = train(config, lease, ShutdownSignals())
     if failed:
         raise SystemExit("the run failed")
     files = [json.loads((run_dir / "plans" / f"step_{step:06d}.json").read_text()) for step in range(1, steps + 1)]

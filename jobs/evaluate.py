@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command
 
 PURPOSE = """Loss and generated answers of a model on held-out conversations: exact match, ANLS and token F1 of the
@@ -14,11 +14,11 @@ conf/evaluate.yaml, which generates."""
 
 
 def main(argv: list[str]) -> int:
-    ending = Ending("before the end")
-    return ending.run(lambda: _main(argv, ending))
+    signals = ShutdownSignals("before the end")
+    return signals.run(lambda: _main(argv, signals))
 
 
-def _main(argv: list[str], ending: Ending) -> int:
+def _main(argv: list[str], signals: ShutdownSignals) -> int:
     from dhp_ray.config import EVALUATE, ConfigError, help_text, load  # once signals are handled
 
     if "--help" in argv or "-h" in argv:
@@ -34,7 +34,7 @@ def _main(argv: list[str], ending: Ending) -> int:
         return 2
     from dhp_ray.runtime.evaluate.evaluation import evaluate  # Ray takes seconds to import
 
-    return evaluate(config, ending)
+    return evaluate(config, signals)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 HELP = """usage: python jobs/report.py [--config FILE] run.dir=FOLDER
@@ -60,4 +60,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))
+    sys.exit(run_command(lambda argv: ShutdownSignals("before the end").run(lambda: main(argv))))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
@@ -116,4 +116,4 @@ def report(simulation: Simulated, settings: Simulation) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda argv: Ending("before the end").run(lambda: main(argv))))
+    sys.exit(run_command(lambda argv: ShutdownSignals("before the end").run(lambda: main(argv))))

@@ -5,16 +5,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command
 
 
 def main(argv: list[str]) -> int:
-    ending = Ending()
-    return ending.run(lambda: _main(argv, ending))
+    signals = ShutdownSignals()
+    return signals.run(lambda: _main(argv, signals))
 
 
-def _main(argv: list[str], ending: Ending) -> int:
+def _main(argv: list[str], signals: ShutdownSignals) -> int:
     from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are handled
 
     if "--help" in argv or "-h" in argv:
@@ -32,7 +32,7 @@ def _main(argv: list[str], ending: Ending) -> int:
     from dhp_ray.runtime.records.lease import take_lease
 
     try:
-        lease = take_lease(config.run.dir, ending.say)
+        lease = take_lease(config.run.dir, signals.say)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -42,7 +42,7 @@ def _main(argv: list[str], ending: Ending) -> int:
         begin()
         from dhp_ray.runtime.job.job import train  # Ray takes seconds to import; a local cluster starts meanwhile
 
-        return train(config, lease, ending)
+        return train(config, lease, signals)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Ranks:
         return self.kind in STAND_INS
 
 
-class Limits(NamedTuple):
+class PackLimits(NamedTuple):
     """The tokens of a pack that a rank holds, and what packs with more of them move to host memory or recompute."""
 
     tokens: int
@@ -255,7 +255,7 @@ class Strategy:
             return NO_RECOMPUTATION
         return largest_recomputation(memory, self.limit_bytes, tokens, most)
 
-    def limits(self, mode: Mode, num_ranks: int = 0) -> Limits:
+    def limits(self, mode: Mode, num_ranks: int = 0) -> PackLimits:
         """Return what each rank holds of a pack. With `auto_tokens`, at most the tokens of the run's first start or, if
         that is more, what its longest sequence needs on so many ranks. Otherwise `planner.tokens_per_rank`: tokens that
         the devices do not hold are held with activations in host memory, or recomputed, if they may be.
@@ -269,7 +269,7 @@ class Strategy:
         else:
             tokens, most = max(1, min(given, self.device_tokens(memory))), given
         offload = self.offload(memory, tokens, most)
-        found = Limits(tokens, offload, self.recomputation(memory, offload, tokens, most))
+        found = PackLimits(tokens, offload, self.recomputation(memory, offload, tokens, most))
         return found if self.auto_tokens or found.beyond.share else found._replace(tokens=given)
 
     def ranks_for(self, max_ranks: int) -> Callable[[int], int]:
@@ -352,7 +352,7 @@ class Strategy:
         # the parent transport never makes a group
         return replace(cost, group_s=0.0) if self.config.comm.transport == "parent" else cost
 
-    def plan_limits(self, mode: Mode) -> tuple[Limits, CostModel]:
+    def plan_limits(self, mode: Mode) -> tuple[PackLimits, CostModel]:
         """Return what a rank of this generation holds of a pack, and its cost with this model's memory in it."""
         memory, limits = self.memory(mode), self.limits(mode)
         resident = {sync: sum(self.memory(Mode(sync, mode.recomputes)).resident().values()) for sync in SYNCS}

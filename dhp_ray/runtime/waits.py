@@ -24,7 +24,7 @@ SAID_AT = (1, 3, 6, 12, 30, 60)
 
 
 @dataclass(frozen=True)
-class Waited:
+class LongWait:
     """A long wait that has ended."""
 
     what: str
@@ -58,8 +58,8 @@ class Waits:
                  clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._under_way: list[_Wait] = []
-        self._ended: deque[Waited] = deque()
-        self._record: Callable[[Waited], None] | None = None
+        self._ended: deque[LongWait] = deque()
+        self._record: Callable[[LongWait], None] | None = None
         self._closed = Event()
         if say:
             Thread(target=self._look, args=(say, look_s), name="waits", daemon=True).start()
@@ -79,7 +79,7 @@ class Waits:
             self._under_way.remove(wait)
             seconds = round(self._clock() - wait.since, 1)
             if seconds >= wait.long_s:
-                self.add([Waited(what, seconds)])
+                self.add([LongWait(what, seconds)])
             if wait.said and self._say:
                 self._say(Notice(f"waited {seconds:.0f} s for {what}"))
             self._write()
@@ -93,16 +93,16 @@ class Waits:
                 return Notice(f"waiting for {wait.what}: {seconds:.0f} s so far")
         return None
 
-    def add(self, waited: list[Waited]) -> None:
+    def add(self, waited: list[LongWait]) -> None:
         """Add long waits, also those of another process; they are written with the next one. Any thread may call this.
         """
         self._ended.extend(waited)
 
-    def taken(self) -> list[Waited]:
+    def taken(self) -> list[LongWait]:
         """Remove and return the long waits that have ended and are not written yet."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
-    def keep(self, record: Callable[[Waited], None]) -> None:
+    def keep(self, record: Callable[[LongWait], None]) -> None:
         """Write the long waits so far with `record`, and from now on each as it ends."""
         self._record = record
         self._write()

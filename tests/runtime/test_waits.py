@@ -5,7 +5,7 @@ import time
 import pytest
 
 from dhp_ray.runtime.messages import Notice
-from dhp_ray.runtime.waits import Waited, Waits, said_at_s
+from dhp_ray.runtime.waits import LongWait, Waits, said_at_s
 
 
 def test_a_wait_is_said_at_growing_intervals() -> None:
@@ -35,7 +35,7 @@ def test_what_is_due_is_said_once_and_long_waits_are_kept_with_their_length() ->
     assert waits.due() is None
     with waits.on("the plan of step 1"):
         clock.now += 9.0
-    assert waits.taken() == [Waited("the batch of step 1", 34.2)]
+    assert waits.taken() == [LongWait("the batch of step 1", 34.2)]
     assert waits.taken() == []
 
 
@@ -55,7 +55,7 @@ def test_what_shows_itself_is_kept_and_not_said() -> None:
     with waits.on("the index of the data", shows_itself=True):
         clock.now = 100.0
         assert waits.due() is None
-    assert waits.taken() == [Waited("the index of the data", 100.0)]
+    assert waits.taken() == [LongWait("the index of the data", 100.0)]
 
 
 def test_long_waits_are_written_where_they_are_kept_those_from_before_too() -> None:
@@ -63,9 +63,9 @@ def test_long_waits_are_written_where_they_are_kept_those_from_before_too() -> N
     waits = Waits(clock=clock)
     with waits.on("the workers to start"):
         clock.now += 12.0
-    waits.add([Waited("room for 2 workers", 11.0)])  # of another process
+    waits.add([LongWait("room for 2 workers", 11.0)])  # of another process
     waits.keep(written.append)
-    assert written == [Waited("the workers to start", 12.0), Waited("room for 2 workers", 11.0)]
+    assert written == [LongWait("the workers to start", 12.0), LongWait("room for 2 workers", 11.0)]
 
     def lost() -> None:
         with waits.on("the checkpoint of step 4"):
@@ -74,7 +74,7 @@ def test_long_waits_are_written_where_they_are_kept_those_from_before_too() -> N
 
     with pytest.raises(ValueError, match="rank 1 died"):
         lost()
-    assert written[2:] == [Waited("the checkpoint of step 4", 10.0)]
+    assert written[2:] == [LongWait("the checkpoint of step 4", 10.0)]
 
 
 def test_a_wait_is_said_while_the_thread_that_waits_is_blocked() -> None:

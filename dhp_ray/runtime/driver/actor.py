@@ -13,7 +13,8 @@ from ray.actor import ActorHandle
 
 if TYPE_CHECKING:
     from dhp_ray.runtime.messages import Message
-    from dhp_ray.runtime.waits import Waited
+    from dhp_ray.runtime.waits import LongWait
+
 
 CONCURRENCY_GROUPS = {"control": 2}
 
@@ -37,7 +38,7 @@ class DriverActor:
         self.driver.stop(reason)
 
     @ray.method(concurrency_group="control")
-    def waited(self, waits: list[Waited]) -> None:
+    def waited(self, waits: list[LongWait]) -> None:
         self.driver.waited(waits)
 
     def run(self) -> Iterator[Message]:

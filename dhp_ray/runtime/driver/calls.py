@@ -149,6 +149,7 @@ def _words(error: RayTaskError) -> str:
     text = first_line_of(str(cause))
     return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"
 
+
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
 """Threads in addition to the one that passes calls on. Each call whose answers are awaited holds a thread, at most five
 at once: a step or held-out samples, the slices of the next of either, copies of the state, and a save.
@@ -225,7 +226,7 @@ class Relay:
             self._begun.notify_all()
 
 
-class Share(NamedTuple):
+class RelayCall(NamedTuple):
     """A relay's part of a call: `begun` is done once the relay has passed the call on."""
 
     relay: ActorHandle
@@ -264,9 +265,9 @@ class Relays:
     def _calls(self, pass_on: Callable[[ActorHandle, int, range], ray.ObjectRef]) -> Calls:
         with self._sending:  # for the driver's threads: every relay gets their calls in the same order
             number = next(self._numbers)
-            parts = [Share(relay, ranks, ready, pass_on(relay, number, ranks))
+            parts = [RelayCall(relay, ranks, ready, pass_on(relay, number, ranks))
                      for relay, ranks, ready in zip(self._relays, self._ranks, self._ready)]
-            by_reference: dict[ray.ObjectRef, Share] = {part.relay.answers.remote(number): part for part in parts}
+            by_reference: dict[ray.ObjectRef, RelayCall] = {part.relay.answers.remote(number): part for part in parts}
 
         def pending_ranks(pending: Collection[ray.ObjectRef]) -> set[int]:
             return _unanswered(number, [by_reference[reference] for reference in pending])
@@ -274,7 +275,7 @@ class Relays:
         return Calls({reference: part.ranks for reference, part in by_reference.items()}, True, pending_ranks)
 
 
-def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
+def _unanswered(number: int, parts: Sequence[RelayCall]) -> set[int]:
     """Return the ranks that have not answered the calls with this number; for now, none of a relay that is still
     starting.
 
@@ -282,7 +283,7 @@ def _unanswered(number: int, parts: Sequence[Share]) -> set[int]:
         GroupError: a relay no longer answers, or could not pass the calls on.
     """
     started = set(ray.wait([part.ready for part in parts], num_returns=len(parts), timeout=0)[0]) if parts else set()
-    asked: dict[ray.ObjectRef, Share] = {part.relay.unanswered.remote(number): part for part in parts
+    asked: dict[ray.ObjectRef, RelayCall] = {part.relay.unanswered.remote(number): part for part in parts
                                          if part.ready in started}
     told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=SURVEY_S) if asked else ([], [])
     for reference in silent:

@@ -6,8 +6,8 @@ its references.
     workers      run n, prefetch n+1                      |
 
 If the plan is not ready when the workers are done, the driver makes a fast, valid plan by the planner's last resort,
-and sends it once waiting has cost as much as running that plan would lose (`planning`). Every plan that is sent has its
-own id; workers run the plan that the driver names.
+and sends it once waiting has cost as much as running that plan would lose (`patience_s`). Every plan that is sent has
+its own id; workers run the plan that the driver names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
@@ -35,11 +35,13 @@ from dhp_ray.runtime.messages import Ran
 from dhp_ray.runtime.rank_slices import RowIndex
 from dhp_ray.train.results import StepResult
 
-if TYPE_CHECKING:
-    from dhp_ray.data.stream import Batch
-    from dhp_ray.planner.cost.model import CostModel
-    from dhp_ray.planner.plan.types import Plan
-    
+ANSWERS_S = 0.1
+"""Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself, and
+finds out which rank does not answer.
+"""
+
+WritePlan = Callable[[int, dict[str, Any]], None]
+
 
 @dataclass
 class DispatchedStep:
@@ -74,9 +76,7 @@ class RunningStep:
                  evaluated: Mapping[str, float]) -> FinishedStep:
         dispatched, batch = self.dispatched, self.dispatched.batch
         return FinishedStep(dispatched.step, dispatched.plan, dispatched.plan_id, dispatched.late, batch.epoch,
-                            batch.skipped, self.placeholders, results,
-                            step_time_s, self.data_wait_s,
-                            evaluated)
+                            batch.skipped, self.placeholders, results, step_time_s, self.data_wait_s, evaluated)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ class FinishedStep:
         """Build it from the plan file and from what the survivors of a generation report (`ran`, at least one)."""
         batch, results = plan_file["batch"], [found.result for found in ran]
         return cls(step, Plan.from_json(plan_file), plan_file["id"], plan_file["late"], batch["epoch"],
-                   dict(batch["skipped"]),
-                   ran[0].placeholders, results,
-                   max(result.step_time_s for result in results))
+                   dict(batch["skipped"]), ran[0].placeholders, results, max(result.step_time_s for result in results))
 
 
 @dataclass
@@ -126,12 +124,8 @@ class Planning:
     ahead: Future[DispatchedStep | None] = field(init=False)
     sends_ahead: bool = False
     """The planning thread was the first to claim it: it sends the plan, or has sent it."""
-    _claimed: bool = False
+    claimed: bool = False
     _lock: Lock = field(default_factory=Lock)
-
-    @property
-    def claimed(self) -> bool:
-        return self._claimed
 
     def claim(self, ahead: bool = False) -> bool:
         """Return whether the caller is the first to claim the planning: only the first may send a plan of this step (or
@@ -140,22 +134,9 @@ class Planning:
         ahead: the caller is the planning thread.
         """
         with self._lock:
-            first, self._claimed = not self._claimed, True
+            first, self.claimed = not self.claimed, True
             self.sends_ahead = self.sends_ahead or (first and ahead)
             return first
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a plan is worth waiting for, from `since_s` on: as long as waiting costs less than running the last
-    resort.
-    """
-
-    since_s: float
-    seconds: float
-
-    def over(self) -> bool:
-        return monotonic() - self.since_s >= self.seconds
 
 
 class BatchReader:
@@ -241,13 +222,6 @@ class BatchReader:
                     "samples, and batch.drop_last=true leaves a smaller batch out"
                 )
         return batch
-
-ANSWERS_S = 0.1
-"""Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself, and
-finds out which rank does not answer.
-"""
-
-WritePlan = Callable[[int, dict[str, Any]], None]
 
 
 class Dispatcher:
@@ -347,9 +321,9 @@ class Dispatcher:
         begun_s = monotonic()
         last_resort = self._plan(planning, batch, LAST_RESORT)
         expected_s = self._expectation.makespan_s(last_resort.lower_bound_s)
-        patience = Patience(begun_s, patience_s(last_resort.predicted_time_s, expected_s, self.scale()))
+        until_s = begun_s + patience_s(last_resort.predicted_time_s, expected_s, self.scale())
         with self.group.waits.on(self._named("the plan", step)):
-            self.group.wait(planning.ahead, lambda: patience.over() or self._ends())
+            self.group.wait(planning.ahead, lambda: monotonic() >= until_s or self._ends())
         if self._ends():
             return None
         if planning.ahead.done() or not planning.claim():  # the thread has sent its plan, is sending it, or has failed

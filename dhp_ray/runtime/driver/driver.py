@@ -32,13 +32,13 @@ from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.elastic import Condition
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure, report_pending
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
-from dhp_ray.runtime.waits import LONG_S, Waited, Waits
+from dhp_ray.runtime.waits import LONG_S, LongWait, Waits
 from dhp_ray.storage import Folder, StorageError
 
 LONG_STEP = 3.0
@@ -63,7 +63,7 @@ class Driver:
         self.messages: SimpleQueue[Message] = SimpleQueue()  # for the job's process
         self.tell: Tell = self.messages.put
         self.waits = Waits(self.tell)
-        self.group = WorkerGroup([Member(slot, actor) for slot, actor in workers.items()], waits=self.waits)
+        self.group = WorkerGroup([WorkerHandle(slot, actor) for slot, actor in workers.items()], waits=self.waits)
         self.pending, self.draining = PendingWorkers(config.cluster.device, self.tell), DrainingNodes()
         self.session: Session | None = None
         self.stop_reason = self.refused = ""
@@ -81,7 +81,7 @@ class Driver:
         """End the run after the step that is under way, with a checkpoint."""
         self.stop_reason = reason
 
-    def waited(self, waits: list[Waited]) -> None:
+    def waited(self, waits: list[LongWait]) -> None:
         """Record long waits of the job's process with those of the run."""
         self.waits.add(waits)
 
@@ -294,6 +294,7 @@ class Driver:
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
+
 
 PICTURE_S = 0.5
 """Seconds that a run that ends early waits for the picture of a step."""

@@ -53,7 +53,7 @@ def open_held_out(config: Config) -> HeldOut | None:
         raise _of_eval(error) from None
 
 
-class Evaluation:
+class HeldOutEvaluation:
     """Evaluates for one membership of the group; does nothing without held-out samples.
 
     Its batches have `batch.global_samples` samples for any number of ranks, and their sums are added in order.

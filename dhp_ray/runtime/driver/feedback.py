@@ -155,6 +155,7 @@ def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
         seconds[result.rank] = sum(time.busy_s for time in (*result.pack_times, *result.encoder_times))
     return seconds
 
+
 WINDOW = 16
 """The number of last steps whose packs are used."""
 REFIT_DECAY = 0.75
@@ -258,6 +259,7 @@ def _factors(terms: Terms, prior: CostModel) -> Terms:
     found = {name: terms[name] / of[name] for name in TERMS if of[name] > 0 and name in terms}
     return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}
 
+
 COPY_SHARE = 0.02
 """The largest share of a step's time that copies may take."""
 
@@ -345,6 +347,7 @@ class TimeScale:
     def observe(self, measured_s: float, predicted_s: float) -> None:
         if measured_s > 0 and predicted_s > 0:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
+
 
 LATE_S = 0.01
 """The shortest time that the driver waits for a plan."""

@@ -44,7 +44,7 @@ WORDS = {Condition.DEAD: "died", Condition.UNRESPONSIVE: "answers no more", Cond
 
 
 @dataclass
-class Member:
+class WorkerHandle:
     """A worker: the slot of the job's process that it fills, its actor, and its description of itself."""
 
     slot: int
@@ -56,7 +56,7 @@ class Member:
         return f"pid {self.described['pid']} on node {str(self.described['node_id'])[:8]}"
 
 
-def by_node(members: Sequence[Member]) -> list[Member]:
+def by_node(members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
     """Sort members into rank order: a node's ranks are neighbours; otherwise nodes and members keep their order of
     arrival.
     """
@@ -72,7 +72,9 @@ class WorkerGroup:
     workers' health is checked.
     """
 
-    def __init__(self, members: Sequence[Member], look_s: float | None = None, waits: Waits | None = None) -> None:
+    def __init__(
+        self, members: Sequence[WorkerHandle], look_s: float | None = None, waits: Waits | None = None
+    ) -> None:
         """`waits`: where waits for the group are reported."""
         self.members, self.look_s = list(members), look_s
         self.exchange_s = math.inf  # how long all ranks may wait for one another

@@ -40,7 +40,7 @@ from dhp_ray.runtime.driver.elastic import (
     decide,
     surviving_state,
 )
-from dhp_ray.runtime.driver.group import Member, WorkerGroup, by_node
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle, by_node
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import (
     FromCheckpoint,
@@ -74,7 +74,7 @@ DRAINING_LOOK_S = 1.0
 class WorkerHealth:
     """One worker of the group when its health was polled."""
 
-    member: Member
+    member: WorkerHandle
     condition: Condition
     status: Status
 
@@ -291,8 +291,8 @@ def _go_back(session: Session, step: int) -> None:
 
 
 def _join(
-    session: Session, survivors: Sequence[WorkerHealth], newcomers: Sequence[Member], start: StartingPoint,
-    lost: Sequence[Member],
+    session: Session, survivors: Sequence[WorkerHealth], newcomers: Sequence[WorkerHandle], start: StartingPoint,
+    lost: Sequence[WorkerHandle],
 ) -> None:
     """Let survivors and newcomers meet in the next generation; blocks on the nodes of `lost` members are made again."""
     group, surviving = session.group, start.surviving
@@ -374,7 +374,7 @@ class _Newcomer:
     loading was reported.
     """
 
-    member: Member
+    member: WorkerHandle
     described: ray.ObjectRef
     prepared: ray.ObjectRef
     loads_since_s: float | None = field(default=None, init=False)
@@ -397,7 +397,7 @@ class PendingWorkers:
     def offer(self, slot: int, actor: ActorHandle) -> None:
         self._offered.put((slot, actor))
 
-    def ready(self) -> list[Member]:
+    def ready(self) -> list[WorkerHandle]:
         """Return the newcomers that can join now. One that failed goes into `failed` with the reason, and its slot
         becomes free.
         """
@@ -406,11 +406,11 @@ class PendingWorkers:
                 slot, actor = self._offered.get_nowait()
             except Empty:
                 break
-            self._coming.append(_Newcomer(Member(slot, actor), actor.describe.remote(self._device, CONFIG_FILE),
+            self._coming.append(_Newcomer(WorkerHandle(slot, actor), actor.describe.remote(self._device, CONFIG_FILE),
                                           actor.prepare.remote()))
         return [newcomer.member for newcomer in list(self._coming) if self._is_ready(newcomer)]
 
-    def take(self, number: int) -> list[Member]:
+    def take(self, number: int) -> list[WorkerHandle]:
         """Take at most `number` of the ready newcomers; they are members from here on."""
         taken = self.ready()[:number]
         self._coming = [newcomer for newcomer in self._coming if newcomer.member not in taken]

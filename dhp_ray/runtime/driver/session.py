@@ -19,13 +19,13 @@ from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.timeline import apart_timeline
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.elastic import Failures, replica_ranks_of
-from dhp_ray.runtime.driver.evaluation import Evaluation, HeldOut
+from dhp_ray.runtime.driver.evaluation import HeldOut, HeldOutEvaluation
 from dhp_ray.runtime.driver.feedback import CostRefits, Mirroring, SpeedMeter, TimeScale, least_error
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.messages import Notice, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
-from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch, cluster_text
+from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures, cluster_text
 from dhp_ray.runtime.strategy import Choice, ResolvedRun, Strategy
 
 STUCK_SHARE = 0.75
@@ -49,7 +49,7 @@ class Generation:
     number: int = 0
     choice: Choice = field(init=False)
     dispatcher: Dispatcher = field(init=False)
-    evaluation: Evaluation = field(init=False)
+    evaluation: HeldOutEvaluation = field(init=False)
     meter: SpeedMeter = field(init=False)
 
 
@@ -81,7 +81,7 @@ class Session:
     records: RunRecords
     checkpoints: Checkpoints
     scalars: ScalarLog
-    watch: Watch
+    watch: StepPictures
     stream: Stream
     held_out: HeldOut | None
     total_steps: int
@@ -177,7 +177,7 @@ class Session:
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches,
             self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
-        self.current.evaluation = Evaluation(self.held_out, self.group, cluster, cost, config, pool,
+        self.current.evaluation = HeldOutEvaluation(self.held_out, self.group, cluster, cost, config, pool,
                                              strategy.largest_admitted, self.tell, self.current.number,
                                              self.stop_reason)
 

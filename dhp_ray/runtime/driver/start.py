@@ -36,13 +36,13 @@ from dhp_ray.planner.plan.types import Sample, samples_from_json
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
-from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch
+from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures
 from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
 from dhp_ray.storage import Folder, StorageError
@@ -91,8 +91,9 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     if resolved.skipped:
         tell(Notice(resolved.skipped))
     total_steps = config.run.steps or config.run.epochs * batches_of(stream.num_rows, config)
-    scalars, watch = ScalarLog(folder.child(TENSORBOARD_FOLDER), last_step + 1), Watch(folder, config.watch.every_steps)
-    session = Session(resolved, group, store, records, checkpoints, scalars, watch, stream, held_out, total_steps,
+    scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), last_step + 1)
+    pictures = StepPictures(folder, config.watch.every_steps)
+    session = Session(resolved, group, store, records, checkpoints, scalars, pictures, stream, held_out, total_steps,
                       compiled, tell, first_batch, stopping)
     stream.limit(session.config.planner.max_sequence_tokens, session.strategy.largest_admitted)
     if config.planner.cost == MEASURE:
@@ -244,7 +245,7 @@ def saves_ahead(done: int, total: int, every: int) -> int:
 
 
 def check_room(
-    members: Sequence[Member], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
+    members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
     """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time;
     without it, each node needs room for its parts of one checkpoint, before they are uploaded.

@@ -23,10 +23,10 @@ from dhp_ray.data.index import held_out, image_root, index_fragments
 from dhp_ray.data.model_folder import own_pixels
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.evaluate.predictions import Answer, Display, Predictions, summary_line
-from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import actor_options, bundle_of, rendezvous_store, reserve
 from dhp_ray.runtime.job.preflight import device_of
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.runtime.messages import Notice, RunError
 from dhp_ray.runtime.waits import Waits
 from dhp_ray.runtime.worker.worker import words_of
@@ -36,9 +36,8 @@ MAX_RESTARTS = 3
 """How often Ray restarts a worker that dies, and retries the sample that it was working on."""
 
 
-def evaluate(config: Evaluation, ending: Ending) -> int:
-    """Evaluate as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
-    standard error.
+def evaluate(config: Evaluation, signals: ShutdownSignals) -> int:
+    """Evaluate as configured, or until a signal; return the exit status. Every failure is one line on standard error.
     """
     waits = Waits(_say)
     try:
@@ -50,16 +49,16 @@ def evaluate(config: Evaluation, ending: Ending) -> int:
             _say(Notice(warning))
         with waits.on("the Ray cluster"):
             connect()
-        ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
+        signals.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
         _run(config, waits)
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
-        ending.tell()
+        signals.tell()
         return 1
     except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
-        ending.over()
+        signals.over()
         waits.close()
         disconnect()
     return 0

@@ -99,6 +99,7 @@ def _mean_loss(loss_sum: float, num_valid_tokens: int) -> float | None:
     loss = loss_sum / max(1, num_valid_tokens)
     return loss if math.isfinite(loss) else None
 
+
 NUM_LINES = 20
 """The maximum number of progress lines if the output is not a terminal."""
 

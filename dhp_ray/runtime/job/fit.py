@@ -27,10 +27,10 @@ from ray.train import Checkpoint, Result
 from dhp_ray.config import Config, ConfigError, in_upload, load, make_absolute, refuse_relative_run
 from dhp_ray.run_folder import CHECKPOINTS_FOLDER, LEDGER_FILE, METRICS_FILE, checkpoint_folder
 from dhp_ray.runtime.job.console import Console
-from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import bundle_of, run
 from dhp_ray.runtime.job.preflight import check_here, device_of
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.lease import EXPIRES_S, take_lease
@@ -85,7 +85,7 @@ def fit(overrides: Overrides = ()) -> Result:
                 connect()
         if trial:
             trial.resume()
-        error = run(config, lease, shown, waits, Ending(), trial.room if trial else None, leaves=False).error
+        error = run(config, lease, shown, waits, ShutdownSignals(), trial.room if trial else None, leaves=False).error
     except RunError as failure:
         error = str(failure)
     finally:
@@ -142,6 +142,7 @@ class Shown(Console):
             self.metrics = message.metrics
             if self.trial:
                 self.trial.report(message.metrics)
+
 
 POINTER_FILE = "dhp_ray.json"
 ORIGINAL_FOLDER = "TUNE_ORIG_WORKING_DIR"

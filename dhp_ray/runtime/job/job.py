@@ -22,9 +22,9 @@ from dhp_ray.comm.device import Accelerator
 from dhp_ray.config import Config, ConfigError, check_device, in_upload, make_absolute
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.job.console import Console
-from dhp_ray.runtime.job.ending import Ending
 from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.preflight import device_of, index_ahead
+from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, RunStarted
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import Waits
@@ -40,42 +40,42 @@ accident.
 """
 
 
-def train(config: Config, lease: Lease, ending: Ending) -> int:
-    """Train as configured, or until `ending` receives a signal; return the exit status. Every failure is one line on
-    standard error. `lease`: of the run folder.
+def train(config: Config, lease: Lease, signals: ShutdownSignals) -> int:
+    """Train as configured, or until a signal; return the exit status. Every failure is one line on standard error.
+    `lease`: of the run folder.
     """
     console = Console(sys.stdout)
     waits = Waits(console.show)
-    ending.say = lambda text: console.show(Notice(text))
+    signals.say = lambda text: console.show(Notice(text))
     try:
         if not in_upload(Path.cwd()):
             make_absolute(config)
         with waits.on("the Ray cluster"):
             connect()
-        ending.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        last = run(config, lease, console, waits, ending, leaves=True)
+        signals.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
+        last = run(config, lease, console, waits, signals, leaves=True)
         if last.error:
             print(f"error: {last.error}", file=sys.stderr)
         return last.status
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
         console.close()
-        ending.tell()
+        signals.tell()
         return 1
     except (ConfigError, RunError) as error:
         console.close()
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
-        ending.over()
+        signals.over()
         waits.close()
         disconnect()
 
 
 def run(
-    config: Config, lease: Lease, console: Console, waits: Waits, ending: Ending, lent: PlacementGroup | None = None,
-    *, leaves: bool
+    config: Config, lease: Lease, console: Console, waits: Waits, signals: ShutdownSignals,
+    lent: PlacementGroup | None = None, *, leaves: bool
 ) -> RunFinished:
-    """Train on the cluster that this process has joined; return how the run ended. `lent`: see `Roster`. `leaves`:
+    """Train on the cluster that this process has joined; return how the run ended. `lent`: see `WorkerPool`. `leaves`:
     whether this process leaves the cluster and ends. That ends the workers, when their output is no longer shown: one
     that still imports prints a traceback.
 
@@ -84,18 +84,18 @@ def run(
     """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
-    roster = Roster(config, resolve_device(config), waits, lent)
+    pool = WorkerPool(config, resolve_device(config), waits, lent)
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
     try:
-        roster.start()
+        pool.start()
         lost = 0
         while lost < MAX_DRIVERS:
             # Each driver has its own store: it may use numbers of generations that a lost driver has tried. Existing
             # groups keep using their own store.
             stores.append(rendezvous_store(host))
             steps = console.steps
-            last = _drive(config, lease, roster, (host, stores[-1].port), console, waits, ending,
+            last = _drive(config, lease, pool, (host, stores[-1].port), console, waits, signals,
                           takes_over=len(stores) > 1)
             if last:
                 return last
@@ -107,7 +107,7 @@ def run(
     finally:
         console.close()
         if not leaves:
-            roster.close()
+            pool.close()
         stores.clear()
 
 
@@ -130,18 +130,18 @@ def rendezvous_store(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
-def _drive(config: Config, lease: Lease, roster: Roster, store: tuple[str, int], console: Console, waits: Waits,
-           ending: Ending, takes_over: bool) -> RunFinished | None:
+def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int], console: Console, waits: Waits,
+           signals: ShutdownSignals, takes_over: bool) -> RunFinished | None:
     """Run under one driver actor; returns None if it was lost."""
     starting_driver = ExitStack()  # until its first message
     starting_driver.enter_context(waits.on("the driver actor to start"))
-    starting = roster.starting() if takes_over else set()
-    workers = {slot: worker for slot, worker in roster.workers.items() if slot not in starting}
-    newcomers = {slot: roster.workers[slot] for slot in starting} if takes_over else roster.grow()
+    starting = pool.starting() if takes_over else set()
+    workers = {slot: worker for slot, worker in pool.workers.items() if slot not in starting}
+    newcomers = {slot: pool.workers[slot] for slot in starting} if takes_over else pool.grow()
     driver = start_driver(config, workers, store, takes_over, lease)
     try:
         if takes_over:
-            ending.hand_over(driver.stop.remote)
+            signals.hand_over(driver.stop.remote)
         for slot, worker in newcomers.items():
             driver.offer.remote(slot, worker)
         for reference in driver.run.remote():
@@ -153,11 +153,11 @@ def _drive(config: Config, lease: Lease, roster: Roster, store: tuple[str, int],
                 console.show(message)
                 return message
             if isinstance(message, RunStarted):
-                ending.hand_over(driver.stop.remote)
+                signals.hand_over(driver.stop.remote)
             if isinstance(message, Replace):
-                if ending.reason:
+                if signals.reason:
                     continue  # a run that is to end waits for no newcomer
-                driver.offer.remote(message.slot, roster.replace(message.slot))
+                driver.offer.remote(message.slot, pool.replace(message.slot))
             else:
                 console.show(message)
     except RayTaskError as error:
@@ -193,7 +193,7 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
                          resources={"node:__internal_head__": 0.001}).remote(config, workers, store, takes_over, lease)
 
 
-class Roster:
+class WorkerPool:
     """The slots below cluster.num_workers share one reservation, granted as a whole or not at all; each slot up to
     cluster.max_workers has its own, granted when the cluster grows. `lent`: a reservation made by someone else, whose
     bundles from the second on are for the first slots; it is not removed here.

@@ -279,6 +279,7 @@ def _check_run_folder(config: Config) -> None:
     except StorageError as error:
         raise ConfigError(f"run.dir: {error}") from None
 
+
 LINE_EVERY_S = 10.0
 
 

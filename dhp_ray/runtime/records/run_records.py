@@ -33,7 +33,7 @@ from dhp_ray.run_folder import (
     plan_file,
     step_of,
 )
-from dhp_ray.runtime.waits import Waited
+from dhp_ray.runtime.waits import LongWait
 from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
 from dhp_ray.storage import Folder, StorageError
 
@@ -135,7 +135,7 @@ class RunRecords:
         """Add what happened now (UTC) to events.jsonl."""
         self._events.append({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **details})
 
-    def waited(self, wait: Waited) -> None:
+    def waited(self, wait: LongWait) -> None:
         """Add a long wait that has ended to events.jsonl."""
         self.event("wait", what=wait.what, seconds=wait.seconds)
 

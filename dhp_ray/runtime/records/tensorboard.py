@@ -191,10 +191,11 @@ def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:
     lines += [f"| {rank['rank']} | {rank['node_id']} | {rank['pid']} | {rank['device']} |" for rank in ranks]
     return "\n".join(lines)
 
+
 PICTURE = "plan/planned_and_measured"
 
 
-class Watch:
+class StepPictures:
     """Shows step 1 and every `every_steps`-th step: the plan next to what the ranks measured, as a picture in
     TensorBoard and as `trace/step_*.json`.
 

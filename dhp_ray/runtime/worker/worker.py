@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dhp_ray.train.state.shards import LocalShard
     from dhp_ray.train.step_inputs import StepInputs
 
+
 CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
 """Threads in addition to the one that trains."""
 
@@ -337,6 +338,7 @@ class Worker:
             self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)
+
 
 VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
 """The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step

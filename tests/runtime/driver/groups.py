@@ -9,8 +9,8 @@ from dhp_ray.config import Config, load
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
-from dhp_ray.runtime.strategy import Choice, Limits, Strategy, resolve
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
+from dhp_ray.runtime.strategy import Choice, PackLimits, Strategy, resolve
 from dhp_ray.runtime.worker.run_model import state_size
 
 GIB = 2**30
@@ -21,9 +21,9 @@ def config_of(run_dir: str, *more: str) -> Config:
                  "cluster.device=cpu", "planner.sync=step", *more])
 
 
-def members(*described: dict[str, Any]) -> list[Member]:
+def members(*described: dict[str, Any]) -> list[WorkerHandle]:
     common = {"node_id": "a", "device": "cuda", "host_memory_bytes": 2000 * GIB}
-    return [Member(slot, None, common | found)  # type: ignore[arg-type]
+    return [WorkerHandle(slot, None, common | found)  # type: ignore[arg-type]
             for slot, found in enumerate(described)]
 
 
@@ -45,12 +45,12 @@ def strategy_of(config: Config, group: Workers, auto_tokens: bool = True) -> Str
     return Strategy(config, group.ranks, auto_tokens, group.image_limit, group.first_batch, group.measured_cost)
 
 
-def limits_of_generation(config: Config, group: Workers, num_ranks: int) -> Limits:
+def limits_of_generation(config: Config, group: Workers, num_ranks: int) -> PackLimits:
     strategy = strategy_of(config, group)
     return strategy.limits(strategy.choose(num_ranks).mode, num_ranks)
 
 
-def limits_as_given(config: Config, group: Workers, mode: Mode) -> Limits:
+def limits_as_given(config: Config, group: Workers, mode: Mode) -> PackLimits:
     return strategy_of(config, group, auto_tokens=False).limits(mode)
 
 

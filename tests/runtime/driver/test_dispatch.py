@@ -20,7 +20,7 @@ from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import RankPlan, Sample, planned_samples
 from dhp_ray.runtime.driver.dispatch import Dispatcher
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.rank_slices import unpacked_slice
 
 SAMPLES = [Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9), Sample("c", 7, 8, ((1, 4, 4), (1, 4, 4)))]
@@ -59,7 +59,7 @@ class Batches:
 def group(ray_cluster: None) -> Iterator[WorkerGroup]:
     warm_up()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
-    group = WorkerGroup([Member(slot, ray.remote(num_cpus=0)(Listener).remote()) for slot in range(2)])
+    group = WorkerGroup([WorkerHandle(slot, ray.remote(num_cpus=0)(Listener).remote()) for slot in range(2)])
     yield group
     for member in group.members:
         ray.kill(member.actor)

@@ -21,7 +21,7 @@ from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
 ACTOR: Any = SimpleNamespace(prefetch=SimpleNamespace(remote=lambda packed, references: None))
@@ -57,7 +57,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
     monkeypatch.setitem(PLANNERS, "dhp", PLANNERS[LAST_RESORT])  # it has less to compile
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=2", "planner.sync=step"])
     stream: Any = Rows()
-    group = WorkerGroup([Member(slot, ACTOR) for slot in range(2)])
+    group = WorkerGroup([WorkerHandle(slot, ACTOR) for slot in range(2)])
     made = Dispatcher(stream, group, ClusterSpec(2, 2, 64), COST, config, GroupCacheState(4), 3, scale=lambda: 1.0)
     yield made
     made.stop()

@@ -18,7 +18,7 @@ import ray
 
 import dhp_ray.runtime.driver.group as group_module
 from dhp_ray.runtime.driver.calls import SURVEY_S
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
 
 
@@ -64,7 +64,7 @@ def ranks(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[WorkerG
     """Three ranks on two nodes; relayed: the first has a relay, and the other two have one."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
-    group = WorkerGroup([Member(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
+    group = WorkerGroup([WorkerHandle(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
     group.describe("cpu", "")
     if request.param == "relayed":
         group.open_relays(2)

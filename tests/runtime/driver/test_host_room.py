@@ -14,7 +14,7 @@ from dhp_ray.planner.memory.host import ACTIVATIONS, node_terms
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, Offload
 from dhp_ray.runtime.messages import RunError
-from dhp_ray.runtime.strategy import OFFLOAD, Limits
+from dhp_ray.runtime.strategy import OFFLOAD, PackLimits
 from tests.runtime.driver.groups import (
     GIB,
     Workers,
@@ -98,7 +98,7 @@ def test_a_share_of_every_pack_makes_room_for_more_tokens(tmp_path: Path) -> Non
     assert found[1] > 1.2 * found[0]
     half.planner.tokens_per_rank = str(found[1])
     limits, cost = strategy_of(half, group, True).plan_limits(MODE)
-    assert limits == Limits(found[1], Offload(0.5, 0, found[1]))
+    assert limits == PackLimits(found[1], Offload(0.5, 0, found[1]))
     assert 0.88 * ROOM * GIB < cost.memory_bytes(found[1], 1, "step") <= 0.9 * ROOM * GIB
     memory = strategy_of(half, group).memory(MODE)
     beside, moved = (sum(node_terms(memory, found[1], 4, share).values()) for share in (0.0, 0.5))
@@ -126,15 +126,15 @@ def test_the_longest_sequence_is_what_all_ranks_hold_so(tmp_path: Path) -> None:
 
 def test_given_tokens_that_a_device_does_not_hold_are_held_with_the_nodes_memory(tmp_path: Path) -> None:
     config, group = described(tmp_path, (*AUTO[1:], "planner.tokens_per_rank=100"))
-    assert limits_as_given(config, group, MODE) == Limits(100, NO_OFFLOAD)
+    assert limits_as_given(config, group, MODE) == PackLimits(100, NO_OFFLOAD)
     config.planner.tokens_per_rank = "4000"
     held = strategy_of(config, group).device_tokens(strategy_of(config, group).memory(MODE))
     limits = limits_as_given(config, group, MODE)
     assert limits.tokens == held < limits.most_tokens <= 4000
     config.train.activation_offload = "off"
-    assert limits_as_given(config, group, MODE) == Limits(4000, NO_OFFLOAD)
+    assert limits_as_given(config, group, MODE) == PackLimits(4000, NO_OFFLOAD)
     config.train.activation_offload = "0.5"
-    assert limits_as_given(config, group, MODE) == Limits(4000, Offload(0.5, 0, 4000))
+    assert limits_as_given(config, group, MODE) == PackLimits(4000, Offload(0.5, 0, 4000))
 
 
 def test_recomputation_is_not_needed_for_what_host_memory_holds(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import GroupPlan, Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.messages import StepCommitted
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
@@ -55,7 +55,7 @@ class Groups(tuple[GroupPlan, ...]):
 
 def passes_of_a_send(num_ranks: int) -> int:
     samples = [Sample(f"s{number}", 20 + number % 90) for number in range(2 * num_ranks)]
-    group = WorkerGroup([Member(slot, Handle(slot)) for slot in range(num_ranks)])  # type: ignore[arg-type]
+    group = WorkerGroup([WorkerHandle(slot, Handle(slot)) for slot in range(num_ranks)])  # type: ignore[arg-type]
     cluster = ClusterSpec(num_ranks, 8, 64)
     config = load(["data.format=synthetic", "data.path=unused"])
     dispatcher = Dispatcher(None, group, cluster, COST, config, GroupCacheState(0))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_answers_that_are_there_are_taken_together(ray_cluster: None, monkeypatc
     num_ranks = 200
     answers = ray.remote(num_cpus=0)(lambda: list(range(num_ranks))).options(num_returns=num_ranks).remote()
     ray.wait(answers, num_returns=num_ranks)
-    group = WorkerGroup([Member(slot, Handle(answer)) for slot, answer in enumerate(answers)])  # type: ignore[arg-type]
+    group = WorkerGroup([WorkerHandle(slot, Handle(answer)) for slot, answer in enumerate(answers)])  # type: ignore[arg-type]
     calls = {"wait": 0, "get": 0}
 
     def counted(name: str, function: Any) -> Any:

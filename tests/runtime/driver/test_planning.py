@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from threading import Barrier, Thread
-from time import monotonic
 
 import pytest
 
 from dhp_ray.planner.cost.model import CostModel
-from dhp_ray.runtime.driver.dispatch import Patience, Planning
+from dhp_ray.runtime.driver.dispatch import Planning
 from dhp_ray.runtime.driver.feedback import LATE_S, patience_s
 
 COST = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0})
@@ -45,10 +44,3 @@ def test_a_plan_is_waited_for_as_long_as_that_costs_less_than_the_last_resort(
     last_resort_s: float, expected_s: float, scale: float | None, seconds: float
 ) -> None:
     assert patience_s(last_resort_s, expected_s, scale) == pytest.approx(seconds)
-
-
-def test_patience_ends() -> None:
-    now_s = monotonic()
-    assert Patience(now_s - 2.0, 1.0).over()
-    assert not Patience(now_s, 60.0).over()
-    assert not Patience(now_s, float("inf")).over()

@@ -17,7 +17,7 @@ from dhp_ray.data.blocks import Origin
 from dhp_ray.planner.plan.types import PlanSlices, RankPack, Sample
 from dhp_ray.runtime.driver import calls as relay_module
 from dhp_ray.runtime.driver.calls import Calls, Relay, shares
-from dhp_ray.runtime.driver.group import Member, WorkerGroup
+from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.messages import GroupError, Status
 from dhp_ray.runtime.rank_slices import RowIndex, unpacked_slice
 
@@ -66,7 +66,7 @@ class Actor:
 def ranks(ray_cluster: None) -> Iterator[WorkerGroup]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "prefetch": 1})(Actor)
-    group = WorkerGroup([Member(slot, actor.remote(slot)) for slot in range(3)])
+    group = WorkerGroup([WorkerHandle(slot, actor.remote(slot)) for slot in range(3)])
     group.describe("cpu", "")
     group.look_s = 0.2
     yield group

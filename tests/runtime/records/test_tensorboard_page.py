@@ -17,7 +17,7 @@ from PIL import Image
 
 from dhp_ray.config import load
 from dhp_ray.runtime.driver.commit import step_metrics
-from dhp_ray.runtime.records.tensorboard import ScalarLog, Watch, cluster_text
+from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures, cluster_text
 from dhp_ray.storage import Folder
 from tests.report.browser import open_page
 from tests.report.runs import plan_of, results_of
@@ -27,7 +27,7 @@ EXTRA = {"applied": True, "epoch": 0, "num_valid_tokens": 80, "data_wait_s": 0.0
 
 
 def write_events(folder: Path) -> None:
-    log, watch = ScalarLog(Folder(str(folder / "tensorboard")), 1), Watch(Folder(str(folder)), 4)
+    log, watch = ScalarLog(Folder(str(folder / "tensorboard")), 1), StepPictures(Folder(str(folder)), 4)
     log.text("configuration", "```yaml\nseed: 0\n```")
     log.text("cluster", cluster_text([{"rank": 0, "pid": 1, "node_id": "a", "device": "cpu"}]))
     log.hyperparameters(load([]))

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dhp_ray.runtime.records import tensorboard as module
-from dhp_ray.runtime.records.tensorboard import PICTURE, ScalarLog, Watch
+from dhp_ray.runtime.records.tensorboard import PICTURE, ScalarLog, StepPictures
 from dhp_ray.storage import Folder
 from tests.report.runs import plan_of, results_of, write_run
 
@@ -20,7 +20,7 @@ def pictures(path: Path) -> list[tuple[int, bytes]]:
 
 
 def test_due_steps_have_a_picture_and_a_trace(tmp_path: Path) -> None:
-    scalars, watch = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1), Watch(Folder(str(tmp_path)), 2)
+    scalars, watch = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1), StepPictures(Folder(str(tmp_path)), 2)
     begun = []
     for step in range(1, 6):
         plan = plan_of(step)
@@ -37,7 +37,7 @@ def test_due_steps_have_a_picture_and_a_trace(tmp_path: Path) -> None:
 def test_never_means_never(tmp_path: Path) -> None:
     plan = plan_of(1)
     scalars = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1)
-    assert not Watch(Folder(str(tmp_path)), 0).step(20, plan, results_of(plan, 20), scalars)
+    assert not StepPictures(Folder(str(tmp_path)), 0).step(20, plan, results_of(plan, 20), scalars)
 
 
 def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return trace(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "trace_of", slow_trace)
-    plan, watch = plan_of(1), Watch(Folder(str(tmp_path)), 1)
+    plan, watch = plan_of(1), StepPictures(Folder(str(tmp_path)), 1)
     scalars = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1)
     assert watch.step(1, plan, results_of(plan, 1), scalars)
     assert not watch.step(2, plan, results_of(plan, 2), scalars)
@@ -60,7 +60,7 @@ def test_no_step_waits_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "trace").write_text("in the way of the folder")
-    plan, watch = plan_of(1), Watch(Folder(str(tmp_path)), 1)
+    plan, watch = plan_of(1), StepPictures(Folder(str(tmp_path)), 1)
     scalars = ScalarLog(Folder(str(tmp_path / "tensorboard")), 1)
     watch.step(1, plan, results_of(plan, 1), scalars)
     watch.close()
@@ -72,7 +72,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_resumed_run_shows_each_picture_once(tmp_path: Path) -> None:
     for first, last in ((1, 3), (3, 4)):
-        scalars, watch = ScalarLog(Folder(str(tmp_path / "tensorboard")), first), Watch(Folder(str(tmp_path)), 1)
+        scalars, watch = ScalarLog(Folder(str(tmp_path / "tensorboard")), first), StepPictures(Folder(str(tmp_path)), 1)
         for step in range(first, last + 1):
             plan = plan_of(step)
             watch.step(step, plan, results_of(plan, step), scalars)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.runtime.job.ending import LEAVE_S
+from dhp_ray.runtime.job.signals import LEAVE_S
 
 ROOT = Path(__file__).parents[3]
 
 HEAD = """
 import ctypes, os, signal, sys, time
-from dhp_ray.runtime.job.ending import Ending
+from dhp_ray.runtime.job.signals import ShutdownSignals
 
-ending = Ending()
+ending = ShutdownSignals()
 
 def main(work):
     return ending.run(lambda: (print("ready", flush=True), work())[1])

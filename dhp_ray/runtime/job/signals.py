@@ -25,7 +25,7 @@ job that is gone.
 """
 
 
-class Ending:
+class ShutdownSignals:
     """What the signals to this process ask for, and who is told.
 
     Signals are received twice: the main thread handles them between two of its instructions, and a separate thread
