@@ -46,8 +46,8 @@ from benchmarks.encoder_cases import cluster_and_cost, images_each  # noqa: E402
 from benchmarks.processes import Used, used  # noqa: E402
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
+from dhp_ray.data.families import preset_token_ids  # noqa: E402
 from dhp_ray.data.stream import Batch  # noqa: E402
-from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids  # noqa: E402
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.mode import Mode  # noqa: E402
@@ -173,7 +173,7 @@ def ready_driver(
     compiled.set_result(warm_up())
     plan = plan_batch(samples, cluster, cost, encoder=config.planner.encoder)
     driver = Driver(config, dict(enumerate(handles_of(plan, num_steps))), ("", 0), takes_over=False)
-    shape = model_shape("tiny", "", special_token_ids(byte_tokenizer()))
+    shape = model_shape("tiny", "", preset_token_ids("tiny"))
     for rank, member in enumerate(driver.group.members):
         member.described = {"pid": rank, "node_id": f"node-{rank // 8}", "device": "cpu", "memory_bytes": 1,
                             "host_memory_bytes": 1, "device_name": "", "fused": False, "num_layers": 2, "shape": shape,

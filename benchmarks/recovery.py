@@ -185,12 +185,12 @@ def train_function(settings: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
+    from dhp_ray.data.families import preset_token_ids
     from dhp_ray.model.build import build_model
 
     torch.set_num_threads(1)
     context = ray.train.get_context()
-    module = build_model(settings["preset"], "", special_token_ids(byte_tokenizer()), 0).module
+    module = build_model(settings["preset"], "", preset_token_ids(settings["preset"]), 0).module
     module.set_attn_implementation("sdpa")  # transformers' own: a rank has whole sequences here
     step, checkpoint = 0, ray.train.get_checkpoint()
     if checkpoint:

@@ -11,8 +11,9 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,8 +74,7 @@ def read_references(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(NamedTuple):
     """The scores of one answer, or sums over several answers."""
 
     exact_match: float
@@ -103,11 +103,11 @@ class MeanScores:
 
     def add(self, scores: Scores) -> None:
         self._count += 1
-        self._sums = Scores(*map(add, astuple(self._sums), astuple(scores)))
+        self._sums = Scores(*map(add, self._sums, scores))
 
     def by_name(self) -> dict[str, float]:
         """The means by name; empty if no answer has been scored."""
-        return {name: total / self._count for name, total in asdict(self._sums).items()} if self._count else {}
+        return {name: total / self._count for name, total in self._sums._asdict().items()} if self._count else {}
 
 
 def exact_match(prediction: str, reference: str) -> float:

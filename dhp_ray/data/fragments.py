@@ -12,11 +12,11 @@ import logging
 import os
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,7 +65,7 @@ class Fragment:
     names: tuple[tuple[int, str], ...] = ()
 
 
-class Fragments(Sequence[Fragment]):
+class Fragments:
     """The fragments of a data set, in the order of its files and rows."""
 
     def __init__(self, table: pa.Table) -> None:
@@ -80,18 +80,15 @@ class Fragments(Sequence[Fragment]):
     def __len__(self) -> int:
         return len(self.sizes)
 
-    @overload
-    def __getitem__(self, place: int) -> Fragment: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Fragment]: ...
-    def __getitem__(self, place: int | slice) -> Fragment | list[Fragment]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
+    def __getitem__(self, place: int) -> Fragment:
         row = self._table.slice(range(len(self))[place], 1).to_pylist()[0]
         path, kind = self._files[row["file"]]
         return Fragment(path, kind, **{name: row[name] for name in _PLAIN[1:]},
                         spans=tuple(zip(row["starts"], row["stops"])),
                         names=tuple(zip(row["renamed"], row["names"])))
+
+    def __iter__(self) -> Iterator[Fragment]:
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def num_rows(self) -> int:

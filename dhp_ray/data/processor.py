@@ -30,7 +30,6 @@ from dhp_ray.data.model_folder import (
     video_pixels,
     write_json,
 )
-from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import Grid
 from dhp_ray.schema import Data, Model
@@ -86,8 +85,7 @@ class ProcessorSpec:
             kind = PRESETS[self.preset]
             family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
                           self.max_pixels, self.limits)
-            return Processor(family, byte_tokenizer(kind.special_tokens, kind.chat_template, kind.named_tokens),
-                             kind.chat_template)
+            return Processor(family, kind.byte_tokenizer(), kind.chat_template)
         from jinja2 import TemplateError
         from transformers import AutoTokenizer
 
@@ -120,7 +118,7 @@ class Processor:
     chat_template: str
 
     def __post_init__(self) -> None:
-        self.token_ids = special_token_ids(self.tokenizer, self.family.tokens)
+        self.token_ids = self.family.token_ids(self.tokenizer)
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
         self._spelled = SpelledTokens(self.tokenizer, (*self.family.structure_tokens, *named))
         self._template = ChatTemplate(self.tokenizer, self.chat_template)

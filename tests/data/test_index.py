@@ -57,7 +57,7 @@ def test_any_json_is_read_row_by_row(
                      for row in rows) if lines else json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + text.encode("utf-8", "surrogatepass"))
     fragments = index_fragments(llava(path))
-    assert [fragment.num_rows for fragment in fragments[:-1]] == [ROWS_PER_FRAGMENT] * (len(fragments) - 1)
+    assert [fragment.num_rows for fragment in list(fragments)[:-1]] == [ROWS_PER_FRAGMENT] * (len(fragments) - 1)
     assert [fragment.first_row for fragment in fragments] == list(range(0, len(rows), ROWS_PER_FRAGMENT))
     assert rows_of(llava(path)) == json.loads(json.dumps(rows))
 

@@ -20,11 +20,10 @@ from transformers.processing_utils import ProcessorMixin
 
 from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
-from dhp_ray.data.families.qwen2_5_vl import smart_resize
+from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, SPECIAL_TOKENS, smart_resize
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.model_folder import check_byte_order_marks, check_processor_files
 from dhp_ray.data.processor import Processor, ProcessorSpec, within
-from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tests.data.samples import MIN_PIXELS, processor, talk
 
 PROCESSOR = processor()

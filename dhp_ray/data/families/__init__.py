@@ -8,7 +8,6 @@ from dhp_ray.data.families.base import Family
 from dhp_ray.data.families.internvl import InternVL
 from dhp_ray.data.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.data.families.qwen3_vl import Qwen3VL
-from dhp_ray.data.tokenizer import byte_tokenizer, special_token_ids
 
 FAMILIES: dict[str, type[Family]] = {family.name: family for family in (InternVL, Qwen25VL, Qwen3VL)}
 PRESETS: dict[str, type[Family]] = {"bytes": Qwen25VL, "tiny": Qwen25VL, "small": Qwen25VL, "tiny_qwen3_vl": Qwen3VL,
@@ -21,4 +20,4 @@ PRESET_SETTINGS: dict[str, dict[str, Any]] = {"tiny_internvl": {"size": {"height
 def preset_token_ids(preset: str) -> dict[str, int]:
     """Ids of a preset's special tokens, by purpose."""
     family = PRESETS[preset]
-    return special_token_ids(byte_tokenizer(family.special_tokens), family.tokens)
+    return family.token_ids(family.byte_tokenizer())

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from dhp_ray.data.errors import RowError
+from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.media import MediaLimits
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from dhp_ray.planner.plan.types import Grid
 
 MAX_ASPECT_RATIO = 200
@@ -108,6 +110,39 @@ class Family(ABC):
 
     merged_order: ClassVar[bool] = True
     """Whether the patches of one token are consecutive; otherwise patches come row by row."""
+
+    @classmethod
+    def byte_tokenizer(cls) -> PreTrainedTokenizerFast:
+        """The tokenizer of its presets, in which every byte of UTF-8 text is one token, whose id is the byte. Special
+        tokens have the ids from 256 on.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())},
+                                         merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                      for token in cls.special_tokens])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+            extra_special_tokens=list(cls.special_tokens[1:]), model_specific_special_tokens=dict(cls.named_tokens),
+            chat_template=cls.chat_template, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
+
+    @classmethod
+    def token_ids(cls, tokenizer: Any) -> dict[str, int]:
+        """Ids of its tokens, by purpose.
+
+        Raises:
+            DataError: the tokenizer lacks one.
+        """
+        vocabulary = tokenizer.get_vocab()
+        for token in cls.tokens.values():
+            if token not in vocabulary:
+                raise DataError(f"model.path: its tokenizer has no token {token}; allowed: the tokenizer that the "
+                                "model was published with")
+        return {purpose: int(vocabulary[token]) for purpose, token in cls.tokens.items()}
 
     @property
     def patch_size(self) -> int:
@@ -258,3 +293,10 @@ def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge
                          width // patch_size // merge_size, merge_size, patch_size)
     ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (as GPT-2 does)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -11,12 +11,49 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.families.base import Clip, Family, Medium, check_shape
-from dhp_ray.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENS
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
 
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+                  "<|video_pad|>")
+TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
+          "vision_end": "<|vision_end|>", "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
+"""By purpose, with the names that the Qwen families use."""
 
+# Renders exactly what Qwen2.5-VL's own template does. Jinja's whitespace control (-) keeps it readable here.
+CHAT_TEMPLATE = """
+{%- set images = namespace(count=0) -%}
+{%- set videos = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- endif -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' or 'image' in part or 'image_url' in part -%}
+{%- set images.count = images.count + 1 -%}
+{{- 'Picture ' ~ images.count ~ ': ' if add_vision_id else '' -}}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'video' or 'video' in part -%}
+{%- set videos.count = videos.count + 1 -%}
+{{- 'Video ' ~ videos.count ~ ': ' if add_vision_id else '' -}}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- elif 'text' in part -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
+"""
+
+DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_TEMPLATE.index("{{- '<|im_start|>' +")]
+"""The part of the template that writes a system turn if a conversation has none."""
 MIN_FRAMES = 4
 
 

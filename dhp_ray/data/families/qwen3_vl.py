@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.families.base import Clip, Family, check_shape
-from dhp_ray.data.families.qwen2_5_vl import MIN_FRAMES, Qwen25VL
-from dhp_ray.data.tokenizer import CHAT_TEMPLATE, DEFAULT_SYSTEM, TOKENS
+from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, MIN_FRAMES, TOKENS, Qwen25VL
 
 START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
 

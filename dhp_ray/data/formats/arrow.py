@@ -70,35 +70,11 @@ def saved_files(path: str) -> list[str]:
 
 
 def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
-    check_columns(arrow_schema(path), path)
     first = 0
-    for start, stop, ids in scan_batches(path, progress):
-        num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * ids.num_rows // (stop - start)))
-        for offset in range(0, ids.num_rows, num_rows):
-            part = ids.slice(offset, num_rows)
-            yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // ids.num_rows, 0,
-                           offset, ((start, stop),),
-                           names.rename(given_ids(part), path, first))
-            first += part.num_rows
-
-
-def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
-    columns = ROW_COLUMNS if media else TEXT_COLUMNS
-    batch = read_batch(fragment.path, *fragment.spans[0], columns).slice(fragment.offset, fragment.num_rows)
-    check_unchanged(fragment, batch.num_rows)
-    for number in numbers:
-        yield read_row(batch, number, max_bytes)
-
-
-def scan_batches(path: str, progress: Callable[[int], None]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-    """(start, stop, ids) of every record batch of an Arrow stream; the ids are mapped.
-
-    Raises:
-        DataError: the file is of another kind.
-    """
     try:
         with pa.memory_map(path) as source:
             schema = _schema(source, path)
+            check_columns(schema, path)
             while source.tell() < source.size():
                 start = source.tell()
                 try:
@@ -106,26 +82,27 @@ def scan_batches(path: str, progress: Callable[[int], None]) -> Iterator[tuple[i
                 except EOFError:  # the end of the stream is a message too
                     return
                 progress(start)
-                yield start, source.tell(), _select(message, schema, ["id"])
+                stop, ids = source.tell(), _select(message, schema, ["id"])
+                num_rows = max(1, min(ROWS_PER_FRAGMENT, MOST_BYTES * ids.num_rows // (stop - start)))
+                for offset in range(0, ids.num_rows, num_rows):
+                    part = ids.slice(offset, num_rows)
+                    yield Fragment(path, "arrow", first, part.num_rows, (stop - start) * part.num_rows // ids.num_rows,
+                                   0, offset, ((start, stop),), names.rename(given_ids(part), path, first))
+                    first += part.num_rows
     except (pa.ArrowException, OSError, EOFError) as error:
         raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
 
 
-def arrow_schema(path: str) -> pa.Schema:
-    """The columns of an Arrow stream."""
-    try:
-        with pa.memory_map(path) as source:
-            return _schema(source, path)
-    except (pa.ArrowException, OSError, EOFError) as error:
-        raise DataError(f"data.path: {path} is not an Arrow stream: {first_line(error)}") from None
-
-
-def read_batch(path: str, start: int, stop: int, columns: Sequence[str]) -> pa.RecordBatch:
-    """Those of the columns that the record batch in this byte range of an Arrow stream has, mapped."""
-    source = pa.memory_map(path)
+def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
+    start, stop = fragment.spans[0]
+    source = pa.memory_map(fragment.path)
     schema = pa.ipc.read_schema(pa.ipc.read_message(source))
     source.seek(start)
-    return _select(pa.ipc.read_message(source.read_buffer(stop - start)), schema, columns)
+    message = pa.ipc.read_message(source.read_buffer(stop - start))
+    batch = _select(message, schema, ROW_COLUMNS if media else TEXT_COLUMNS).slice(fragment.offset, fragment.num_rows)
+    check_unchanged(fragment, batch.num_rows)
+    for number in numbers:
+        yield read_row(batch, number, max_bytes)
 
 
 def _select(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) -> pa.RecordBatch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -86,7 +86,7 @@ class Predictions:
         if answer.prediction is not None:
             scores = score(answer.prediction, answer.references)
             self._scores.add(scores)
-            line |= {"prediction": answer.prediction, **asdict(scores)}
+            line |= {"prediction": answer.prediction, **scores._asdict()}
         return line | {"loss": _mean_loss(answer.loss_sum, answer.num_valid_tokens),
                        "num_valid_tokens": answer.num_valid_tokens}
 
