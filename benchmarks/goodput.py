@@ -24,10 +24,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dhp_ray.planner import warm_up
-from dhp_ray.simulate.records import RunRecord
-from dhp_ray.simulate.run import SimulatedRun
+from dhp_ray.simulate.run import RunRecord, SimulatedRun, prepared
 from dhp_ray.simulate.settings import Event, FaultKind, FaultSettings, Simulation, Slow, load_simulation
-from dhp_ray.simulate.simulation import prepared
 
 HOUR_S, EVERY_S = 3600.0, 600.0
 INTERVALS_S = (45.0, 70.0, 130.0, 290.0)

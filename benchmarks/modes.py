@@ -56,10 +56,8 @@ def found_in(case: Case) -> list[Found]:
             [candidate] = candidates_of([offer], 1, plan.samples, one.cluster.nodes)
             problem = problem_of(plan.samples, plan.cluster, one.cost, plan.sync)
             drawn = np.random.default_rng(0).normal(0.0, SPREAD, (DRAWS, len(plan.groups)))
-            spread_s = statistics.median(simulate_step(
-                plan, problem, one.place.network, least_s=training.gather_s, stretch=np.exp(row)).time_s
-                for row in drawn)
-            found.append(Found(candidate, one.step_s(plan), spread_s))
+            spread_s = statistics.median(simulate_step(plan, problem, stretch=np.exp(row)).time_s for row in drawn)
+            found.append(Found(candidate, plan.predicted_time_s, spread_s))
     return found
 
 

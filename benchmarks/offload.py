@@ -28,8 +28,7 @@ from dhp_ray.planner.cost.derived import Device
 from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, regular_nodes
 from dhp_ray.planner.problem import problem_of
-from dhp_ray.simulate.links import links_of
-from dhp_ray.simulate.step import Network, simulate_step
+from dhp_ray.simulate.step import simulate_step
 from dhp_ray.simulate.training import Ranks, Training, Wanted, training_of
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import published_config
@@ -125,9 +124,7 @@ def sequence() -> None:
         print(f"    planned: {LONG:,} tokens on {group.degree} ranks, {LONG / group.degree:,.0f} each, share "
               f"{group.offload:.3f}: {group.predicted_time_s:.1f} s, of the plan's {plan.predicted_time_s:.1f} s; "
               f"planned in {plan.planning_time_s:.2f} s")
-        links = links_of(np.array(cluster.nodes), 0, 1.0)
-        step = simulate_step(plan, problem_of(samples, cluster, found.cost, case.sync),
-                             Network(links, np.zeros(len(links.of_node))), least_s=found.gather_s)
+        step = simulate_step(plan, problem_of(samples, cluster, found.cost, case.sync))
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in step.shares().items())
         print(f"    simulated: {step.time_s:.1f} s; of the ranks' time {shares}; a device holds "
               f"{step.memory_bytes().max() / 1e9:.1f} GB at most")

@@ -1,8 +1,7 @@
 """The planner beside its baselines at scale, simulated: one mode and one device memory a row, every baseline tuned.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1
-    python benchmarks/scale.py [fair] [headline] [ablation] [peers] [study] [sizes] [planning] [slices] [--quick]
-                                                                                                        (none: all)
+    python benchmarks/scale.py [fair] [headline] [ablation] [peers] [study] [sizes] [planning] [--quick]   (none: all)
 
 fair       64 ranks in lockstep: images and recomputation alike for all planners; 8 samples a rank, and 1
 headline   DHP's published ratios (arXiv 2602.21788: OpenVid 1.35, MSRVTT 1.14)     scale_headline.py
@@ -11,13 +10,11 @@ peers      `pow2` beside FlexSP's own solver, Megatron's rounds beside its own  
 study      64 ranks: nine models, two devices, three mixes, both modes where they fit
 sizes      8 to 4,096 ranks, and whether tokens a second and rank stay              scale_sizes.py
 planning   whether a plan is there when the ranks are, at 4,096                     scale_sizes.py
-slices     videos cut into entries of few tokens, or many                           scale_sizes.py
 
 A row is the sum over one batch of each seed, 8 samples a rank, on nodes of 8. The mode's tokens a rank come from the
-memory model, costs from the model's shape and the device's description. A step is simulated with the links that packs
-share and, in micro_batch, with what its layers' parameters take to travel; process groups are taken to be there. Images
+memory model, costs from the model's shape and the device's description; process groups are taken to be there. Images
 are encoded in their packs, for all planners alike; `study` also has `dhp` as it runs by default, with `encoder=auto`.
-`--quick`: one seed in `study`, `ablation` and `slices`, and the models of QUICK in `study` and `fair`.
+`--quick`: one seed in `study` and `ablation`, and the models of QUICK in `study` and `fair`.
 
 In `fair` every planner encodes images in its packs or apart from them, and recomputes no pack, all packs or each pack
 as far as it must: whatever is shortest for it. One batch a row; `static` is left out, which `static_best` contains.
@@ -34,21 +31,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.scale_cases import Case, Opened, batches_of, opened
+from benchmarks.scale_cases import Case, batches_of, opened
 from benchmarks.scale_headline import ablation, headline
-from benchmarks.scale_sizes import peers, planning, sizes, slices
-from dhp_ray.planner import Plan, warm_up
-from dhp_ray.planner.problem import problem_of
-from dhp_ray.simulate.pack_work import work_of
+from benchmarks.scale_sizes import peers, planning, sizes
+from dhp_ray.planner import warm_up
 
 BASELINES = ("static", "static_best", "pow2", "dhp_paper", "megatron")
 MODELS = ("qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen2_5_vl_32b", "qwen3_vl_2b", "qwen3_vl_8b", "qwen3_vl_32b",
@@ -59,13 +52,12 @@ FAIR = ("qwen2_5_vl_3b", "internvl3_8b", "qwen3_vl_2b", "qwen3_vl_32b")
 FAIR_MIXES = {8: MIXES, 1: (*MIXES, "docqa_rl")}
 """Mixes of `fair` by samples a rank; docqa_rl: long-tailed documents, text alone, as in reinforcement learning."""
 WANTED = 1.05
-"""The ratio of the best baseline to `dhp` below which a row is explained."""
+"""The ratio of the best baseline to `dhp` that was set beforehand."""
 
 
 class Row(NamedTuple):
     """Modelled seconds of a case by planner, and what bounds them. `mode` and `tokens_per_rank`: those in which `dhp`
-    is fastest. `auto_s`: `dhp` with `encoder=auto`. `plain_s`: `dhp` with recomputation of all packs or of none.
-    `parts`: what of `dhp`'s time is not computing, as shares of it (`lost`)."""
+    is fastest. `auto_s`: `dhp` with `encoder=auto`. `plain_s`: `dhp` with recomputation of all packs or of none."""
 
     case: Case
     mode: str
@@ -74,7 +66,6 @@ class Row(NamedTuple):
     auto_s: float
     plain_s: float
     bound_s: float
-    parts: dict[str, float]
 
     @property
     def best(self) -> str:
@@ -116,31 +107,13 @@ def row_of(case: Case) -> Row | None:
     found = [*plain, by_pack] if by_pack else plain
     planned = [one.planned("dhp") for one in found]
     place = min(range(len(found)), key=lambda place: planned[place].time_s)
-    ours, plans = found[place], planned[place].plans
+    ours = found[place]
     bounds = [sum(plan.lower_bound_s for plan in one.plans) for one in planned]
     auto_s = min(one.planned("dhp", encoder="auto").time_s for one in found)
     plain_s = min(each.time_s for each in planned[: len(plain)])
     mode = f"{ours.training.mode}{', by pack' * (ours is by_pack)}"
     return Row(case, mode, ours.cluster.tokens_per_rank, times_s | {"dhp": planned[place].time_s}, auto_s, plain_s,
-               min(bounds), lost(ours, plans))
-
-
-def lost(found: Opened, plans: Iterable[Plan]) -> dict[str, float]:
-    """Shares of the ranks' time in which they wait for a step or micro-batch to end, wait inside a pack for the member
-    with most images, exchange what attention does not hide, and pay what a pack or a step pays once."""
-    sums, whole_s = np.zeros(4), 0.0
-    for plan in plans:
-        work = work_of(plan, problem_of(plan.samples, plan.cluster, found.cost, plan.sync))
-        degrees, packs = work.degrees, work.times_s()
-        exposed_s = np.maximum(0.0, work.transfer_s - work.hidden_s)
-        once_s = work.latency_s + found.cost.pack_s
-        own_s = work.own_s.sum() - (found.cost.pack_s * degrees).sum()
-        busy_s, total_s = (degrees * packs).sum(), plan.predicted_time_s * plan.cluster.num_ranks
-        fixed_s = plan.fixed_s * plan.cluster.num_ranks * (len(set(work.micro_batch.tolist())))
-        sums += [total_s - busy_s - fixed_s, busy_s - own_s - (degrees * (exposed_s + once_s)).sum(),
-                 (degrees * exposed_s).sum(), (degrees * once_s).sum() + fixed_s]
-        whole_s += total_s
-    return dict(zip(("waits", "images", "exchange", "packs"), (sums / whole_s).tolist()))
+               min(bounds))
 
 
 def study(quick: bool) -> None:
@@ -228,14 +201,7 @@ def explain(rows: Sequence[Row]) -> None:
         print(f"- {mix}: over the best baseline {geometric_mean([row.gain for row in mixed]):.3f}, over static "
               f"{geometric_mean(over):.3f} ({min(over):.2f} to {max(over):.2f})")
     few = sum(row.gain < WANTED and row.most < WANTED for row in rows)
-    print(f"\nOf the rows under {WANTED}, {few} have a bound that leaves no more. The others, and what of dhp's time "
-          "is not computing:\n")
-    print("| row | gain | bound leaves | dhp waits | for images in packs | exchanges | pays once a pack or step |\n"
-          "|---|---|---|---|---|---|---|")
-    for row in sorted(rows, key=lambda row: row.gain):
-        if row.gain < WANTED <= row.most:
-            parts = " | ".join(f"{100 * share:.1f} %" for share in row.parts.values())
-            print(f"| {row.case} | {row.gain:.3f} | {row.most:.3f} | {parts} |")
+    print(f"\nOf the rows under {WANTED}, {few} have a bound that leaves no more.")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -243,8 +209,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 TABLES: dict[str, Callable[[bool], object]] = {"fair": fair, "headline": headline, "ablation": ablation, "peers": peers,
-                                               "study": study, "sizes": sizes, "planning": planning,
-                                               "slices": slices}
+                                               "study": study, "sizes": sizes, "planning": planning}
 
 
 def main(words: Sequence[str]) -> int:

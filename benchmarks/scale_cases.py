@@ -9,19 +9,17 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dhp_ray.config import CONF
-from dhp_ray.data.families.base import SLICE_TOKENS
 from dhp_ray.planner import Plan, Sample, checked_problem, plan_batch, plan_data_set
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import VisionPlan
-from dhp_ray.planner.problem import Problem, problem_of
+from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import groups_of, makespan_of, times_of
 from dhp_ray.simulate.machine import Machine, Place
 from dhp_ray.simulate.settings import Simulation, load_simulation
-from dhp_ray.simulate.step import simulate_step
 from dhp_ray.simulate.workload import Workload
 
 SAMPLES_PER_RANK, NODE_RANKS = 8, 8
@@ -99,16 +97,11 @@ class Opened:
             plans = [plan_batch(batch, cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
                      for batch in self.batches]
         planning_s = time.process_time() - begin
-        return Planned(sum(map(self.step_s, plans)), planning_s, plans)
+        return Planned(sum(plan.predicted_time_s for plan in plans), planning_s, plans)
 
     def problems(self) -> list[Problem]:
         """One for each batch."""
         return [checked_problem(batch, self.cluster, self.cost, sync=self.case.sync) for batch in self.batches]
-
-    def step_s(self, plan: Plan) -> float:
-        """Seconds of a step: links that packs share, and gathers that nothing hides, included."""
-        problem = problem_of(plan.samples, plan.cluster, self.cost, plan.sync)
-        return simulate_step(plan, problem, self.place.network, least_s=self.training.gather_s).time_s
 
 
 def opened(case: Case, batches: Sequence[Sequence[Sample]] | None = None) -> Opened | None:
@@ -126,8 +119,8 @@ def plan_of(problem: Problem, schedule: Schedule) -> Plan:
                 makespan_of(problem, schedule, times), 0.0, 0.0, {"cost": problem.cost.to_json()}, VisionPlan())
 
 
-def batches_of(case: Case, slice_tokens: int = SLICE_TOKENS) -> list[list[Sample]]:
+def batches_of(case: Case) -> list[list[Sample]]:
     settings = case.settings
     family = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml").family
-    workload = Workload(settings.workload, family, slice_tokens)
+    workload = Workload(settings.workload, family)
     return [workload.batch(1, settings.global_samples, seed) for seed in case.seeds]

@@ -4,7 +4,6 @@ benchmarks/scale.py).
 peers      batches of benchmarks/planner.py, 8,192 tokens a rank, the published A800 costs
 sizes      the same 4,096 samples at 8, 64 and 512 ranks, in batches of 8 a rank; at 4,096 eight times as many
 planning   one batch of 32,768 samples; speeds: all equal, or lognormal with a sigma of 0.1
-slices     three batches on 64 ranks, whose videos are cut into entries of so many tokens (`data.grids.SLICE_TOKENS`)
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dhp_ray.planner.timeline import time_of
 TOKENS = 8192
 SIZES = (8, 64, 512, 4096)
 SETTINGS = (("qwen3_vl_2b", "step"), ("qwen2_5_vl_7b", "micro_batch"))
-SLICES = (4096, 2048, 1024, 512, 256)
 
 
 def peers(quick: bool) -> None:
@@ -76,18 +74,3 @@ def planning(quick: bool) -> None:
             over = ours.plans[0].predicted_time_s / ours.plans[0].lower_bound_s
             print(f"| {model}, {found.training.mode} | {name} | {ours.time_s:.2f} | {over:.3f} | "
                   f"{ours.planning_s:.2f} | {'yes' if ours.planning_s < ours.time_s else 'no'} |", flush=True)
-
-
-def slices(quick: bool) -> None:
-    print("\n## Entries that videos are cut into: 64 H100, the video-heavy mix, dhp\n")
-    print("| model, mode | tokens of an entry, at most | images and entries | steps, modelled [s] | over the lower "
-          "bound | planning [CPU s] |\n|" + "---|" * 6)
-    for model, sync in (*SETTINGS, ("qwen2_5_vl_7b", "step")):
-        for tokens in SLICES:
-            case = Case(model, "H100", "video_heavy", sync, seeds=(0,) if quick else (0, 1, 2))
-            found = Opened(case, batches_of(case, tokens))
-            ours = found.planned("dhp", encoder="auto")
-            entries = sum(len(sample.vision_grids) for batch in found.batches for sample in batch)
-            over = ours.time_s / sum(plan.lower_bound_s for plan in ours.plans)
-            print(f"| {model}, {found.training.mode} | {tokens:,} | {entries:,} | {ours.time_s:.3f} | {over:.3f} | "
-                  f"{ours.planning_s:.2f} |", flush=True)

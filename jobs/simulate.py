@@ -12,8 +12,8 @@ from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
 if TYPE_CHECKING:
+    from dhp_ray.simulate.run import Simulated
     from dhp_ray.simulate.settings import Simulation
-    from dhp_ray.simulate.simulation import Simulated
 
 PURPOSE = (
     "Simulate many batches on a described cluster, with each planner's own plans: throughput, idle time,\n"
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 def simulate(settings: Simulation) -> int:
     from dhp_ray.config import ConfigError
     from dhp_ray.planner import PlanError, warm_up  # takes half a second to import
-    from dhp_ray.simulate.simulation import prepared
+    from dhp_ray.simulate.run import prepared
     from dhp_ray.storage import check_writable
 
     try:  # before the work, not after it
@@ -75,7 +75,7 @@ def run(simulation: Simulated, settings: Simulation) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from dhp_ray.simulate.simulation import simulated
+    from dhp_ray.simulate.run import simulated
 
     total = settings.duration_s or settings.num_batches
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"),
@@ -95,8 +95,7 @@ def run(simulation: Simulated, settings: Simulation) -> None:
 
 def report(simulation: Simulated, settings: Simulation) -> int:
     """Print the table and write the files."""
-    from dhp_ray.simulate.results_page import write_results
-    from dhp_ray.simulate.table import text_of
+    from dhp_ray.simulate.results import text_of, write_results
 
     machine, cluster = simulation.machine, settings.cluster
     how = "activations in host memory" if machine.first.offload.share else "recomputed layers"

@@ -1,8 +1,8 @@
-"""Discrete-event simulation of training on a described cluster: many batches, the planner's own plans, shared links,
-late plans, stragglers and faults.
+"""Discrete-event simulation of training on a described cluster: many batches, the planner's own plans, late plans,
+stragglers and faults.
 
     settings -> workload -> batches                      samples of a step, the same for all planners
-             -> machine -> place                         ranks, mode, tokens, costs and links of a membership
+             -> machine -> place                         ranks, mode, tokens and costs of a membership
     SimulatedRun: dispatcher -> plan -> simulate_step -> record       for each batch, through generations
     records -> summary -> table, results.json, picture, trace, page
 

@@ -1,4 +1,4 @@
-"""The described cluster: for any membership, its ranks, their mode, tokens and costs, and the links between them."""
+"""The described cluster: for any membership, its ranks, their mode, tokens and costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-
-import numpy as np
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
@@ -19,22 +17,16 @@ from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import MEMORY_SHARE
 from dhp_ray.planner.plan.cluster import ClusterSpec, numbered
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.simulate.links import links_of
 from dhp_ray.simulate.settings import Simulation
-from dhp_ray.simulate.step import Network
 from dhp_ray.simulate.training import Ranks, Training, Wanted, training_of
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a membership runs on. `copying`: the network while copies of the state travel; `copy_s`: seconds that they
-    take.
-    """
+    """What a membership runs on. `copy_s`: seconds that copies of the state travel, beside steps."""
 
     cluster: ClusterSpec
     training: Training
-    network: Network
-    copying: Network
     copy_s: float
 
 
@@ -139,12 +131,7 @@ class Machine:
             training = replace(training, tokens_per_rank=max(1, training.tokens_per_rank))
         cluster = ClusterSpec.of_nodes(nodes, training.tokens_per_rank, offload=training.offload,
                                        recomputation=training.recomputation)
-        links = links_of(np.array(nodes), settings.cluster.links_per_node, settings.cluster.oversubscription)
-        sizes = np.bincount(nodes).astype(np.float64)
-        several = len(sizes) > 1
-        rate = self.device.inter_bytes_per_s if several else self.device.intra_bytes_per_s
-        shared = max(1.0, float((sizes / links.of_node).max()), float(sizes.sum() / links.of_all)) if several else 1.0
+        rate = self.device.inter_bytes_per_s if len(set(nodes)) > 1 else self.device.intra_bytes_per_s
         trained = training.memory.settings.num_trained(self.shape)
-        copy_s = settings.faults.copy_s or 12 * trained / len(nodes) / rate * shared
-        none, copies = np.zeros(len(sizes)), sizes if several else np.zeros(len(sizes))
-        return Place(cluster, training, Network(links, none), Network(links, copies, copy_s), copy_s)
+        copy_s = settings.faults.copy_s or 12 * trained / len(nodes) / rate
+        return Place(cluster, training, copy_s)

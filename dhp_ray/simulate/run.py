@@ -1,5 +1,5 @@
-"""A simulated run of one planner: batch after batch, through faults, as `runtime/driver/driver.py` and `recovery.py`
-run them. The pure functions that decide there also decide here.
+"""A simulation: its planners one after the other on the same batches, speeds and faults; each run goes batch after
+batch, through faults, as in `runtime/driver`. The pure functions that decide there also decide here.
 
     generation 1   | step 1 | step 2 | step 3 ..x fault          lost: the begun step 3, and the steps since the last
                                                 | seen | form |  copy of the state
@@ -10,31 +10,120 @@ run them. The pure functions that decide there also decide here.
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dhp_ray.comm.group_cache import GroupCacheState
+from dhp_ray.config import CONF
 from dhp_ray.planner.cost.work import PAID_ONCE, work_of
 from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import Elastic
-from dhp_ray.simulate.batches import Batches
-from dhp_ray.simulate.faults import Fault, Speeds, faults_of
+from dhp_ray.simulate.faults import Fault, Generation, Recovery, Speeds, faults_of, generation_of
 from dhp_ray.simulate.machine import Machine
-from dhp_ray.simulate.membership import Generation, generation_of
 from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Dispatcher, Planner, Prepared
-from dhp_ray.simulate.records import RunEvent, RunRecord, StepRecord
-from dhp_ray.simulate.recovery import Recovery
+from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.step import SimulatedStep, simulate_step
+from dhp_ray.simulate.workload import Batches, Workload
 
 RECENT = 8
 """Number of recent steps whose median time is the time of a step (`History.step_times_s`)."""
 
 KEPT_STEPS = 3
 """Number of first steps that are kept in full, for pictures."""
+
+
+class StepRecord(NamedTuple):
+    """A step that ran: when its ranks were free for it, when it began and when it ended, in seconds since the run
+    began. `shares`: see `SimulatedStep.shares`. `memory_bytes`: of the rank that held most.
+    """
+
+    step: int
+    free_s: float
+    begin_s: float
+    end_s: float
+    makespan_s: float
+    predicted_s: float
+    lower_bound_s: float
+    num_tokens: int
+    num_samples: int
+    num_ranks: int
+    generation: int
+    late: bool
+    data_wait_s: float
+    plan_wait_s: float
+    memory_bytes: float
+    shares: dict[str, float]
+    degrees: dict[int, int]
+
+
+class RunEvent(NamedTuple):
+    """An event between steps: a fault, a new generation or a checkpoint. It cost the run `seconds`."""
+
+    time_s: float
+    kind: str
+    text: str
+    seconds: float = 0.0
+
+
+@dataclass
+class RunRecord:
+    """A run by one planner. `lost`: steps that a fault undid after they had run; they ran again. `kept`: a few steps in
+    full, for pictures. `planning_s`: seconds that planning took on this machine, for each step that was run.
+    """
+
+    planner: str
+    steps: list[StepRecord] = field(default_factory=list)
+    lost: list[StepRecord] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
+    kept: dict[int, tuple[float, SimulatedStep]] = field(default_factory=dict)
+    planning_s: list[float] = field(default_factory=list)
+    time_s: float = 0.0
+    error: str = ""
+
+    def undo(self, step: int) -> int:
+        """Remove all steps after `step`; returns their number."""
+        gone = [record for record in self.steps if record.step > step]
+        self.lost += gone
+        del self.steps[len(self.steps) - len(gone) :]
+        return len(gone)
+
+    def summary(self, memory_bytes: float, num_ranks: int) -> dict[str, Any]:
+        """The figures of the run. `memory_bytes`: of a device; `num_ranks`: of the whole cluster."""
+        steps, time_s = self.steps, self.time_s
+        tokens, samples = (sum(getattr(record, name) for record in steps) for name in ("num_tokens", "num_samples"))
+        durations = np.array([record.end_s - record.begin_s for record in steps])
+        weights = durations * np.array([record.num_ranks for record in steps])
+        shares = {name: float(np.average([record.shares[name] for record in steps], weights=weights))
+                  for name in (steps[0].shares if steps else ())}
+        degrees = sum((Counter(record.degrees) for record in steps), Counter[int]())
+        return {
+            "planner": self.planner, "steps": len(steps), "time_s": time_s,
+            "tokens_per_s": tokens / time_s if time_s else 0.0,
+            "tokens_per_s_per_rank": tokens / time_s / num_ranks if time_s else 0.0,
+            "samples_per_s": samples / time_s if time_s else 0.0,
+            "step_s": _mean(durations), "makespan_s": _mean([record.makespan_s for record in steps]),
+            "predicted_s": _mean([record.predicted_s for record in steps]),
+            "over_bound": _mean([record.predicted_s / record.lower_bound_s for record in steps]),
+            "shares": shares,
+            "data_wait_s": sum(record.data_wait_s for record in steps),
+            "plan_wait_s": sum(record.plan_wait_s for record in steps),
+            "late_plans": sum(record.late for record in steps),
+            "memory_bytes": max((record.memory_bytes for record in steps), default=0.0),
+            "memory_share": max((record.memory_bytes for record in steps), default=0.0) / memory_bytes,
+            "degrees": {str(degree): degrees[degree] for degree in sorted(degrees)},
+            "faults": sum(event.kind == "fault" for event in self.events),
+            "steps_run_again": len(self.lost),
+            "recovery_s": sum(event.seconds for event in self.events if event.kind == "generation"),
+            "checkpoint_s": sum(event.seconds for event in self.events if event.kind == "checkpoint"),
+            "error": self.error}
 
 
 class SimulatedRun:
@@ -169,13 +258,9 @@ class SimulatedRun:
             speeds = self.speeds.at(number)[list(self.generation.slots)]
             cluster = replace(cluster, speeds=tuple(speeds.tolist()))
         problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync, deals_images=False)
-        arrived_s = self.generation.mirrored[-1][1] if self.generation.mirrored else 0.0
-        copies_s = max(0.0, arrived_s - sent.ready_s)  # copies of the state travel for so long beside this step
-        network = place.copying._replace(beside_s=copies_s) if copies_s else place.network
         self.attempts += 1
-        step = simulate_step(plan, problem, network, made=made,
-                             stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)),
-                             least_s=place.training.gather_s)
+        step = simulate_step(plan, problem, made=made,
+                             stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)))
         self.record.planning_s.append(plan.planning_time_s)
         return step
 
@@ -270,3 +355,60 @@ class SimulatedRun:
         last = step + 1 if self.settings.duration_s else min(step + 1, self.settings.num_batches)
         longest = max(sample.num_tokens for number in (step, last) for sample in self.batches(number))
         return self.machine.holds(num_ranks, longest)
+
+
+Progress = Callable[[str, int, float], None]
+"""Called with a planner, its step that has ended, and the simulated second."""
+
+
+@dataclass
+class Simulated:
+    """A simulation: its settings, its machine and batches, and the records of the runs so far."""
+
+    settings: Simulation
+    machine: Machine
+    batches: Batches
+    records: list[RunRecord] = field(default_factory=list)
+
+    def summaries(self) -> list[dict[str, Any]]:
+        return [record.summary(self.machine.memory_bytes, self.settings.cluster.num_ranks) for record in self.records]
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole result. Only `planning_s_here`, the seconds that planning took on this machine, differs from one
+        simulation to the next with the same settings (unless they have `planning.measured`).
+        """
+        training = self.machine.first
+        return {
+            "modelled": "all times are modelled, none is measured",
+            "settings": asdict(self.settings),
+            "mode": str(training.mode), "tokens_per_rank": training.tokens_per_rank,
+            "cost": training.cost.to_json(), "longest_tokens": self.batches.longest_tokens,
+            "left_out": sorted(self.batches.left_out), "planners": self.summaries(),
+            "steps": {record.planner: [step._asdict() for step in record.steps] for record in self.records},
+            "events": {record.planner: [event._asdict() for event in record.events] for record in self.records},
+            "planning_s_here": {record.planner: record.planning_s for record in self.records}}
+
+
+def prepared(settings: Simulation) -> Simulated:
+    """Make the machine and the batches; nothing runs yet.
+
+    Raises:
+        ConfigError, PlanError: one line: what is wrong with the settings or a file, or what does not fit.
+    """
+    shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
+    batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
+                      0 if settings.duration_s else settings.num_batches, settings.seed)
+    return Simulated(settings, Machine(settings, batches.longest_tokens, batches(1)), batches)
+
+
+def simulated(simulation: Simulated, progress: Progress = lambda planner, step, now_s: None) -> Iterator[RunRecord]:
+    """Run the planners one after the other, and yield the record of each when it ends."""
+    for planner in simulation.settings.planners:
+        run = SimulatedRun(planner, simulation.machine, simulation.batches,
+                           lambda step, now_s, planner=planner: progress(planner, step, now_s))  # type: ignore[misc]
+        simulation.records.append(run.simulate())
+        yield simulation.records[-1]
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -12,7 +12,7 @@ import csv
 import json
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import Grid, Sample
 from dhp_ray.schema import ConfigError, Data
-from dhp_ray.simulate.workload_settings import (
+from dhp_ray.simulate.settings import (
     Numbers,
     SourceSettings,
     WorkloadSettings,
@@ -42,6 +42,11 @@ FRAMES_PER_SECOND = 30.0
 
 PIXELS, TENTH_S = 8, 0.1
 """The steps in which sides of images and lengths of videos are drawn: many are then equal, and are cut only once."""
+
+LOOKED_AT = 32
+"""The first batches, whose longest sequence determines what the ranks must hold; a longer sequence of a later batch is
+left out, as with `data.on_error=skip`.
+"""
 
 REDRAWS = 100
 """The most draws of a batch; each draws anew the samples that were too long."""
@@ -64,9 +69,8 @@ class Rows(NamedTuple):
 class Workload:
     """Samples of a workload for the models of a family."""
 
-    def __init__(self, settings: WorkloadSettings, family: str, slice_tokens: int = SLICE_TOKENS) -> None:
-        """`family`: that of a ModelShape; with an unknown family there are no images. `slice_tokens`: the most tokens
-        of a piece of a video.
+    def __init__(self, settings: WorkloadSettings, family: str) -> None:
+        """`family`: that of a ModelShape; with an unknown family there are no images.
 
         Raises:
             ConfigError: one line with the key, its value and what is allowed.
@@ -74,7 +78,6 @@ class Workload:
         shares, self._sources = zip(*sources_of(settings))
         self._shares = np.array(shares)
         self._settings = settings
-        self._slice_tokens = slice_tokens
         self._family = FAMILIES.get(family)
         self._files: dict[str, Any] = {}
         for source in self._sources:
@@ -106,9 +109,6 @@ class Workload:
                 return found
         raise ConfigError(f"workload.max_tokens: got {self._settings.max_tokens}; allowed: more, or 0 (of "
                           f"{REDRAWS} draws too few were short enough)")
-
-    def batches(self, count: int, num_samples: int, seed: int = 0) -> Iterator[list[Sample]]:
-        return (self.batch(number, num_samples, seed) for number in range(count))
 
     def _drawn(self, source: SourceSettings, count: int, random: np.random.Generator) -> Iterator[Drawn]:
         if source.path:
@@ -157,7 +157,31 @@ class Workload:
             grid = family.grid(size)
         except RowError as error:
             raise ConfigError(f"workload: {error}") from None
-        return sum(family.runs(size, grid)), tuple(family.pieces(size, grid, self._slice_tokens))
+        return sum(family.runs(size, grid)), tuple(family.pieces(size, grid, SLICE_TOKENS))
+
+
+class Batches:
+    """The samples of each step; steps count from 1."""
+
+    def __init__(self, workload: Workload, num_samples: int, num_batches: int, seed: int) -> None:
+        """`num_batches`: the number of batches; 0: unlimited."""
+        self._workload, self._num_samples, self._seed = workload, num_samples, seed
+        self._drawn = lru_cache(LOOKED_AT)(self._batch)
+        looked_at = range(1, min(num_batches or LOOKED_AT, LOOKED_AT) + 1)
+        longest = {step: max(sample.num_tokens for sample in self._drawn(step)) for step in looked_at}
+        self.longest_step = max(longest, key=lambda step: longest[step])
+        self.longest_tokens = longest[self.longest_step]
+        self.left_out: set[str] = set()
+
+    def __call__(self, step: int) -> list[Sample]:
+        samples = self._drawn(step)
+        too_long = {sample.id for sample in samples if sample.num_tokens > self.longest_tokens}
+        self.left_out |= too_long
+        fitting = [sample for sample in samples if sample.id not in too_long]
+        return fitting or self._drawn(self.longest_step)  # no batch is empty
+
+    def _batch(self, step: int) -> list[Sample]:
+        return self._workload.batch(step, self._num_samples, self._seed)
 
 
 def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random: np.random.Generator) -> np.ndarray:

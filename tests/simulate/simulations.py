@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from dhp_ray.simulate.records import RunRecord
-from dhp_ray.simulate.run import SimulatedRun
+from dhp_ray.simulate.run import RunRecord, Simulated, SimulatedRun, prepared
 from dhp_ray.simulate.settings import load_simulation
-from dhp_ray.simulate.simulation import Simulated, prepared
 
 SMALL = ["model=qwen3_vl_2b", "workload=llava_video", "cluster.num_ranks=8", "cluster.ranks_per_node=4",
          "global_samples=24", "num_batches=6", "planners=[dhp_paper]", "planning.encoder=group", "planning.item_s=0",

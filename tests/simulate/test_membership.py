@@ -8,9 +8,7 @@ import pytest
 
 from dhp_ray.runtime.driver.elastic import surviving_state
 from dhp_ray.runtime.messages import HeldShards
-from dhp_ray.simulate.faults import Fault
-from dhp_ray.simulate.membership import Generation, HeldState, generation_of, held_by
-from dhp_ray.simulate.recovery import Recovery
+from dhp_ray.simulate.faults import Fault, Generation, HeldState, Recovery, generation_of, held_by
 from dhp_ray.simulate.settings import FaultSettings
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dhp_ray.simulate.membership import generation_of
-from dhp_ray.simulate.records import RunRecord
+from dhp_ray.simulate.faults import generation_of
+from dhp_ray.simulate.run import RunRecord
 from tests.simulate.simulations import QUICK, events_of, run_of, within
 
 SELDOM = ["num_batches=12", "faults.mirror_every_steps='4'", *QUICK]
@@ -156,14 +156,3 @@ def test_groups_that_break_while_they_form_are_given_up_in_the_end() -> None:
     record = run_of("faults.every_s=0.2", "faults.worker.share=1", "faults.worker.form_s=30",
                     "faults.worker.return_s=0.01", "faults.mirror_every_steps='1'")
     assert "has failed 9 times" in record.error
-
-
-def test_copies_slow_every_step_beside_which_they_travel() -> None:
-    words = ["cluster.ranks_per_node=1", "cluster.oversubscription=16", "workload=internvid_videos", "num_batches=8",
-             "planning.item_s=0", "train.tokens_per_rank=8000", "train.activation_checkpointing=false"]
-    calm = run_of(*words, "faults.mirror_every_steps='0'")
-    seconds = [step.end_s - step.begin_s for step in calm.steps]
-    copied = run_of(*words, "faults.mirror_every_steps='4'", f"faults.copy_s={seconds[4] + seconds[5]}")
-    longer = [step.end_s - step.begin_s - plain for step, plain in zip(copied.steps, seconds)]
-    assert longer[4] > longer[5] > 0.5  # the copies of step 4 are on their way yet
-    assert longer[6] == pytest.approx(0.0, abs=1e-6)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dhp_ray.simulate.results import text_of
+from dhp_ray.simulate.run import prepared, simulated
 from dhp_ray.simulate.settings import load_simulation
-from dhp_ray.simulate.simulation import prepared, simulated
-from dhp_ray.simulate.table import text_of
 from tests.checkout import job_of
 from tests.simulate.simulations import SMALL
 

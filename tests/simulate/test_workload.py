@@ -14,8 +14,7 @@ import pytest
 from dhp_ray.config import CONF
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.schema import ConfigError
-from dhp_ray.simulate.workload import Workload, drawn_numbers
-from dhp_ray.simulate.workload_settings import (
+from dhp_ray.simulate.settings import (
     Numbers,
     Part,
     SourceSettings,
@@ -23,6 +22,7 @@ from dhp_ray.simulate.workload_settings import (
     load_workload,
     sources_of,
 )
+from dhp_ray.simulate.workload import Workload, drawn_numbers
 
 NAMES = sorted(path.stem for path in (CONF / "workload").glob("*.yaml"))
 DATA = Path(os.environ.get("DHP_RAY_TEST_DATA", "none")) / "lengths"
@@ -87,7 +87,7 @@ def test_rows_of_a_file_keep_their_tokens_and_tiles(name: str, file: str) -> Non
 def test_a_batch_depends_on_the_seed_and_its_number_alone() -> None:
     workload, again = (Workload(load_workload("llava_video"), "qwen3_vl") for _ in range(2))
     first = workload.batch(1, 50)
-    assert list(again.batches(3, 50))[1] == first
+    assert again.batch(1, 50) == first
     assert workload.batch(1, 50, seed=1) != first
     assert workload.batch(2, 50) != first
 
