@@ -1,11 +1,8 @@
-"""Images encoded in their packs or apart from them: balance, times, what `auto` costs and gains. All modelled.
+"""Images encoded in their packs or apart from them: balance and times. All modelled.
 
     python benchmarks/encoder.py balance     the fullest rank over the mean or the largest image, whichever is more
     python benchmarks/encoder.py rows        feature rows that are encoded on another rank than the one that needs them
     python benchmarks/encoder.py timeline    predicted makespans beside a plain-Python timeline
-    python benchmarks/encoder.py regret      auto's plan where executed costs differ from planned ones by up to 20 %
-    python benchmarks/encoder.py planning    milliseconds of a plan
-    python benchmarks/encoder.py gains       step times over those with images in their packs, from models' shapes
 
 Mixes of text, images and videos are those of encoder_cases.py; costs are derived from the models and the devices.
 """
@@ -13,7 +10,6 @@ Mixes of text, images and videos are those of encoder_cases.py; costs are derive
 from __future__ import annotations
 
 import random
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +21,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.encoder_cases import KINDS, MODELS, batch, cluster_and_cost, images_each
+from benchmarks.encoder_cases import KINDS, batch, cluster_and_cost
 from benchmarks.encoder_exact import least_s, proven_s
 from dhp_ray.config import CONF
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts, warm_up
+from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch, plan_starts
 from dhp_ray.planner.plan.types import VisionPlan, cut_in_time, encoding_ranks, shares
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.images_apart import vision_inputs
@@ -38,7 +34,6 @@ from tests.packs import Film, make_sample, rough_model
 from tests.planner.reference_encoder import timeline
 
 LAYOUTS = ("group", "world")
-VARIATION = 0.2
 PROVEN_FROM = 1.01  # above it the best assignment is looked for
 CUT = "video, a piece a step"  # in place of four steps
 MERGE_AREA = 4  # patches of a token, in all models here
@@ -189,70 +184,7 @@ def difference(plan: Plan, cost: CostModel) -> float:
     return abs(timeline(plan, cost) / plan.predicted_time_s - 1)
 
 
-def regret(num_ranks: int = 64, num_batches: int = 10, num_draws: int = 10) -> Iterator[list[str]]:
-    """auto's time over the shorter of both plans, each executed with the same random costs."""
-    yield ["mix", "mean", "most", "apart"]
-    cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-    for kind in KINDS:
-        found, apart = [], 0
-        for seed in range(num_batches):
-            samples = batch(kind, 8 * num_ranks, seed)
-            plans = [plan_batch(samples, cluster, cost, encoder=layout) for layout in (*LAYOUTS, "auto")]
-            apart += plans[2].vision.apart
-            for draw in range(num_draws):
-                *times, auto = (executed(plan, cost, draw) for plan in plans)
-                found.append(auto / min(times) - 1)
-        yield [kind, f"{100 * statistics.fmean(found):.2f} %", f"{100 * max(found):.2f} %", f"{apart}/{num_batches}"]
-
-
-def executed(plan: Plan, cost: CostModel, seed: int) -> float:
-    """Seconds of a plan whose costs differ from the planned ones: an image's alike in every plan, a pack's by its first
-    row of the batch."""
-    def varied(kind: str, number: int) -> float:
-        return 1 + VARIATION * (2 * random.Random(f"{kind} {number} {seed}").random() - 1)
-
-    return timeline(plan, cost, varied)
-
-
-def planning(num_plans: int = 20) -> Iterator[list[str]]:
-    """Median milliseconds; compiled."""
-    yield ["batch", *LAYOUTS, "auto"]
-    warm_up()
-    for num_ranks, num_samples, repeats in ((64, 512, num_plans), (4096, 16384, 3)):
-        cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
-        samples, cells = images_each(num_samples), []
-        for layout in (*LAYOUTS, "auto"):
-            times = [plan_batch(samples, cluster, cost, encoder=layout).planning_time_s for _ in range(repeats)]
-            cells.append(f"{1e3 * statistics.median(times):.1f}")
-        yield [f"{num_samples} sequences with 4 images on {num_ranks} ranks", *cells]
-
-
-def gains(rank_counts: Sequence[int] = (64, 512), num_batches: int = 3) -> Iterator[list[str]]:
-    """Of the sum over the batches, 8 samples a rank; recomputation as a run with long sequences needs it."""
-    yield ["model", "mix", "ranks", "world", "auto", "auto over the bound", "activations kept"]
-    for model in MODELS:
-        for num_ranks in rank_counts:
-            device, gibibytes = ("h200", 141) if "6B" in model else ("h100", 80)
-            cluster, cost = cluster_and_cost(model, num_ranks, device, gibibytes=gibibytes, recomputes=True)
-            for kind in ("image", "video", "text"):
-                batches = [batch(kind, 8 * num_ranks, seed) for seed in range(num_batches)]
-                yield [model, kind, str(num_ranks), *gain(batches, cluster, cost)]
-
-
-def gain(batches: Sequence[Sequence[Sample]], cluster: ClusterSpec, cost: CostModel) -> list[str]:
-    plans = {layout: [plan_batch(samples, cluster, cost, encoder=layout) for samples in batches]
-             for layout in (*LAYOUTS, "auto")}
-    total = {layout: sum(plan.predicted_time_s for plan in found) for layout, found in plans.items()}
-    bound = sum(plan.lower_bound_s for plan in plans["auto"])
-    apart = [plan.vision.keeps for plan in plans["world"] if plan.vision.apart]
-    kept = f"{sum(apart)}/{len(apart)}" if apart else "no memory apart"
-    return [f"{100 * (1 - total['world'] / total['group']):+.1f} %",
-            f"{100 * (1 - total['auto'] / total['group']):+.1f} %",
-            f"{100 * (total['auto'] / bound - 1):.1f} %", kept]
-
-
-TABLES = {"balance": balance, "rows": rows, "timeline": timelines, "regret": regret, "planning": planning,
-          "gains": gains}
+TABLES = {"balance": balance, "rows": rows, "timeline": timelines}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,10 +11,8 @@ import pytest
 from benchmarks.encoder import (
     LAYOUTS,
     TABLES,
-    VARIATION,
     balance_of,
     differences,
-    executed,
     main,
     rows_elsewhere,
     rows_sent,
@@ -122,9 +120,6 @@ def test_costs_vary_alike_in_every_plan() -> None:
         assert timeline(listed((0, 1), 2, b_first), ALONE, varied) == pytest.approx(16 / 3 + 5 + 2 * 16 / 3)
     assert asked[False] == asked[True] == {("image", 0): 1, ("image", 1): 1, ("image", 2): 1, ("pack", 0): 1,
                                            ("pack", 1): 1}
-    times = [executed(listed((0, 1), 2, b_first), ALONE, 7) for b_first in (False, True)]
-    assert times[0] == times[1] != timeline(listed((0, 1), 2), ALONE)
-    assert 1 - VARIATION <= times[0] / timeline(listed((0, 1), 2), ALONE) <= 1 + VARIATION
 
 
 def test_costs_that_do_not_vary_leave_the_prediction() -> None:
@@ -143,7 +138,7 @@ def test_help_names_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_table_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sometimes"]) == 2
     assert capsys.readouterr().err == (
-        "encoder.py: sometimes: allowed: one of balance, rows, timeline, regret, planning, gains\n")
+        "encoder.py: sometimes: allowed: one of balance, rows, timeline\n")
 
 
 @pytest.mark.slow
@@ -151,4 +146,4 @@ def test_the_command_runs_in_a_checkout() -> None:
     found = subprocess.run([sys.executable, "benchmarks/encoder.py", "sometimes"], cwd=ROOT, capture_output=True,
                            text=True)
     assert (found.returncode, found.stderr) == (
-        2, "encoder.py: sometimes: allowed: one of balance, rows, timeline, regret, planning, gains\n")
+        2, "encoder.py: sometimes: allowed: one of balance, rows, timeline\n")

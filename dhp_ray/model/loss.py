@@ -15,7 +15,7 @@ CHUNKS_PER_PRODUCT = 8
 """Chunks whose gradients are collected, in the computing type, for one product with the head and one with its inputs.
 
 Each product with the inputs reads and writes the whole fp32 gradient of the head, `V D` elements, so it must be rare.
-benchmarks/loss_head.py measures it; on a CPU the number does not matter.
+On a CPU the number does not matter.
 """
 
 
