@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         if "out" in targets:
             targets["out"].write_text(json.dumps(plan.to_json()))
         if "picture" in targets:
-            from dhp_ray.report.plan_picture import draw_plan
+            from dhp_ray.report.step_picture import draw_plan
 
             draw_plan(plan, targets["picture"])
     except OSError as error:

@@ -18,8 +18,8 @@ from dhp_ray.credentials import masked
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.report import figures
 from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, spread
-from dhp_ray.report.plan_picture import draw_plan
 from dhp_ray.report.run_files import RunFiles
+from dhp_ray.report.step_picture import draw_plan
 
 MAX_COMPARED, MAX_PLANS_READ, MAX_ROWS = 32, 200, 200
 

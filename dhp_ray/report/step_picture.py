@@ -1,20 +1,43 @@
-"""A step as a picture: above what the plan predicted, below what the ranks measured; one row per rank, the same
-colours.
+"""A plan as a picture, and a step beside its plan: above what was predicted, below what the ranks measured.
+
+Ranks are down, time across. Packs are boxes coloured by their longest sequence, fixed seconds are hatched, images
+encoded apart from the packs are orange, waiting in exchanges is pale, and idle time is blank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from dhp_ray.planner.plan.types import Plan
-from dhp_ray.report.plan_picture import ENCODER, colours_of, draw_planned, line_width, longest_of
+import numpy as np
+
+from dhp_ray.planner import plan_starts
+from dhp_ray.planner.plan.types import GroupPlan, Plan
+from dhp_ray.planner.timeline import apart_timeline, fixed_starts
 from dhp_ray.train.results import StepResult
+
+ENCODER = "tab:orange"
+"""Colour of images encoded apart from the packs, and of their backward pass."""
+FIXED = "gainsboro"
+"""Colour of what every rank pays once: reduction, gather, update."""
+
+
+def draw_plan(plan: Plan, target: str | Path | IO[bytes]) -> None:
+    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, min(3 + plan.cluster.num_ranks / 12, 14)), layout="constrained")
+    axes = figure.subplots()
+    scale = _colours(plan)
+    draw_planned(axes, plan, scale.to_rgba)
+    figure.colorbar(scale, ax=axes, label="longest sequence of the pack [tokens]")
+    figure.savefig(target, dpi=120)
 
 
 def draw_step(
-    plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], dpi: int = 100, told: str = "measured"
+    plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], told: str = "measured"
 ) -> None:
     """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
 
@@ -25,15 +48,65 @@ def draw_step(
 
     figure = Figure(figsize=(11, min(6 + plan.cluster.num_ranks / 6, 18)), layout="constrained")
     above, below = figure.subplots(2, 1)
-    scale = colours_of(plan)
+    scale = _colours(plan)
     draw_planned(above, plan, scale.to_rgba)
-    draw_measured(below, plan, results, scale.to_rgba, told)
+    _draw_measured(below, plan, results, scale.to_rgba, told)
     figure.colorbar(scale, ax=[above, below], label="longest sequence of the pack [tokens]")
-    figure.savefig(target, dpi=dpi)
+    figure.savefig(target, dpi=100)
 
 
-def draw_measured(
-    axes: Any, plan: Plan, results: Sequence[StepResult], colour: Any, told: str = "measured"
+def _colours(plan: Plan) -> Any:
+    """The colour of a pack by its longest sequence, as matplotlib's ScalarMappable."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    longest = [_longest(plan, group) for group in plan.groups]
+    return ScalarMappable(LogNorm(min(longest), max(max(longest), min(longest) + 1)), "viridis")
+
+
+def _longest(plan: Plan, group: GroupPlan) -> int:
+    """Tokens of a pack's longest sequence."""
+    return max(plan.samples[row].num_tokens for row in group.pack.sequences)
+
+
+def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
+    """Draw the times of the plan on `axes`, with its lower bound and its makespan."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    starts, makespan = plan_starts(plan)
+    boxes, faces = [], []
+    for group, start in zip(plan.groups, starts):
+        for first, height in _runs(group):
+            boxes.append(Rectangle((start, first - 0.5), group.predicted_time_s, height))
+            faces.append(colour(_longest(plan, group)))
+    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=_line_width(plan)))
+    if apart := apart_timeline(plan):
+        spans = [(np.zeros(plan.cluster.num_ranks), apart.forward_busy_s),
+                 (apart.backward_s, apart.backward_s + apart.backward_busy_s)]
+        phases = [Rectangle((plan.fixed_s + begin, rank - 0.5), end - begin, 1)
+                  for begins, ends in spans for rank, (begin, end) in enumerate(zip(begins, ends))]
+        axes.add_collection(PatchCollection(phases, facecolors=ENCODER, edgecolors="black",
+                                            linewidths=_line_width(plan), label="encoder"))
+    if plan.fixed_s:
+        fixed = [Rectangle((start, -0.5), plan.fixed_s, plan.cluster.num_ranks) for start in fixed_starts(plan)]
+        axes.add_collection(PatchCollection(fixed, facecolors=FIXED, edgecolors="gray", hatch="//", linewidths=0,
+                                            label=f"fixed {plan.fixed_s:.4g} s"))
+    axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
+    axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
+    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5),
+             xlabel="time [s]", ylabel="rank")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(
+        f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on "
+        f"{plan.cluster.num_ranks} ranks",
+        loc="left",
+    )
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+
+
+def _draw_measured(
+    axes: Any, plan: Plan, results: Sequence[StepResult], colour: Callable[[int], Any], told: str
 ) -> None:
     """Measured times of each rank's packs, each on the rank's own clock from its start of the step. The seconds that
     the rank waited in exchanges are drawn pale at the end of the pack, because only their sum is known.
@@ -44,18 +117,13 @@ def draw_measured(
 
     boxes, faces = [], []
     for result in results:
-        for time in result.pack_times:
-            red, green, blue, _ = colour(longest_of(plan, plan.groups[time.index]))
+        for time in (*result.pack_times, *result.encoder_times):
+            face = to_rgba(colour(_longest(plan, plan.groups[time.index])) if time.index >= 0 else ENCODER)
             blocked_s = min(time.blocked_s, time.end_s - time.start_s)
             boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
                       Rectangle((time.end_s - blocked_s, result.rank - 0.5), blocked_s, 1)]
-            faces += [(red, green, blue, 1.0), (red, green, blue, 0.25)]
-        for time in result.encoder_times:
-            blocked_s = min(time.blocked_s, time.end_s - time.start_s)
-            boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
-                      Rectangle((time.end_s - blocked_s, result.rank - 0.5), blocked_s, 1)]
-            faces += [to_rgba(ENCODER), to_rgba(ENCODER, 0.25)]
-    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=line_width(plan)))
+            faces += [face, (*face[:3], 0.25)]
+    axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=_line_width(plan)))
     end_s = max((result.step_time_s for result in results), default=0.0)
     last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
                  default=0.0)
@@ -66,3 +134,15 @@ def draw_measured(
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title(f"{told}; pale: waiting in exchanges; orange: encoder", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+
+
+def _line_width(plan: Plan) -> float:
+    """Width of the edge of a box: thinner with many ranks, where edges would cover the boxes."""
+    return max(0.1, min(0.6, 30 / plan.cluster.num_ranks))
+
+
+def _runs(group: GroupPlan) -> list[tuple[int, int]]:
+    """(first rank, number of ranks) of each run of neighbouring ranks of a group."""
+    ranks = sorted(group.ranks)
+    cuts = [0, *(place + 1 for place, (left, right) in enumerate(pairwise(ranks)) if right != left + 1), len(ranks)]
+    return [(ranks[low], high - low) for low, high in pairwise(cuts)]

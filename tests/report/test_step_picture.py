@@ -11,8 +11,7 @@ from PIL import Image
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.report.plan_picture import draw_plan, draw_planned
-from dhp_ray.report.step_picture import draw_step
+from dhp_ray.report.step_picture import draw_plan, draw_planned, draw_step
 from tests.report.runs import plan_of, results_of
 
 
