@@ -7,7 +7,7 @@ RUN_DIR ?= runs/default
 # Some images set it: each of many processes would then compile the package, and each test's assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install train test test-all lint docs clean
+.PHONY: install train test-unit test test-all lint docs clean
 
 install: .venv/installed
 
@@ -33,6 +33,11 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# In minutes: no test that starts a process or needs Ray.
+test-unit: install
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not processes'
+
+# What continuous integration runs.
 test: install lint
 	$(BIN)/python -m pytest -n 2 -o faulthandler_timeout=400
 

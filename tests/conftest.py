@@ -21,6 +21,7 @@ import pytest
 
 from dhp_ray.storage import Folder
 from tests import ranks
+from tests.processes import starts_processes
 
 RUN_RANKS = {"run_ranks", "run_processes", "run_tensors"}
 """Of a test module that has one of these names, tests run ranks."""
@@ -55,7 +56,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneCluster(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and starts_processes(item):
+            item.add_marker("processes")
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
