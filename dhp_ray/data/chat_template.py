@@ -148,11 +148,7 @@ def _without_breaks(parts: Sequence[ContentPart]) -> Iterator[ContentPart]:
 
 
 def _check_all_there(turns: Sequence[Turn], text: str) -> None:
-    """Refuse a conversation of which the template leaves something out.
-
-    Raises:
-        RowError: a text is not in what the template writes, after those before it.
-    """
+    """Refuse a conversation of which the template leaves something out."""
     position = 0
     for number, turn in enumerate(turns, 1):
         for part in turn.parts:
@@ -245,11 +241,7 @@ class SpelledTokens:
         return self._texts[token]
 
     def _as_text(self, token: str) -> list[int]:
-        """The ids of a special token's name as text.
-
-        Raises:
-            RowError: the tokenizer has no other ids for it.
-        """
+        """The ids of a special token's name as text."""
         special = self.tokenizer.get_vocab().get(token)
         for pieces in ([token], [token[:1], token[1:]]):  # cut, if the tokenizer does not know it as special
             encoded = self.tokenizer(pieces, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -175,9 +175,6 @@ def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Tur
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
     """Refuse a row in which the number of marks (without a source of their own) differs from that of its images or
     videos.
-
-    Raises:
-        RowError: too many or too few marks of a kind.
     """
     for mark, kind in MARKS.items():
         marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
@@ -233,11 +230,7 @@ def _turn(number: int, turn: Any) -> Turn:
 
 
 def _learned(number: int, turn: Mapping[str, Any]) -> bool:
-    """Whether neither `weight` nor `loss` of an answer is 0 or false. None and NaN count as absent.
-
-    Raises:
-        RowError: one of them is neither 0 nor 1.
-    """
+    """Whether neither `weight` nor `loss` of an answer is 0 or false. None and NaN count as absent."""
     found = {name: turn[name] for name in ("weight", "loss") if turn.get(name) is not None}
     found = {name: value for name, value in found.items() if value == value}
     for name, value in found.items():
@@ -247,11 +240,7 @@ def _learned(number: int, turn: Mapping[str, Any]) -> bool:
 
 
 def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, with consecutive turns of tools joined into one turn of the user.
-
-    Raises:
-        RowError: a tool answers, but not after a turn of the assistant.
-    """
+    """The turns, with consecutive turns of tools joined into one turn of the user."""
     found: list[Turn] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         if role != "tool":
@@ -378,7 +367,6 @@ def _read(value: Any, what: str) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """The value without keys that hold null."""
     if isinstance(value, Mapping):
         return {name: _present(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

@@ -96,7 +96,6 @@ def score(prediction: str, references: Sequence[str]) -> Scores:
 
 
 class MeanScores:
-    """The mean of each score over the answers so far."""
 
     def __init__(self) -> None:
         self._count, self._sums = 0, Scores(0.0, 0.0, 0.0)

@@ -70,9 +70,6 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 def check_form(data: Data) -> None:
     """Refuse data whose first rows already show that there are none, that they have another form, or that they lack
     columns. Takes milliseconds, whatever the size.
-
-    Raises:
-        DataError: as `index_fragments`.
     """
     image_root(data)
     for path, kind in _files(data):
@@ -82,11 +79,7 @@ def check_form(data: Data) -> None:
 
 
 def check_answers(fragments: Fragments, max_bytes: int) -> None:
-    """Refuse held-out samples if none of them has an answer. Reads rows up to the first one that has an answer.
-
-    Raises:
-        DataError: no sample has a turn of the assistant, or a file cannot be read.
-    """
+    """Refuse held-out samples if none of them has an answer. Reads rows up to the first one that has an answer."""
     for fragment in fragments:
         if any(map(_is_answered, read_texts(fragment, max_bytes))):
             return
@@ -103,7 +96,6 @@ def _is_answered(row: Row) -> bool:
 
 
 def _files(data: Data) -> list[tuple[str, str]]:
-    """The files of `data.path`, and the kind of each."""
     return [(path, file_kind(path)) for path in data_files(data)]
 
 

@@ -34,12 +34,7 @@ def family_in(folder: Path) -> type[Family]:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file from which the processor is made. Needs no transformers.
-
-    Raises:
-        DataError: tokenizer, chat template or image settings are missing, do not read as JSON, or are those of another
-            family or model.
-    """
+    """Refuse a folder that lacks a file from which the processor is made. Needs no transformers."""
     check_byte_order_marks(folder)
     check_tokenizer_files(folder)
     image_settings(folder, family_in(folder))
@@ -93,11 +88,7 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def check_vocabulary(folder: Path, token_ids: Iterable[Any]) -> None:
-    """Refuse token ids beyond the embedding of the folder's model, as after words were added to the tokenizer alone.
-
-    Raises:
-        DataError: one line with the sizes of both.
-    """
+    """Refuse token ids beyond the embedding of the folder's model, as after words were added to the tokenizer alone."""
     tree = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     text = tree.get("text_config")
     size = _number((text if isinstance(text, dict) else {}).get("vocab_size", tree.get("vocab_size")))

@@ -190,9 +190,6 @@ class Processor:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text with the template's marks replaced by what the family writes for each image and video, and the
         shifted spans.
-
-        Raises:
-            RowError: the marks are not those of these images and videos.
         """
         found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
         if [mark.lastgroup for mark in found] != [_kind(size) for size in sizes]:

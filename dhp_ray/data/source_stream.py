@@ -132,7 +132,6 @@ class SourceStream:
         self._part_size = 0
 
     def _share(self, number: int) -> Share:
-        """What is read at once."""
         if number < len(self._opening):
             return self._opening[number]
         return self._order.whole(number - len(self._opening) + self._next_whole)
@@ -157,7 +156,6 @@ class SourceStream:
             self._planned, self._part_size = stop, stop - self._planned
 
     def _part(self, tasks: int, most_bytes: float) -> int:
-        """The number of shares of the next part."""
         stop = min(self._planned + max(PART_FRAGMENTS, tasks), self._num_shares)
         shares = [self._share(number) for number in range(self._planned, stop)]
         held = np.cumsum([sum(self._row_bytes[part.position] * (part.stop - part.first) for part in share.parts)

@@ -232,7 +232,6 @@ class FrameFiles:
 
 
 def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
-    """An encoded video, to be read as a context manager."""
     return (FrameFiles if data.startswith(FRAMES_MAGIC) else VideoDecoder)(data, limits)
 
 
@@ -252,7 +251,6 @@ def read_clip(data: bytes, limits: MediaLimits) -> Clip:
 
 
 def _shows(packet: Any) -> bool:
-    """Whether a packet holds a frame that is shown."""
     return bool(packet.size) and not packet.is_discard
 
 
@@ -281,7 +279,6 @@ def _rate_and_times(
 
 
 def _turned(clip: Clip, matrix: Matrix | None) -> Clip:
-    """The clip with upright frames."""
     return clip if matrix is None or matrix[0] else replace(clip, width=clip.height, height=clip.width)
 
 
@@ -322,11 +319,7 @@ def _upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
 
 
 def _checked(clip: Clip, limits: MediaLimits) -> Clip:
-    """The clip.
-
-    Raises:
-        RowError: it has no frame or no rate, is too long, or its frames are too large.
-    """
+    """The clip, unless it has no frame or no rate, is too long, or has frames that are too large."""
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
         raise RowError(
             f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "

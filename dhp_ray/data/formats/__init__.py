@@ -32,7 +32,6 @@ def format_suffixes(data_format: str) -> tuple[str, ...]:
 
 
 def file_kind(path: str) -> str:
-    """The kind of a file, from its name."""
     suffix = os.path.splitext(path)[1]
     return next(kind for kind, file_format in FILE_FORMATS.items() if suffix in file_format.SUFFIXES)
 

@@ -106,11 +106,8 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 
 def _select(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) -> pa.RecordBatch:
-    """Those of the named columns that there are.
-
-    Raises:
-        ArrowException: offsets point outside of the mapped file; they would be followed. Strings are checked as bytes:
-            one that is not UTF-8 costs its row alone.
+    """Those of the named columns that there are. Their offsets are checked, because those outside of the mapped file
+    would be followed; strings are checked as bytes, because one that is not UTF-8 costs its row alone.
     """
     present = [name for name in names if name in schema.names]
     as_bytes = pa.schema([field.with_type(_as_bytes(field.type)) for field in schema])

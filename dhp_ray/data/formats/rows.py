@@ -70,11 +70,7 @@ def _parts(rows: Iterator[tuple[Any, tuple[int, int]]]) -> Iterator[list[tuple[A
 
 
 def check_unchanged(fragment: Fragment, num_rows: int) -> None:
-    """Refuse a file that has only so many rows where those of the fragment were.
-
-    Raises:
-        OSError: it has changed.
-    """
+    """Refuse a file that has only so many rows where those of the fragment were."""
     if num_rows < fragment.num_rows:
         raise OSError(f"it has changed since it was indexed: {num_rows} rows are where there were {fragment.num_rows}")
 
@@ -111,11 +107,7 @@ def too_large(num_bytes: int, max_bytes: int) -> str:
 
 
 def check_columns(schema: pa.Schema, path: str) -> None:
-    """Refuse a file whose columns hold no conversations, or media of a wrong type.
-
-    Raises:
-        DataError: one line that names the column.
-    """
+    """Refuse a file whose columns hold no conversations, or media of a wrong type."""
     present = [name for name in CONVERSATION_COLUMNS if name in schema.names]
     if not present:
         raise DataError(
