@@ -4,7 +4,8 @@ A change concerns a pack that makes the plan as long as it is: of the critical p
 micro-batch otherwise; sometimes any pack. Either
 
 rows    it gives a sequence to another pack (perhaps an empty one), or swaps it for one with about as much work
-ranks   `micro_batch`: it takes ranks from another pack of its micro-batch (or from the unused ones);
+ranks   `micro_batch`: it takes ranks from another pack of its micro-batch (or from the unused ones), or swaps one if
+        ranks or nodes are unequal;
         `step`: it goes to another place in the order, on one rank more, as many, or one less: those that are free first
 
 Random numbers have a fixed seed, and the number of trials is given, so the result is always the same.
@@ -83,6 +84,8 @@ def _changed(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pa
         if kind < 4:
             return _give(batch, state, now, random, row)
         return _swap(batch, state, now, random, row)
+    if batch.lockstep and (batch.nodes_matter or not batch.uniform) and _below(random, 2) == 0:
+        return _swap_ranks(batch, state, now, random, pack)
     if batch.lockstep:
         return _take_ranks(batch, state, now, random, pack)
     return _insert(batch, state, now, random, pack)
@@ -221,6 +224,28 @@ def _take_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray,
         state.degree[pack] -= 1
         state.ranks[other, state.degree[other]] = state.ranks[pack, state.degree[pack]]
         state.degree[other] += 1
+    return False
+
+
+@inner
+def _swap_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
+    """Swap a rank for one of another pack of the micro-batch, or for an unused one."""
+    slot = state.slot[pack]
+    other = state.first[slot] + _below(random, state.first[slot + 1] - state.first[slot])
+    if other == pack or state.degree[other] == 0:
+        return False
+    own, others = state.ranks[pack], state.ranks[other]
+    place, of_other = _below(random, state.degree[pack]), _below(random, state.degree[other])
+    mine_s = state.time[pack], state.encode[pack], state.rest[pack]
+    others_s = state.time[other], state.encode[other], state.rest[other]
+    own[place], others[of_other] = others[of_other], own[place]
+    retime(batch, state, pack)
+    retime(batch, state, other)
+    if _judge(batch, state, now, pack, other):
+        return True
+    own[place], others[of_other] = others[of_other], own[place]
+    state.time[pack], state.encode[pack], state.rest[pack] = mine_s
+    state.time[other], state.encode[other], state.rest[other] = others_s
     return False
 
 

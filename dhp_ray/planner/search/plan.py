@@ -7,12 +7,13 @@ nevertheless. The plain start is made first. Each other one must be shorter than
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.problem import Machine, Problem
+from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.search.batch import Batch, batch_of, nodes_matter
 from dhp_ray.planner.search.improve import improve
@@ -37,13 +38,13 @@ NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
 STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
-"""Sequences x ranks of all starts."""
+"""Sequences x ranks of all starts, and sequences x limits of their micro-batches."""
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
 partial plans exceed WORK. Narrow searches, which keep one, after the first try a NARROWth of the limits."""
 
-BUDGET, TRIAL_S, MOST = 0.02, 2e-8, {"step": 10_000, "micro_batch": 3_000}
+BUDGET, TRIAL_S, MOST = 0.02, 2e-8, 10_000
 """The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
 
 REUSE = ((3e-3, 1.0), (3e-3, 0.1), (9e-3, 0.01))
@@ -174,6 +175,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     for least, each in product(least_degrees(problem), searches):
         if is_open(each.problem):
             add(each.without_barriers(least))
+            left -= each.tried
     return found
 
 
@@ -190,12 +192,14 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
             return
         left -= len(problem.items) * problem.cluster.num_ranks
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
-        if made := rounds.shortest(below_s, least, width, limits):
+        made = rounds.shortest(below_s, least, width, limits)
+        left -= rounds.tried
+        if made:
             found.append(timed(problem, made))
             starts.append((found[-1].seconds, len(starts), rounds, least))
             best_s = min(best_s, found[-1].seconds)
 
-    searches = [Rounds(way, machine) for way in ways for machine in machines_of(way)]
+    searches = [rounds for way in ways for rounds in rounds_on(way)]
     narrow = max(4, count // NARROW)
     for least in least_degrees(problem):
         for rounds in searches:
@@ -206,13 +210,14 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     return found
 
 
-def machines_of(way: Problem) -> list[Machine]:
-    """The ranks as they are: if they are equal, packs are put into nodes that have room; otherwise they follow the
-    ranks by speed. If nodes matter also as if they were equal, in both ways."""
-    machine, nominal = way.machine, way.nominal_machine
-    if not nodes_matter(machine):
-        return [machine]
-    return [machine, *([] if machine.uniform else [nominal]), nominal._replace(uniform=False)]
+def rounds_on(way: Problem) -> Iterator[Rounds]:
+    """Packs on the ranks as they are: on the fastest first; if all are equal, in nodes that have room. If they are not,
+    also as if they were. If nodes matter, also on one node after another."""
+    yield Rounds(way, way.machine)
+    if not way.machine.uniform:
+        yield Rounds(way, way.nominal_machine)
+    if nodes_matter(way.machine):
+        yield Rounds(way, way.machine, by_node=True)
 
 
 def improved(problem: Problem, start: Schedule, share: float) -> Schedule:
@@ -222,7 +227,7 @@ def improved(problem: Problem, start: Schedule, share: float) -> Schedule:
     ranks = len(start.ranks)
     operations = 100.0 + (4.0 * packs / slots if batch.lockstep else 2 * packs + ranks + 3 * len(batch.speeds))
     operations += 20.0 * len(problem.all_image_s) / packs * ranks / packs
-    trials = int(min(MOST[problem.sync], BUDGET * problem.lower_bound_s / (TRIAL_S * operations)))
+    trials = int(min(MOST, BUDGET * problem.lower_bound_s / (TRIAL_S * operations)))
     if trials < packs:
         return start
     trials = int(share * trials)

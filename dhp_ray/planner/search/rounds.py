@@ -25,8 +25,8 @@ from dhp_ray.planner.search.batch import Batch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
-"""The longest limit over the seconds of all that is left, and over the shortest limit; the steps of a bisection; and
-what the rest is assumed to take over its bound."""
+"""The longest limit over the seconds of all that is left on its fewest ranks, and over the shortest limit; the steps of
+a bisection; and what the rest is assumed to take over its bound."""
 
 FEW = 8
 """The limits of each micro-batch of a search for sync=step."""
@@ -77,29 +77,33 @@ class Places(NamedTuple):
     until: np.ndarray
 
 
-def places_of(machine: Machine) -> Places:
-    """The fastest ranks first, and of these, large nodes first. On a uniform machine, packs are put into nodes that
-    have room afterwards (`placing.py`)."""
-    num_ranks, of_size = len(machine.speeds), np.diff(machine.first)[machine.node]
-    rank, until = np.lexsort((machine.node, -of_size, -machine.speeds)), np.arange(num_ranks) + machine.ranks_per_node
-    if not machine.uniform:
+def places_of(machine: Machine, by_node: bool = False) -> Places:
+    """The fastest ranks first, and of these, large nodes first; `by_node`: the node with the most speed first, and its
+    fastest rank. On a uniform machine, packs are put into nodes that have room afterwards (`placing.py`)."""
+    num_ranks, of_node = len(machine.speeds), np.bincount(machine.node, machine.speeds)[machine.node]
+    keys = (-machine.speeds, machine.node, -of_node) if by_node else (machine.node, -of_node, -machine.speeds)
+    rank, until = np.lexsort(keys), np.arange(num_ranks) + machine.ranks_per_node
+    if not machine.uniform or by_node:
         ends = np.append(np.nonzero(np.diff(machine.node[rank]))[0] + 1, num_ranks)
         until = ends[np.searchsorted(ends, np.arange(num_ranks), side="right")]
     return Places(rank, machine.speeds[rank], until)
 
 
 class Rounds:
-    """A beam search of the micro-batches of one batch."""
+    """A beam search of the micro-batches of one batch. tried: sequences x limits of the last search."""
 
-    def __init__(self, problem: Problem, machine: Machine) -> None:
-        self.problem, self.machine, self.batch, self.tokens = problem, machine, batch_of(problem), problem.items.tokens
+    def __init__(self, problem: Problem, machine: Machine, by_node: bool = False) -> None:
+        self.problem, self.machine = problem, machine._replace(uniform=machine.uniform and not by_node)
+        self.batch, self.tokens = batch_of(problem), problem.items.tokens
         self.value = self.batch.work + self.tokens * limits_of(problem).charge_s[problem.items.minimum_degree]
-        self.places, self.speed = places_of(machine), float(machine.speeds.sum())
+        self.places, self.speed = places_of(machine, by_node), float(machine.speeds.sum())
         self.most, self.gather_s = problem.cluster.max_tokens, problem.cost.gather_s
+        self.tried = 0
 
     def shortest(self, below_s: float, least: int, width: int, limits: int) -> Schedule | None:
         """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found."""
         beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
+        self.tried = 0
         most = ENDED * width if width > 1 else 1
         while beam:
             following = list[Next]()
@@ -154,12 +158,13 @@ class Rounds:
         batch, left = self.batch, partial.left
         value, tokens = self.value[left], self.tokens[left].sum()
         longest_s, full_s = _times_s(batch, left[0], self.places, least)
-        full_s = max(longest_s, min(full_s, LONGEST * float(value.sum() / self.speed)))
+        full_s = max(longest_s, min(full_s, LONGEST * _together_s(batch, left, self.places, least)))
         limits = np.geomspace(full_s, max(longest_s, full_s / SPAN), number) * (1 + 1e-9)
         _, *of_images = self._shares(left)
         shares = np.zeros(number)
         if of_images:
             limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
+        self.tried += len(left) * len(limits)
         tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
         micro_batches = np.ceil(np.maximum(tokens - tried[1], 0.0) / self.most)
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
@@ -213,14 +218,27 @@ def _tightened(
 
 @compiled
 def _times_s(batch: Batch, row: int, places: Places, least: int) -> tuple[float, float]:
-    """The least seconds of a sequence alone; and those of packs of such sequences that fill the fewest ranks, at least
-    `least`."""
+    """Of packs of at least `least` ranks: the least seconds of a sequence alone; and those of such sequences that fill
+    the fewest ranks."""
     item, best = batch.items[row], np.inf
-    for degree in range(item.minimum_degree, len(places.speed) + 1):
-        best = min(best, time_s(item, degree, degree > places.until[0], places.speed[degree - 1], batch.rates[degree]))
     least = max(item.minimum_degree, min(least, len(places.speed)))
+    for degree in range(least, len(places.speed) + 1):
+        best = min(best, time_s(item, degree, degree > places.until[0], places.speed[degree - 1], batch.rates[degree]))
     full_s = time_s(item, least, least > places.until[0], places.speed[least - 1], batch.rates[least])
     return best, full_s * max(1.0, least * batch.capacity / item.tokens)
+
+
+@compiled
+def _together_s(batch: Batch, rows: np.ndarray, places: Places, least: int) -> float:
+    """Seconds of one micro-batch of these sequences, each on its fewest ranks, at least `least`, if any could share
+    ranks."""
+    area, num_ranks = 0.0, len(places.speed)
+    for row in rows:
+        item = batch.items[row]
+        degree = max(item.minimum_degree, min(least, num_ranks))
+        rate, speed = batch.rates[degree], places.speed[degree - 1]
+        area += degree * (speed * time_s(item, degree, degree > places.until[0], speed, rate) - rate.overhead_s)
+    return area / places.speed.sum() + batch.rates[1].overhead_s
 
 
 @compiled

@@ -1,8 +1,8 @@
 """The constructor for sync=step: packs under a target makespan, largest sequence first.
 
 A sequence takes the ranks that it wastes least: seconds of all its ranks, and those for which they wait for the last of
-them; among equal ones those that leave the least room until the target. If none end by the target, those that end
-first.
+them, each weighted by the rank's speed; among equal ones those that leave the least room until the target. If none end
+by the target, those that end first.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _ranks(
     from_d = max(least_d, int(item.language_s / (target_s * fastest)))
     least, best_d, best_start, best_end, late = np.inf, 0, 0.0, 0.0, True
     start_of, slowest_of = np.zeros(num_ranks), np.zeros(num_ranks)
-    listed, before, alike = np.zeros(num_ranks, np.int64), np.zeros(num_ranks + 1), np.zeros(num_ranks, np.int64)
+    listed, alike = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    speed, before = np.zeros(num_ranks + 1), np.zeros(num_ranks + 1)  # sums: of speeds, and of work before each is free
     for number in range(num_nodes + (1 if batch.uniform else 2)):
         size = num_ranks
         if number == 0:
@@ -169,14 +170,16 @@ def _ranks(
                     listed[size] = rank
                     size += 1
         for place in range(size):
-            before[place + 1] = before[place] + free[listed[place]]
+            rank = listed[place]
+            speed[place + 1] = speed[place] + batch.speeds[rank]
+            before[place + 1] = before[place] + batch.speeds[rank] * free[rank]
             same = place > 0 and batch.node[listed[place]] == batch.node[listed[place - 1]]
             alike[place] = alike[place - 1] + 1 if same else 1
         first_d = least_d if late else from_d
         for degree in range(first_d, size + 1):
             rate = batch.rates[degree]
             inside_s = time_s(item, degree, False, fastest, rate)
-            if not late and degree >= from_d and degree * inside_s * (1.0 if batch.uniform else 0.7) >= least:
+            if not late and degree >= from_d and degree * inside_s * fastest >= least:
                 break
             for last in range(size - 1, size if batch.uniform else degree - 2, -1):  # of so many ranks up to this one
                 if degree == first_d:
@@ -195,8 +198,8 @@ def _ranks(
                 seconds = time_s(item, degree, crosses, slowest, rate) if crosses or slowest != fastest else inside_s
                 end_s = start_s + seconds
                 if end_s <= target_s:
-                    waits_s = degree * start_s - before[last + 1] + before[last + 1 - degree]
-                    waste = degree * seconds + waits_s
+                    first = last + 1 - degree
+                    waste = (speed[last + 1] - speed[first]) * end_s - before[last + 1] + before[first]
                     if late or waste < least - 1e-12 or (waste <= least + 1e-12 and end_s > best_end):
                         least, late, best_d, best_start, best_end = waste, False, degree, start_s, end_s
                         chosen[:degree] = listed[last - degree + 1 : last + 1]
@@ -208,14 +211,15 @@ def _ranks(
                     break
     for group in range(len(pool.first) - 1):
         ranks = pool.ranks[pool.first[group] : pool.first[group + 1]]
-        degree, start_s, slowest, free_s = len(ranks), 0.0, np.inf, 0.0
+        degree, start_s, slowest, sum_speed, work = len(ranks), 0.0, np.inf, 0.0, 0.0
         if degree < least_d:
             continue
         for rank in ranks:
-            start_s, slowest, free_s = max(start_s, free[rank]), min(slowest, batch.speeds[rank]), free_s + free[rank]
+            start_s, slowest = max(start_s, free[rank]), min(slowest, batch.speeds[rank])
+            sum_speed, work = sum_speed + batch.speeds[rank], work + batch.speeds[rank] * free[rank]
         crosses = batch.nodes_matter and batch.node[ranks[0]] != batch.node[ranks[-1]]
         seconds = time_s(item, degree, crosses, slowest, batch.rates[degree])
-        waste = degree * seconds + degree * start_s - free_s - reuse_s
+        waste = sum_speed * (start_s + seconds) - work - reuse_s
         if start_s + seconds <= target_s and waste < least:
             least, best_d, best_start, best_end = waste, degree, start_s, start_s + seconds
             chosen[:degree] = ranks
