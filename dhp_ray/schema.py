@@ -66,7 +66,7 @@ MEASURE = "measure"
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
-PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron", "dhp_quick")
+PLANNERS = ("dhp", "dhp_paper", "static", "static_best", "pow2", "megatron")
 """The planners of dhp_ray/planner, which takes half a second to import."""
 
 

@@ -73,10 +73,8 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 }
 
 LAST_RESORT = "dhp_quick"
-"""The planner to use when time is up: the constructors of `dhp`, without its improver and its
-preference for groups of the pool; valid for every batch that can be
-planned at all.
-"""
+"""The planner to use when time is up, no choice of users: `dhp` without its improver and its preference for groups of
+the pool. Valid for every batch that can be planned at all."""
 
 GAIN = 1e-3
 """`auto` makes a plan with images apart from the packs only if that plan could be shorter by more than this share, with

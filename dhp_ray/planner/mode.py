@@ -2,7 +2,7 @@
 
 Among the modes in which the ranks hold the longest sequence and have room for the largest image, the one with the
 shortest step is taken; if there is no such mode, the one with the most room. Steps are compared on the run's first
-batch, planned for each mode's room and costs by the planner of last resort, which takes milliseconds. If no batch has
+batch, planned for each mode's room and costs by the planner of last resort. If no batch has
 been read, a batch of equal sequences as large as the largest image is used. So the lengths of the batch decide:
 recomputation costs a third of the forward and backward passes, and saves the exchanges of long sequences on many ranks,
 and short packs' launches and gathers.

@@ -77,7 +77,7 @@ def write_run(folder: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(("words", "line"), [
     (["planner.name=best"], "planner.name: got 'best'; allowed: dhp, dhp_paper, static, static_best, "
-                               "pow2, megatron, dhp_quick"),
+                               "pow2, megatron"),
     (["data.path={folder}/none.json"], "data.path: no file or folder {folder}/none.json"),
     (["model.path={model}", "seed=5"],
      "seed: got 5; the run in {folder}/run has 0; allowed: that value, or another run.dir")])
