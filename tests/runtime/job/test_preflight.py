@@ -21,7 +21,7 @@ from dhp_ray.comm.device import CUDA, NPU, Accelerator
 from dhp_ray.config import EVALUATE, UPLOADS, Config, ConfigError, dump, load, make_absolute
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
-from dhp_ray.planner import PLANNERS
+from dhp_ray.planner import LAST_RESORT, PLANNERS
 from dhp_ray.runtime.job.preflight import (
     check_evaluation_here,
     check_here,
@@ -120,7 +120,7 @@ def test_nothing_is_wrong_with_a_good_run(
 
 
 def test_the_planners_have_their_names() -> None:
-    assert tuple(PLANNERS) == NAMES
+    assert tuple(PLANNERS) == (*NAMES, LAST_RESORT)
 
 
 @pytest.mark.parametrize(("words", "line"), [
