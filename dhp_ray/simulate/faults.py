@@ -20,17 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.errors import PlanError
-from dhp_ray.runtime.driver.elastic import (
-    Condition,
-    Failures,
-    Form,
-    GoOn,
-    Stop,
-    Wait,
-    decide,
-    replica_ranks_of,
-    surviving_state,
-)
+from dhp_ray.runtime.driver.elastic import Failures, Stop, Wait, replica_ranks_of, shortage, surviving_state
 from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.settings import FaultKind, FaultSettings
 
@@ -223,7 +213,7 @@ class Recovery:
             generation.mirrored.append((generation.newest, now_s))
         elif leaving:
             self.saves.append((generation.newest, now_s))
-        stands_s, fault = self._stands_s(now_s, stay, len(leaving), another)
+        stands_s, fault = self._stands_s(now_s, stay, another)
         if fault:
             return self._after_fault(generation, fault, max(now_s, stands_s), mirrors, another, why)
         joining = self._ready(stands_s)
@@ -277,7 +267,7 @@ class Recovery:
             for slot in lost:
                 self._coming[slot] = max(self._coming.get(slot, 0.0), seen_s + kind.return_s)
             formed_s = max(seen_s, driver_back_s) + kind.form_s
-            now_s, another_fault = self._stands_s(formed_s, survivors, len(lost), another)
+            now_s, another_fault = self._stands_s(formed_s, survivors, another)
             if another_fault is None:
                 break
             following = another_fault
@@ -312,9 +302,7 @@ class Recovery:
         state = surviving_state(held_by(sorted(survivors), states))
         return state.version if state else -1
 
-    def _stands_s(
-        self, time_s: float, survivors: Collection[int], num_lost: int, another: NextFault
-    ) -> tuple[float, Fault | None]:
+    def _stands_s(self, time_s: float, survivors: Collection[int], another: NextFault) -> tuple[float, Fault | None]:
         """Return (when there are enough ranks to continue, None), or (when a fault strikes before, this fault)."""
         while True:
             fault = another(time_s)
@@ -322,9 +310,8 @@ class Recovery:
                 return fault.time_s, fault
             size = len(survivors) + len(self._ready(time_s))
             needed = self._needed(size)
-            conditions = [Condition.HEALTHY] * len(survivors) + [Condition.DEAD] * num_lost
-            match decide(conditions, len(self._ready(time_s)), needed, self.num_ranks, True):
-                case Form() | GoOn():
+            match shortage(len(survivors), len(self._ready(time_s)), needed, self.num_ranks):
+                case None:
                     return time_s, None
                 case Stop(reason):
                     raise PlanError(reason)

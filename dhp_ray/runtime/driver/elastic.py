@@ -1,8 +1,8 @@
 """How the group reacts when something happens to it: pure functions from observations to decisions.
 
     condition_of       the report of one worker                -> healthy, dead, unresponsive, raised, stuck
-    ProgressWatchdog       what successive polls show              -> which ranks pass no more marks
-    decide             conditions, newcomers, bounds           -> go on, form a new generation, wait for capacity, stop
+    ProgressWatchdog   what successive polls show              -> which ranks pass no more marks
+    shortage           how many workers, newcomers, bounds     -> wait for capacity, stop, or nothing
     surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
     replica_ranks_of   the nodes of the ranks                  -> which rank holds the replica of which rank's shard
 """
@@ -75,19 +75,6 @@ class ProgressWatchdog:
 
 
 @dataclass(frozen=True)
-class GoOn:
-    """Nothing has to change."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """Form a new generation of these survivors (places in the old order) and this many newcomers."""
-
-    survivors: tuple[int, ...]
-    newcomers: int
-
-
-@dataclass(frozen=True)
 class Wait:
     """There are too few workers for the run to go on: wait until there are `num_ranks`."""
 
@@ -100,28 +87,19 @@ class Stop:
     reason: str
 
 
-Decision = GoOn | Form | Wait | Stop
+def shortage(num_healthy: int, newcomers: int, min_ranks: int, max_ranks: int) -> Wait | Stop | None:
+    """Return what keeps the run from going on with so many healthy workers and newcomers; None: nothing does.
 
-
-def decide(conditions: Sequence[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool) -> Decision:
-    """Decide what to do about the group.
-
-    `broken`: its collectives have failed, so a new generation has to form even if every worker is well. `min_ranks` is
-    the larger of cluster.min_workers and the ranks that the longest waiting sequence needs; `max_ranks` is
-    cluster.max_workers.
+    `min_ranks` is the larger of cluster.min_workers and the ranks that the longest waiting sequence needs; `max_ranks`
+    is cluster.max_workers.
     """
     if min_ranks > max_ranks:
         return Stop(
             f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} "
             "(cluster.max_workers)"
         )
-    healthy = tuple(place for place, condition in enumerate(conditions) if condition is Condition.HEALTHY)
-    added = max(0, min(newcomers, max_ranks - len(healthy)))
-    if len(healthy) + added < min_ranks:
-        return Wait(min_ranks, len(healthy) + added)
-    if len(healthy) == len(conditions) and not broken and not added:
-        return GoOn()
-    return Form(healthy, added)
+    have = num_healthy + max(0, min(newcomers, max_ranks - num_healthy))
+    return Wait(min_ranks, have) if have < min_ranks else None
 
 
 @dataclass(frozen=True)

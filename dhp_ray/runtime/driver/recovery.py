@@ -30,14 +30,12 @@ from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.elastic import (
     Condition,
-    Form,
-    GoOn,
     ProgressWatchdog,
     Stop,
     SurvivingState,
     Wait,
     condition_of,
-    decide,
+    shortage,
     surviving_state,
 )
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle, by_node
@@ -123,7 +121,7 @@ def reconfigure(
         _check_repetition(session, workers, cause)
     moments["settle_s"] = perf_counter()
     with session.group.waits.on("new workers"):
-        workers = _wait_for_capacity(session, pending, workers, broken)
+        workers = _wait_for_capacity(session, pending, workers)
     moments["capacity_s"] = perf_counter()
     survivors = [worker for worker in workers if worker.healthy]
     newcomers = pending.take(0 if session.stopping else session.max_workers - len(survivors))
@@ -212,7 +210,7 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
 
 
 def _wait_for_capacity(
-    session: Session, pending: PendingWorkers, workers: list[WorkerHealth], broken: bool
+    session: Session, pending: PendingWorkers, workers: list[WorkerHealth]
 ) -> list[WorkerHealth]:
     """Wait until there are as many survivors and newcomers as the run needs."""
     told = False
@@ -222,12 +220,11 @@ def _wait_for_capacity(
         # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
-        conditions = [worker.condition for worker in workers]
-        match decide(conditions, len(ready), needed, session.max_workers, broken or bool(session.stopping)):
+        match shortage(sum(worker.healthy for worker in workers), len(ready), needed, session.max_workers):
+            case None:
+                return workers
             case Stop(reason):
                 raise RunError(reason)
-            case Form() | GoOn():
-                return workers
             case Wait(num_ranks, have):
                 if session.stopping:  # no worker is left to save from
                     raise StoppingError

@@ -14,24 +14,21 @@ from dhp_ray.runtime.driver.elastic import (
     MAX_FAILURES,
     Condition,
     Failures,
-    Form,
-    GoOn,
     HealthReport,
     ProgressWatchdog,
     Stop,
     SurvivingState,
     Wait,
     condition_of,
-    decide,
     replica_ranks_of,
+    shortage,
     surviving_state,
 )
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, STUCK_SHARE
 from dhp_ray.runtime.messages import HeldShards
 
-HEALTHY, DEAD, UNRESPONSIVE, RAISED, STUCK, SLOW = (Condition(name)
-                                                 for name in ("healthy", "dead", "unresponsive", "raised", "stuck",
-                                                              "slow"))
+HEALTHY, DEAD, UNRESPONSIVE, RAISED, STUCK = (
+    Condition.HEALTHY, Condition.DEAD, Condition.UNRESPONSIVE, Condition.RAISED, Condition.STUCK)
 COMPUTES = HealthReport(mark_id="run 41")
 WAITS = HealthReport(mark_id="run 42", waits_for_peers=True)
 
@@ -86,35 +83,18 @@ def test_a_rank_that_waits_for_its_peers_never_stands_still() -> None:
     assert 500.0 < first_overdue_s([(0.0, WAITS), (500.0, COMPUTES)], 7.5, 1.25, 1000.0) <= 510.0
 
 
-@pytest.mark.parametrize(
-    ("conditions", "newcomers", "min_ranks", "max_ranks", "broken", "decision"),
-    [
-        ([HEALTHY, HEALTHY, HEALTHY], 0, 1, 3, False, GoOn()),
-        ([HEALTHY, HEALTHY, HEALTHY], 2, 1, 3, False, GoOn()),  # there is no place for newcomers
-        ([HEALTHY, HEALTHY, HEALTHY], 0, 1, 3, True, Form((0, 1, 2), 0)),  # nobody is lost, yet collectives have failed
-        ([HEALTHY, DEAD, HEALTHY], 0, 1, 3, True, Form((0, 2), 0)),  # shrink
-        ([HEALTHY, DEAD, HEALTHY], 1, 1, 3, True, Form((0, 2), 1)),  # replace at once
-        ([HEALTHY, DEAD, HEALTHY], 5, 1, 4, True, Form((0, 2), 2)),
-        ([HEALTHY, HEALTHY, HEALTHY], 2, 1, 4, False, Form((0, 1, 2), 1)),  # grow
-        ([HEALTHY, SLOW, HEALTHY], 0, 1, 3, False, Form((0, 2), 0)),  # evict
-        ([UNRESPONSIVE, STUCK, RAISED], 0, 1, 3, True, Wait(1, 0)),
-        ([UNRESPONSIVE, STUCK, RAISED], 1, 1, 3, True, Form((), 1)),
-        ([HEALTHY, DEAD, HEALTHY], 0, 3, 3, True, Wait(3, 2)),  # below the minimum
-        ([HEALTHY, HEALTHY], 0, 3, 4, False, Wait(3, 2)),  # nobody is lost, but a sequence needs more
-        ([HEALTHY, DEAD, HEALTHY], 1, 3, 3, True, Form((0, 2), 1)),
-        ([], 0, 2, 3, True, Wait(2, 0)),
-        ([], 2, 2, 3, True, Form((), 2)),
-        ([HEALTHY] * 5, 0, 1, 3, True, Form((0, 1, 2, 3, 4), 0)),  # who is there stays
-    ],
-)
-def test_what_becomes_of_the_group(
-    conditions: list[Condition], newcomers: int, min_ranks: int, max_ranks: int, broken: bool, decision: object
+@pytest.mark.parametrize(("healthy", "newcomers", "min_ranks", "max_ranks", "found"), [
+    (3, 0, 1, 3, None), (3, 2, 1, 3, None), (2, 1, 3, 3, None), (0, 2, 2, 3, None), (5, 0, 1, 3, None),
+    (0, 0, 1, 3, Wait(1, 0)), (2, 0, 3, 3, Wait(3, 2)),  # below the minimum
+    (0, 5, 4, 4, None), (0, 3, 4, 4, Wait(4, 3))])
+def test_a_run_goes_on_once_there_are_enough(
+    healthy: int, newcomers: int, min_ranks: int, max_ranks: int, found: Wait | None
 ) -> None:
-    assert decide(conditions, newcomers, min_ranks, max_ranks, broken) == decision
+    assert shortage(healthy, newcomers, min_ranks, max_ranks) == found
 
 
 def test_a_sequence_that_the_run_can_never_hold_ends_it() -> None:
-    match decide([HEALTHY, HEALTHY], 0, 5, 4, False):
+    match shortage(2, 0, 5, 4):
         case Stop(reason):
             assert (
                 reason
@@ -138,28 +118,14 @@ def test_a_step_that_a_worker_raises_in_twice_or_that_breaks_too_often_is_hopele
     assert not failures.with_one(7, raised=False).hopeless(8)
 
 
-@given(
-    st.lists(st.sampled_from(list(Condition)), max_size=6),
-    st.integers(0, 4),
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.booleans(),
-)
-def test_decisions_keep_the_bounds_and_lose_nobody_that_is_well(
-    conditions: list[Condition], newcomers: int, low: int, high: int, broken: bool
-) -> None:
-    well = [place for place, condition in enumerate(conditions) if condition is HEALTHY]
-    match decide(conditions, newcomers, low, high, broken):
-        case GoOn():
-            assert len(well) == len(conditions)
-            assert not broken
-        case Form(survivors, added):
-            assert list(survivors) == well
-            assert low <= len(well) + added <= max(high, len(well))
-            assert added <= newcomers
+@given(st.integers(0, 6), st.integers(0, 4), st.integers(1, 6), st.integers(1, 6))
+def test_a_shortage_is_one_and_says_how_large_it_is(healthy: int, newcomers: int, low: int, high: int) -> None:
+    match shortage(healthy, newcomers, low, high):
+        case None:
+            assert low <= min(healthy + newcomers, high)
         case Wait(num_ranks, have):
             assert have < num_ranks == low <= high
-            assert have == len(well) + max(0, min(newcomers, high - len(well)))
+            assert have == healthy + max(0, min(newcomers, high - healthy))
         case Stop():
             assert low > high
 
