@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ class MediaLimits:
                    data.max_frames, max(least.max_video_seconds, data.max_frames / data.video_fps))
 
 
-def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, max_file_bytes: int,
-             members: Mapping[str, bytes] | None = None,
-             frames_per_second: float = MediaLimits().video_fps) -> list[bytes]:
-    """The encoded images and videos of a row, in the order in which the conversation shows them.
+def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, limits: MediaLimits,
+               members: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """The encoded images and videos of a row, in the order in which the conversation shows them, by what errors call
+    them ("image 1").
 
     Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
-    list of its frames, or {"video": such a list, "fps": 2}; without fps `frames_per_second` of them come a second. A
-    clip that is one file has its own rate, whatever fps says.
+    list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. A clip that
+    is one file has its own rate, whatever fps says.
 
     Raises:
         RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
@@ -62,23 +62,24 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
     stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
     following = {kind: iter(values) for kind, values in stored.items()}
-    numbers, total = dict.fromkeys(MEDIA, 0), 0
-    found = []
+    numbers = {kind: count(1) for kind in MEDIA}
+    most, total = limits.max_file_bytes, 0
+    found: dict[str, bytes] = {}
     for part in (part for turn in turns for part in turn.media):
-        numbers[part.kind] += 1
+        name = f"{part.kind} {next(numbers[part.kind])}"
         given = next(following[part.kind]) if part.source is None else part.source
         source, rate = unwrap(given, part.kind)
         try:
             if part.kind != "video" or not isinstance(source, list):
-                found.append(_encoded(source, image_root, max_file_bytes, members))
+                found[name] = _encoded(source, image_root, most, members)
             else:
-                encoded = list(_encoded_frames(source, image_root, max_file_bytes, members))
-                found.append(pack_frames(encoded, frames_per_second if rate is None else rate))
+                encoded = list(_encoded_frames(source, image_root, most, members))
+                found[name] = pack_frames(encoded, limits.video_fps if rate is None else rate)
         except RowError as error:
-            raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
-        total += len(found[-1])
+            raise RowError(f"{name}: {error}") from None
+        total += len(found[name])
         if len(found) > 1:
-            _check_size("the row", total, max_file_bytes)
+            _check_size("the row", total, most)
     return found
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import shown
-from dhp_ray.data.conversation import MEDIA, Turn, last_answer, right_answers, stored_turns
+from dhp_ray.data.conversation import Turn, last_answer, right_answers, stored_turns
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.families.base import SLICE_TOKENS, Size
 from dhp_ray.data.formats import read_rows
@@ -170,19 +170,15 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
         raise RowError(row.error)
     turns = processor.turns(stored_turns(row.fields), row.fields.get("tools"))
     limits = processor.family.limits
-    images = read_media(row.fields, turns, image_root, limits.max_file_bytes, row.members, limits.video_fps)
+    media = read_media(row.fields, turns, image_root, limits, row.members)
     sizes: list[Size] = []
-    numbers = dict.fromkeys(MEDIA, 0)
-    for part, data in zip((part for turn in turns for part in turn.media), images):
-        numbers[part.kind] += 1
+    for name, data in media.items():
         try:
-            if part.kind == "video":
-                sizes.append(read_clip(data, processor.family.limits))
-            else:
-                sizes.append(image_size(data, processor.family.limits.max_decoded_pixels))
+            sizes.append(read_clip(data, limits) if name.startswith("video") else
+                         image_size(data, limits.max_decoded_pixels))
         except RowError as error:
-            raise RowError(f"{part.kind} {numbers[part.kind]}: {error}") from None
-    return turns, images, sizes
+            raise RowError(f"{name}: {error}") from None
+    return turns, list(media.values()), sizes
 
 
 def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:

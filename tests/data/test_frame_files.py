@@ -89,7 +89,7 @@ def root(tmp_path: Path) -> Path:
 
 def shown(root: Path, content: Any, **fields: Any) -> list[bytes]:
     turns = read_turns([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
-    return read_media(fields, turns, str(root), LIMITS.max_file_bytes)
+    return list(read_media(fields, turns, str(root), LIMITS).values())
 
 
 def test_every_form_of_a_list_of_frames(root: Path) -> None:
@@ -158,8 +158,8 @@ def test_all_frames_together_are_limited(root: Path) -> None:
     size = (root / "f0.png").stat().st_size
     turns = read_turns(talk("<video>", "a"))
     with pytest.raises(RowError, match=r"the video has 0\.0 MB; allowed: at most .* \(data\.max_file_mb\)"):
-        read_media({"videos": [["f0.png"] * 3]}, turns, str(root), 2 * size)
-    assert read_media({"videos": [["f0.png"] * 2]}, turns, str(root), 2 * size)
+        read_media({"videos": [["f0.png"] * 3]}, turns, str(root), MediaLimits(max_file_bytes=2 * size))
+    assert read_media({"videos": [["f0.png"] * 2]}, turns, str(root), MediaLimits(max_file_bytes=2 * size))
 
 
 def test_frames_are_upright_and_on_white(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from tests.data.samples import picture, talk
 def images_of(fields: Mapping[str, Any], root: str, limit: int = MediaLimits().max_file_bytes) -> list[bytes]:
     """What a row holds, shown by as many marks as there are."""
     count = len(column_media(fields, "image"))
-    return read_media(fields, read_turns(talk("<image>" * count + "?", "a")), root, limit)
+    turns = read_turns(talk("<image>" * count + "?", "a"))
+    return list(read_media(fields, turns, root, MediaLimits(max_file_bytes=limit)).values())
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_a_data_uri_in_a_column_is_its_bytes(root: Path, head: str) -> None:
     assert shown(root, [{"type": "image", "image": uri}, {"type": "image_url", "image_url": uri}]) == [data, data]
     assert shown(root, "<video>", videos=[uri]) == [data]
     turns = read_turns(talk("<image>", "a"))
-    assert read_media({"image": uri}, turns, "", MediaLimits().max_file_bytes, members={}) == [data]
+    assert read_media({"image": uri}, turns, "", MediaLimits(), members={}) == {"image 1": data}
     with pytest.raises(RowError, match=r"it has 0\.0 MB; allowed"):
         images_of({"image": uri}, str(root), 10)
 
@@ -148,7 +149,7 @@ def test_a_data_uri_in_a_column_is_its_bytes(root: Path, head: str) -> None:
 def test_a_name_of_any_length_gives_a_short_line(root: Path, name: str) -> None:
     for members in (None, {}):
         with pytest.raises(RowError) as caught:
-            read_media({"image": name}, read_turns(talk("<image>", "a")), str(root), 10**9, members)
+            read_media({"image": name}, read_turns(talk("<image>", "a")), str(root), MediaLimits(), members)
         assert len(str(caught.value)) < 250 + len(str(root))
 
 
@@ -173,7 +174,7 @@ def test_a_pipe_is_not_opened(root: Path) -> None:
 
 def shown(root: Path, content: object, **fields: Any) -> list[bytes]:
     turns = read_turns([{"role": "user", "content": content}, {"role": "assistant", "content": "a"}])
-    return read_media(fields, turns, str(root), MediaLimits().max_file_bytes)
+    return list(read_media(fields, turns, str(root), MediaLimits()).values())
 
 
 def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:
