@@ -72,11 +72,10 @@ class WorkerGroup:
     workers' health is checked.
     """
 
-    def __init__(
-        self, members: Sequence[WorkerHandle], look_s: float | None = None, waits: Waits | None = None
-    ) -> None:
+    def __init__(self, members: Sequence[WorkerHandle], waits: Waits | None = None) -> None:
         """`waits`: where waits for the group are reported."""
-        self.members, self.look_s = list(members), look_s
+        self.members = list(members)
+        self.look_s: float | None = None
         self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.waits = waits or Waits()
         self._relays: Relays | None = None

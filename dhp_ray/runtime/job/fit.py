@@ -66,7 +66,8 @@ def fit(overrides: Overrides = ()) -> Result:
         config = config_of(overrides)
         if not name:
             check_here(config)
-        if in_upload(Path.cwd()) or runs_in_a_copy():
+        in_copy = ray.is_initialized() and ray.get_runtime_context().runtime_env.get("working_dir")
+        if in_upload(Path.cwd()) or in_copy:  # what this process starts on Ray runs in copies of a working directory
             refuse_relative_run(config)
         else:
             make_absolute(config)
@@ -108,12 +109,9 @@ def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
     Raises:
         ConfigError: a key or value in `overrides` is not allowed; one line.
     """
-    return factory_of(config_of(overrides))
+    from ray.tune import PlacementGroupFactory
 
-
-def runs_in_a_copy() -> bool:
-    """Whether what this process starts on Ray runs in copies of a working directory."""
-    return ray.is_initialized() and bool(ray.get_runtime_context().runtime_env.get("working_dir"))
+    return PlacementGroupFactory(bundles_of(config_of(overrides)), strategy="PACK")
 
 
 def config_of(overrides: Overrides) -> Config:
@@ -156,13 +154,6 @@ def bundles_of(config: Config) -> list[dict[str, float]]:
     """Return what a trial with this configuration reserves, on the cluster that this process has joined."""
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     return [{"CPU": TRIAL_CPUS}, *[bundle_of(config, accelerator)] * config.cluster.num_workers]
-
-
-def factory_of(config: Config) -> PlacementGroupFactory:
-    """Return `bundles_of` in the form that Ray Tune takes."""
-    from ray.tune import PlacementGroupFactory
-
-    return PlacementGroupFactory(bundles_of(config), strategy="PACK")
 
 
 def current_trial() -> str:

@@ -5,7 +5,7 @@
     plans/step_*.json the plan of each step             skipped.jsonl  samples left out, each once an epoch
                                                         events.jsonl   what happened, with its time
 
-trace/step_*.json (watch.py) is cut back here with the plans.
+trace/step_*.json (tensorboard.py) is cut back here with the plans.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +43,10 @@ CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
 """Threads in addition to the one that trains."""
 
 RESULTS_KEPT = 3  # the steps that a lost driver may be behind, and one more
+VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
+"""The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step
+that was to be mirrored had no update, and more.
+"""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -185,7 +189,6 @@ class Worker:
     @training
     def run(self, packed: bytes) -> StepResult:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
-
         assert self.rank is not None
         step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
         wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
@@ -290,10 +293,13 @@ class Worker:
                       () if call else self._held(), dict(self.ran), dict(self.steps))
 
     def _held(self) -> tuple[HeldShards, ...]:
-
+        """Return the shard versions that are here, by generation."""
         here = [(self.rank.membership.generation, self.rank.membership.world_size, shard)
                 for shard in self.rank.local_shards()] if self.rank else []
-        return held_shards([*self.kept, *here])
+        found: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for generation, world_size, shard in [*self.kept, *here]:
+            found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
+        return tuple(HeldShards(*of, versions) for of, versions in found.items())
 
     def _abort(self) -> None:
         """End what the training thread and the device wait for in this generation."""
@@ -338,22 +344,6 @@ class Worker:
             self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)
-
-
-VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
-"""The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step
-that was to be mirrored had no update, and more.
-"""
-
-
-def held_shards(shards: Iterable[tuple[int, int, LocalShard]]) -> tuple[HeldShards, ...]:
-    """Return the shard versions by generation. Each shard comes with its generation and the world size of that
-    generation.
-    """
-    found: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for generation, world_size, shard in shards:
-        found.setdefault((generation, world_size), {}).setdefault(shard.owner, []).append(shard.version)
-    return tuple(HeldShards(generation, world_size, versions) for (generation, world_size), versions in found.items())
 
 
 def words_of(error: BaseException) -> str:
