@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.device_parts.workload import BATCHES, batch_of, config_of
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.build import meta_model
 from dhp_ray.planner.cost.derived import Device, derived_cost
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, PackLoad
 
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     if len(words) > 1 or not set(words) <= set(known):
         print(f"device_costs.py: {' '.join(words)}: takes one of {', '.join(known)}", file=sys.stderr)
         return 2
-    memory = MemoryModel(Qwen25VL.shape_of(config_of("3b")),
+    memory = MemoryModel(meta_model(config_of("3b")).shape,
                          MemorySettings(world_size=1, precision="bf16", sync="step", recomputes=True))
     device = Device.load(DEVICES / f"{(*words, 'h200')[0]}.yaml")
     print("| batch | operators | s | of them attention | the rest of the language model | encoder | pack, GB |\n|"

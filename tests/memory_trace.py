@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
+from dhp_ray.model.build import meta_model
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.vision_language_model import VisionLanguageModel
@@ -40,7 +41,6 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
-from tests.published_configs import model_without_memory
 
 aten = torch.ops.aten
 
@@ -214,7 +214,7 @@ def traced(
 
     In `sync=step` on one rank; in `micro_batch` as rank 0 of `settings.world_size`, in a `fake_world`.
     """
-    adapter = model_without_memory(config)
+    adapter = meta_model(config)
     adapter.freeze(settings.frozen)
     if lora is not None:
         adapter.add_lora(lora)

@@ -9,11 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.build import meta_model
 from dhp_ray.planner.memory.model_shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs OmegaConf
@@ -99,15 +97,4 @@ def _internvl(name: str, num_layers: int) -> InternVLConfig:
 def shape_of(name: str, num_layers: int = 0) -> ModelShape:
     """What the planner knows of a published model."""
     config = published_config(name, num_layers)
-    return FAMILIES[config.model_type].shape(config)
-
-
-def model_without_memory(config: PreTrainedConfig) -> VisionLanguageModel:
-    """On the meta device; its tables of rotary frequencies are real."""
-    family = FAMILIES[config.model_type]
-    with torch.device("meta"):
-        module = family.model_class(config)
-    for name, holder in list(module.named_modules()):
-        if next(holder.buffers(recurse=False), None) is not None:
-            module.set_submodule(name, type(holder)(holder.config))
-    return family(module)
+    return meta_model(config).shape

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from dhp_ray.model.build import meta_model
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model import MemorySettings
 from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample, VisionPlan
@@ -25,7 +26,6 @@ from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.sharded_engine import ShardedEngine, narrow_frozen
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from tests.memory_trace import SilentLink, memory_trace
-from tests.published_configs import model_without_memory
 
 
 class TracedPhases(EncoderPhases):
@@ -44,7 +44,7 @@ def traced_step(
     """The most bytes that a step adds to what one rank holds between steps, which encodes the images of all of its
     packs; these are given as samples, of (text tokens, grids of images). Passes that ranks run in lockstep have an
     image each, in turn."""
-    adapter = model_without_memory(config)
+    adapter = meta_model(config)
     adapter.freeze(settings.frozen)
     if settings.recomputes:
         adapter.set_activation_checkpointing()

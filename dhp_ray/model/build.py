@@ -48,38 +48,45 @@ def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
     Raises:
         ModelError: one line on what is missing or not supported.
     """
-    config = read_config(path)
-    family, files = _family(config), weight_files(path)
-    with torch.device("meta"):
-        module = family.model_class(config)
-    for name, holder in list(module.named_modules()):
-        if next(holder.buffers(recurse=False), None) is not None:
-            module.set_submodule(name, type(holder)(holder.config))  # tables of rotary frequencies, which no file holds
+    config, files = read_config(path), weight_files(path)
+    module = _meta_module(config)
     if (Path(path) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    return module, StoredWeights(path, files, module, family.stored_names)
+    return module, StoredWeights(path, files, module, _family(config).stored_names)
 
 
 def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> ModelShape:
     """The shape of the model that `build_model` would build, from its configuration only."""
-    config = preset_config(preset, token_ids) if preset else read_config(path)
-    return _family(config).shape(config)
+    return meta_model(preset_config(preset, token_ids) if preset else read_config(path)).shape
 
 
-def adapter_sizes(path: str, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
-    """Number of adapter parameters of a folder's model, for each part ("vision", "language") with adapters. No weight
-    is read.
+def meta_model(config: PreTrainedConfig) -> VisionLanguageModel:
+    """The model of a configuration on the meta device: it has parameters to count, and no values.
 
     Raises:
-        ModelError: one line on what is missing or not supported.
+        ModelError: it cannot be trained.
     """
-    return adapter_sizes_of(read_config(path), frozen, settings)
+    _family(config).check(config)
+    return _family(config)(_meta_module(config))
 
 
-def adapter_sizes_of(config: PreTrainedConfig, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
-    """`adapter_sizes` of a model with this configuration."""
+def _meta_module(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        adapter = _family(config)(_family(config).model_class(config))
+        module = _family(config).model_class(config)
+    for name, holder in list(module.named_modules()):
+        if next(holder.buffers(recurse=False), None) is not None:
+            module.set_submodule(name, type(holder)(holder.config))  # tables of rotary frequencies, which no file holds
+    return module
+
+
+def adapter_sizes(config: PreTrainedConfig, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
+    """Number of adapter parameters of a model with this configuration, for each part ("vision", "language") with
+    adapters.
+
+    Raises:
+        ModelError: a target names no layer, or the model cannot be trained.
+    """
+    adapter = meta_model(config)
     adapter.freeze(frozen)
     adapter.add_lora(settings)
     sizes = Counter[str]()

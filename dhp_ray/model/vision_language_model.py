@@ -84,7 +84,7 @@ class VisionLanguageModel(ABC):
             model.model.language_model.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
         self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
-        shape = self.shape(config)
+        self.shape = shape = self.shape_of(config)
         self.image_token_id: int = config.image_token_id
         self.video_token_id: int = getattr(config, "video_token_id", config.image_token_id)
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
@@ -92,16 +92,6 @@ class VisionLanguageModel(ABC):
         self.feature_width = shape.width * shape.feature_levels  # F: of all levels
         self._feature_levels = shape.feature_levels
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
-
-    @classmethod
-    def shape(cls, config: Any) -> ModelShape:
-        """What planner, costs and memory need to know of a model with this configuration.
-
-        Raises:
-            ModelError: it cannot be trained.
-        """
-        cls.check(config)
-        return cls.shape_of(config)
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -124,10 +114,19 @@ class VisionLanguageModel(ABC):
         if rope_type not in ROPE_TYPES:
             raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
 
-    @staticmethod
     @abstractmethod
-    def shape_of(config: Any) -> ModelShape:
-        """`shape`, of a configuration that has been checked."""
+    def shape_of(self, config: Any) -> ModelShape:
+        """What planner, costs and memory need to know of this model. Parameters are counted before any adapter is
+        added; they may be on the meta device.
+        """
+
+    def language_layers(self, text: Any, *, query_key_norms: bool) -> LayerShape:
+        """The shape of the language model's layers. `query_key_norms`: q and k are normed, head by head."""
+        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
+                          heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
+                          head_width=head_width, query_key_norms=query_key_norms,
+                          num_parameters=num_parameters(self.stack("language").layers[0]))
 
     @abstractmethod
     def replace_modules(self) -> None:
@@ -363,15 +362,5 @@ class VisionLanguageModel(ABC):
         export.save(self, folder, parameters)
 
 
-def language_layers(text: Any, *, biases: bool, query_key_norms: bool) -> LayerShape:
-    """The layers of a language model. `biases`: q, k and v have some; `query_key_norms`: q and k are normed, head by
-    head. o and the MLP have no biases; a layer has two norms.
-    """
-    width, mlp = text.hidden_size, text.intermediate_size
-    head_width = getattr(text, "head_dim", None) or width // text.num_attention_heads
-    queries, key_values = text.num_attention_heads * head_width, text.num_key_value_heads * head_width
-    num_parameters = (2 * width * (queries + key_values) + biases * (queries + 2 * key_values)
-                      + 2 * query_key_norms * head_width + 3 * width * mlp + 2 * width)
-    return LayerShape(count=text.num_hidden_layers, width=width, mlp_width=mlp, heads=text.num_attention_heads,
-                      key_value_heads=text.num_key_value_heads, head_width=head_width, query_key_norms=query_key_norms,
-                      num_parameters=num_parameters)
+def num_parameters(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

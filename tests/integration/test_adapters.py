@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.model.build import adapter_sizes
+from dhp_ray.model.build import adapter_sizes, read_config
 from dhp_ray.model.files import ADAPTER_FILE
 from dhp_ray.model.lora import LoraSettings
 from tests.integration.faults import Start, end, kill
@@ -44,7 +44,7 @@ def test_adapters_of_a_strangers_model(preset: str, nlvr: list[str], test_data: 
     assert losses(folder)[-1] < losses(folder)[0]
     described = next((folder / "checkpoints" / f"step_{STEPS:06d}").glob("*/parameters.json"))
     shapes = json.loads(described.read_text())["shapes"]
-    sizes = adapter_sizes(str(given), (), LoraSettings(4, 8.0, ("all-linear",)))
+    sizes = adapter_sizes(read_config(str(given)), (), LoraSettings(4, 8.0, ("all-linear",)))
     assert sum(math.prod(shape) for shape in shapes.values()) == sum(sizes.values())
     assert all("lora_" in name for name in shapes)
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from dhp_ray.model.build import adapter_sizes
+from dhp_ray.model.build import adapter_sizes, read_config
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
 from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
 from dhp_ray.model.vision_language_model import VisionLanguageModel
@@ -119,4 +119,4 @@ def test_sizes_without_weights(tmp_path: Path) -> None:
         sizes = {part: sum(value.numel() for name, value in adapter.module.named_parameters()
                            if value.requires_grad and adapter.is_vision(name) == (part == "vision"))
                  for part in ("vision", "language") if part not in frozen}
-        assert adapter_sizes(str(tmp_path), frozen, ALL) == sizes
+        assert adapter_sizes(read_config(str(tmp_path)), frozen, ALL) == sizes

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.cost.derived import Device, collective_bytes_per_s, derived_cost, described, gather_s
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
-from tests.published_configs import TEXT, published_config
+from tests.published_configs import TEXT, shape_of
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
 H100 = Device.load(DEVICES / "h100.yaml")
@@ -21,7 +20,7 @@ H100 = Device.load(DEVICES / "h100.yaml")
 
 def cost_of(name: str, device: Device = H100, num_nodes: int = 8, **changed: object) -> CostModel:
     settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False)
-    memory = MemoryModel(Qwen25VL.shape(published_config(name)), replace(settings, **changed))  # type: ignore[arg-type]
+    memory = MemoryModel(shape_of(name), replace(settings, **changed))  # type: ignore[arg-type]
     return derived_cost(memory, device, num_nodes)
 
 
@@ -59,7 +58,7 @@ def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> Non
     """All but the token embedding, the head and the last norm: twice in bf16, their gradients in fp32; a frozen encoder
     once."""
     settings = MemorySettings(sync="micro_batch", world_size=8, precision="bf16", recomputes=False)
-    shape = Qwen25VL.shape(published_config("7B"))
+    shape = shape_of("7B")
     layers, vision = shape.num_parameters() - 2 * 152064 * 3584 - 3584, shape.parameters_by_part()["vision"]
     for nodes, link in ((1, 450e9), (2, 4 * 50e9), (8, 50e9)):
         assert gather_s(MemoryModel(shape, settings), H100, nodes) == pytest.approx(7 / 8 * 8 * layers / link)
@@ -126,7 +125,7 @@ def test_published_collectives_are_near() -> None:
     4,800 and 4,792 tokens/s a GPU): its layers travel beside 0.85 s of computing, over eight links of each node.
     """
     settings = MemorySettings(sync="micro_batch", world_size=64, precision="bf16", recomputes=False)
-    memory = MemoryModel(Qwen25VL.shape(published_config("7B")), settings)  # of 8.3 in place of 12.9 billion
+    memory = MemoryModel(shape_of("7B"), settings)  # of 8.3 in place of 12.9 billion
     assert gather_s(memory, H100, 8) * 12.9 / 8.3 < 0.85
     assert collective_bytes_per_s(H100, 64, 8) == 400e9
     assert collective_bytes_per_s(H100, 64, 1) == collective_bytes_per_s(H100, 640, 2) == 450e9

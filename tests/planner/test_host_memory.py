@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner.memory.host import CHANGE, export_bytes, host_terms, pinned_bytes
 from dhp_ray.planner.memory.model import MemorySettings, Terms
-from tests.published_configs import published_config
+from tests.published_configs import shape_of
 
-SHAPE = Qwen25VL.shape(published_config("3B"))
+SHAPE = shape_of("3B")
 VERSION = 12 * 3_754_622_976 / 2
 PINNED = 2**35
 """A version of 21 GiB in pinned memory."""

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
+from dhp_ray.model.build import meta_model
 from dhp_ray.planner.cost.derived import Traffic, layer_traffic
 from dhp_ray.planner.plan.types import Grid
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.pack import pack_loss
 from tests.memory_trace import SilentLink, make_inputs, memory_trace
-from tests.published_configs import QWEN3, model_without_memory, published_config, stored_shape
+from tests.published_configs import QWEN3, published_config, stored_shape
 
 ELSEWHERE = {"mm", "addmm", "bmm", "convolution", "_flash_attention_forward", "_flash_attention_backward",
              "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
@@ -47,7 +48,7 @@ class BytesMoved(TorchDispatchMode):
 
 def moved(config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
     """Bytes that a pack of samples (text tokens, grids of images) moves."""
-    adapter = model_without_memory(config)
+    adapter = meta_model(config)
     inputs, _ = make_inputs(samples, adapter)
     forward, backward = BytesMoved(), BytesMoved()
     adapter.module.to(torch.bfloat16)

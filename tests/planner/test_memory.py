@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.model.build import adapter_sizes_of
+from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
 from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel, MemorySettings, PackLoad
@@ -55,7 +55,7 @@ def check(
     found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share,
                          recomputed)
     if lora is not None:
-        settings = replace(settings, adapters=adapter_sizes_of(config, settings.frozen, lora), drops=lora.dropout > 0)
+        settings = replace(settings, adapters=adapter_sizes(config, settings.frozen, lora), drops=lora.dropout > 0)
     found = MemoryModel(shape_of(name, num_layers), settings)
     assert sum(found.resident().values()) == pytest.approx(found_bytes.resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(found_bytes.load).items()}

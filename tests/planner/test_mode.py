@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.cost.derived import Device, derived_cost, gather_s
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
@@ -24,7 +23,7 @@ from dhp_ray.planner.mode import (
     reason,
 )
 from dhp_ray.planner.plan.types import Sample
-from tests.published_configs import published_config
+from tests.published_configs import shape_of
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
 MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in (False, True)]
@@ -118,7 +117,7 @@ def test_published_models_on_described_devices(
 ) -> None:
     """Modelled, as everything here; no such run has been measured."""
     described, num_nodes = Device.load(DEVICES / f"{device}.yaml"), max(1, num_ranks // 8)
-    nodes, shape = [rank // 8 for rank in range(num_ranks)], Qwen25VL.shape(published_config(name))
+    nodes, shape = [rank // 8 for rank in range(num_ranks)], shape_of(name)
     plain = MemorySettings(sync="step", world_size=num_ranks, precision="bf16", recomputes=False)
     offers = []
     for mode in MODES:

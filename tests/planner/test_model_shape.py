@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig
 
-from dhp_ray.model.families import FAMILIES
+from dhp_ray.model.build import meta_model
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from tests.packs import TOKEN_IDS
-from tests.published_configs import CONF, NUM_PARAMETERS, model_without_memory, published_config, shape_of, stored_shape
+from tests.published_configs import CONF, NUM_PARAMETERS, published_config, shape_of, stored_shape
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -41,7 +41,8 @@ def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
 @pytest.mark.parametrize("name", ["tiny", "small", "tiny_qwen3_vl", "tiny_internvl", *NUM_PARAMETERS])
 def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
     config = config_of(name)
-    shape, adapter = FAMILIES[config.model_type].shape(config), model_without_memory(config)
+    adapter = meta_model(config)
+    shape = adapter.shape
     units: Counter[tuple[str, str, int]] = Counter()
     for unit in shape.units():
         units[unit.part, unit.name, unit.num_parameters] += unit.count

@@ -87,7 +87,7 @@ def construction_bytes(rank, world_size, sync, precision, freeze, path):
             flat_engine(adapter, rank, world_size, precision)
             return live.peak_bytes, resident_bytes(num_parameters, world_size, precision, num_frozen)
         ShardedEngine(adapter, settings(adapter), dist.group.WORLD, rank, CPU, precision)
-        resident = MemoryModel(adapter.shape(adapter.module.config), MemorySettings(
+        resident = MemoryModel(adapter.shape, MemorySettings(
             sync=sync, world_size=world_size, precision=precision, recomputes=False, frozen=tuple(freeze))).resident()
         # gradients are there from the first backward on
         return live.peak_bytes, sum(resident.values()) - resident["gradients"]

@@ -19,7 +19,7 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTr
 
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
-from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, language_layers
+from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.plan.types import Grid
 
@@ -117,30 +117,22 @@ class InternVL(VisionLanguageModel):
             if config.use_qk_norm:
                 fuse(layer.attention, operators, ("q_norm", "k_norm"))
 
-    @staticmethod
-    def shape_of(config: Any) -> ModelShape:
-        text, vision = config.text_config, config.vision_config
+    def shape_of(self, config: Any) -> ModelShape:
+        text, vision, model = config.text_config, config.vision_config, self.module.model
         merge_area = round(1 / config.downsample_ratio) ** 2
-        width, mlp, heads = vision.hidden_size, vision.intermediate_size, vision.num_attention_heads
+        width, heads = vision.hidden_size, vision.num_attention_heads
         patch_dim = vision.num_channels * vision.patch_size[0] * vision.patch_size[1]
-        height, columns = _tile(vision)
-        has_means = vision.norm_type == "layer_norm"
-        # q, k, v, the projection behind them, the MLP; two norms and two scales
-        block = (4 * width * width + (1 + 3 * vision.attention_bias) * width + 2 * width * mlp + mlp + width
-                 + 2 * (1 + has_means) * width + 2 * width + 2 * vision.use_qk_norm * width)
-        positions = (height * columns + 1) * vision.use_absolute_position_embeddings
-        embeddings = (patch_dim + 1 + 1 + positions) * width  # a product with a bias, a token
-        merged, out = merge_area * width, text.hidden_size
-        projector = 2 * merged + (merged + 1) * out + (out + 1) * out
-        is_qwen3 = text.model_type == "qwen3"
+        layers, projector = model.vision_tower.encoder.layer, num_parameters(model.multi_modal_projector)
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=not is_qwen3, query_key_norms=is_qwen3),),
-            vision=(LayerShape(count=vision.num_hidden_layers, width=width, mlp_width=mlp, heads=heads,
-                               key_value_heads=heads, head_width=width // heads, num_parameters=block, gated=False,
-                               layer_norms=has_means, query_key_norms=vision.use_qk_norm),),
+            family=config.model_type,
+            language=(self.language_layers(text, query_key_norms=text.model_type == "qwen3"),),
+            vision=(LayerShape(count=vision.num_hidden_layers, width=width, mlp_width=vision.intermediate_size,
+                               heads=heads, key_value_heads=heads, head_width=width // heads,
+                               num_parameters=num_parameters(layers[0]), gated=False,
+                               layer_norms=vision.norm_type == "layer_norm", query_key_norms=vision.use_qk_norm),),
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
-            vision_rest=embeddings + 2 * width * (not vision.use_mean_pooling) + projector,
-            vision_projector=projector, patch_dim=patch_dim, merge_area=merge_area, merger_width=out,
+            vision_rest=num_parameters(model.vision_tower) - num_parameters(layers) + projector,
+            vision_projector=projector, patch_dim=patch_dim, merge_area=merge_area, merger_width=text.hidden_size,
             token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
 
 

@@ -15,7 +15,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.segment_attention import Segments, segment_attention
-from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, language_layers
+from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
@@ -94,30 +94,25 @@ class Qwen25VL(VisionLanguageModel):
             block.attn.operators = operators
         fuse(visual.merger, operators, ("ln_q",))
 
-    @staticmethod
-    def shape_of(config: Any) -> ModelShape:
+    def shape_of(self, config: Any) -> ModelShape:
         """Every block of the encoder is alike but for the window that its attention sees."""
-        text: Any = config.text_config
-        vision: Any = config.vision_config
+        text, vision, visual = config.text_config, config.vision_config, self.module.model.visual
         merge_area = vision.spatial_merge_size ** 2
         patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-        width, mlp, merger_width = vision.hidden_size, vision.intermediate_size, merge_area * vision.hidden_size
-        # all products have biases; two norms
-        block = 4 * width * (width + 1) + 3 * width * mlp + 2 * mlp + width + 2 * width
+        width = vision.hidden_size
         num_full = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
         window = (vision.window_size // vision.patch_size) ** 2
         blocks = [
-            LayerShape(count=count, width=width, mlp_width=mlp, heads=vision.num_heads,
-                       key_value_heads=vision.num_heads, head_width=width // vision.num_heads, num_parameters=block,
-                       window=seen)
+            LayerShape(count=count, width=width, mlp_width=vision.intermediate_size, heads=vision.num_heads,
+                       key_value_heads=vision.num_heads, head_width=width // vision.num_heads,
+                       num_parameters=num_parameters(visual.blocks[0]), window=seen)
             for count, seen in ((vision.depth - num_full, window), (num_full, 0)) if count]
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=True, query_key_norms=False),),
+            family=config.model_type, language=(self.language_layers(text, query_key_norms=False),),
             vision=tuple(blocks), vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings),
             language_rest=text.hidden_size,
-            vision_rest=(patch_dim * width + width + merger_width * (merger_width + 1)
-                         + (merger_width + 1) * vision.out_hidden_size),
-            patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
+            vision_rest=num_parameters(visual) - num_parameters(visual.blocks),
+            patch_dim=patch_dim, merge_area=merge_area, merger_width=merge_area * width,
             token_pixels=merge_area * vision.patch_size ** 2)
 
 

@@ -23,7 +23,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.segment_attention import Segments
-from dhp_ray.model.vision_language_model import EncoderArguments, language_layers
+from dhp_ray.model.vision_language_model import EncoderArguments, num_parameters
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 
 
@@ -86,27 +86,21 @@ class Qwen3VL(Qwen25VL):
         for block in visual.blocks:
             block.attn.operators = operators
 
-    @staticmethod
-    def shape_of(config: Any) -> ModelShape:
-        text: Any = config.text_config
-        vision: Any = config.vision_config
+    def shape_of(self, config: Any) -> ModelShape:
+        text, vision, visual = config.text_config, config.vision_config, self.module.model.visual
         merge_area = vision.spatial_merge_size ** 2
         patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-        width, mlp, merger_width = vision.hidden_size, vision.intermediate_size, merge_area * vision.hidden_size
-        # all products have biases; two norms with bias
-        block = 4 * width * (width + 1) + 2 * width * mlp + mlp + width + 4 * width
-        num_deeper = len(vision.deepstack_visual_indexes)
-        merger = merger_width * (merger_width + 1) + (merger_width + 1) * vision.out_hidden_size
+        width = vision.hidden_size
         return ModelShape(
-            family=config.model_type, language=(language_layers(text, biases=False, query_key_norms=True),),
-            vision=(LayerShape(count=vision.depth, width=width, mlp_width=mlp, heads=vision.num_heads,
-                               key_value_heads=vision.num_heads, head_width=width // vision.num_heads,
-                               num_parameters=block, gated=False, layer_norms=True),),
+            family=config.model_type, language=(self.language_layers(text, query_key_norms=True),),
+            vision=(LayerShape(count=vision.depth, width=width, mlp_width=vision.intermediate_size,
+                               heads=vision.num_heads, key_value_heads=vision.num_heads,
+                               head_width=width // vision.num_heads, num_parameters=num_parameters(visual.blocks[0]),
+                               gated=False, layer_norms=True),),
             vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
-            vision_rest=(patch_dim * width + width + vision.num_position_embeddings * width
-                         + merger + 2 * width + num_deeper * (merger + 2 * merger_width)),
-            patch_dim=patch_dim, merge_area=merge_area, merger_width=merger_width,
-            token_pixels=merge_area * vision.patch_size ** 2, feature_levels=1 + num_deeper,
+            vision_rest=num_parameters(visual) - num_parameters(visual.blocks),
+            patch_dim=patch_dim, merge_area=merge_area, merger_width=merge_area * width,
+            token_pixels=merge_area * vision.patch_size ** 2, feature_levels=1 + len(vision.deepstack_visual_indexes),
             position_rows=vision.num_position_embeddings)
 
 

@@ -60,7 +60,7 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
     assert rank is not None
     membership = rank.membership
     nodes = membership.nodes or ("",) * membership.world_size
-    shape = type(rank.adapter).shape(rank.adapter.module.config)
+    shape = rank.adapter.shape
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
     spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
     if part not in spec.parts():

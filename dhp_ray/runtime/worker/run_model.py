@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dhp_ray.config import Config
 from dhp_ray.data.families import preset_token_ids
-from dhp_ray.model.build import adapter_sizes, build_model, model_shape
+from dhp_ray.model.build import adapter_sizes, build_model, model_shape, read_config
 from dhp_ray.model.fused import operators_of
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.vision_language_model import VisionLanguageModel
@@ -66,6 +66,6 @@ def state_size(config: Config) -> StateSize:
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
     adapters = {}
     if config.train.lora.rank:
-        adapters = adapter_sizes(config.model.path, config.train.freeze, lora_settings(config))
+        adapters = adapter_sizes(read_config(config.model.path), config.train.freeze, lora_settings(config))
     trained = sum(adapters.values()) or shape.num_parameters(without=config.train.freeze)
     return StateSize(shape.num_layers, trained * 3 * 4, shape, adapters)  # value and both moments, fp32

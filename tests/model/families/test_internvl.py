@@ -98,7 +98,7 @@ def test_each_frame_of_a_video_is_a_run_of_tokens() -> None:
 
 def test_a_shape_counts_every_parameter() -> None:
     for adapter in (rough_model(preset=PRESET), over_qwen3()):
-        shape = InternVL.shape(adapter.module.config)
+        shape = adapter.shape
         assert shape.num_parameters() == sum(parameter.numel() for parameter in adapter.module.parameters())
 
 
@@ -129,4 +129,4 @@ def test_folders_of_both_layouts_of_names(tmp_path: Path) -> None:
 ])
 def test_what_is_not_computed_exactly_is_refused_too(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"^model: [^\n]*{message}"):
-        InternVL.shape(changed(**change))
+        InternVL.check(changed(**change))

@@ -75,7 +75,7 @@ def test_levels_that_the_encoder_does_not_give_are_refused(levels: list[int]) ->
     config = rough_model(preset=PRESET).module.config
     config.vision_config.deepstack_visual_indexes = levels
     with pytest.raises(ModelError, match=r"^model: deepstack_visual_indexes are [^\n]*; allowed: different ones of 3"):
-        Qwen3VL.shape(config)
+        Qwen3VL.check(config)
 
 
 def test_a_saved_folder_gives_transformers_the_same_loss(tmp_path: Path) -> None:
