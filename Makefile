@@ -33,9 +33,9 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# In minutes: no test that starts a process or needs Ray.
+# In two minutes: no test that starts a process, needs Ray or computes for seconds.
 test-unit: install
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not processes'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not processes and not seconds'
 
 # What continuous integration runs.
 test: install lint

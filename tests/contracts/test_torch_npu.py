@@ -29,6 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield opened
 
 
+@pytest.mark.seconds
 def test_every_operator_that_we_call_is_in_the_table(source: Source) -> None:
     """tests/model/test_npu_kernel.py and test_fused.py make the calls, through these very schemas."""
     called = {name.removeprefix("torch_npu.") for name in source.used
@@ -57,6 +58,7 @@ def test_every_variable_that_we_set_is_in_the_table() -> None:
     assert [name for name in WATCHDOGS if "HCCL" in name] == TABLE["environment"]
 
 
+@pytest.mark.seconds
 def test_a_call_that_does_not_fit_is_told() -> None:
     call = next(call for call in Source().calls if call.name == f"{DEVICE}.Event")
     assert "unexpected keyword argument 'enable_timing'" in call.misfit(signature_of("(blocking=False)"))

@@ -68,6 +68,7 @@ def test_taken_ids_stay_small() -> None:
     assert peak < 40 * 20_000
 
 
+@pytest.mark.seconds
 def test_an_index_of_rows_without_ids_stays_small(tmp_path: Path) -> None:
     short, long = tmp_path / "short.jsonl", tmp_path / "rows.jsonl"
     for path, num_rows in ((short, 1), (long, 20_000)):

@@ -72,6 +72,7 @@ def test_every_token_lies_on_one_member(layout: PackLayout) -> None:
 
 @given(layouts)
 @settings(max_examples=200, deadline=None)
+@pytest.mark.seconds
 def test_blocks_are_the_mask(layout: PackLayout) -> None:
     """The scores that blocks compute, over all pairs of members, are those of the mask: none missing, none twice."""
     sequence_of = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.tensor(layout.lengths))

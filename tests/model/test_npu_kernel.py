@@ -79,6 +79,7 @@ def test_the_backward_takes_the_merged_output_and_log_sum_exp() -> None:
 @pytest.mark.parametrize(("number", "causal"), [
     (MAX_LENGTHS + 1, True), pytest.param(2 * MAX_LENGTHS + 3, False, marks=pytest.mark.slow)
 ], ids=["two calls", "three calls"])
+@pytest.mark.seconds
 def test_calls_with_many_segments_are_split(number: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators take 1,024 lengths; what comes out is bit for bit what they would give if they took them all."""
     blocks = short_segments(number, causal)

@@ -3,6 +3,7 @@
 import bisect
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def served(room, need):
     return owners
 
 
+@pytest.mark.seconds
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.lists(st.integers(1, 30), min_size=1, max_size=80),
        st.booleans())

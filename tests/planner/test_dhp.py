@@ -99,6 +99,7 @@ def test_unequal_ranks_are_no_reason_to_cross_nodes(lengths, num_ranks, ranks_pe
 
 @pytest.mark.parametrize("num_seeds", [12, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.seconds
 def test_hardly_ever_behind_a_tuned_baseline(sync, num_seeds):
     """Small batches, where `dhp` is nearest to them: their search over caps takes longer than `dhp`, which does not
     repeat it there.
@@ -129,6 +130,7 @@ def test_few_sequences_on_an_odd_number_of_ranks_are_planned_as_well_as_static_b
 
 @pytest.mark.parametrize("numbers", [(3, 5, 8), pytest.param((2, 4, 6, 7), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.seconds
 def test_equal_lengths_on_few_ranks_are_never_behind_a_baseline(sync, numbers):
     """More than 0.5 % behind in 4 of 10 such batches when packs began with a single rank."""
     cost = replace(CostModel.load(CUDA_COST), group_s=0.0)

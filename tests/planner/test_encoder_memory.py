@@ -26,6 +26,7 @@ CASES = [(name, sync, recomputes, frozen, keeps, shape)
 @pytest.mark.parametrize(("name", "sync", "recomputes", "frozen", "keeps", "shape"), [
     case if number in (0, 54) else pytest.param(*case, marks=pytest.mark.slow)
     for number, case in enumerate(CASES)], ids=str)
+@pytest.mark.seconds
 def test_a_step_fits_what_is_counted_on(
     name: str, sync: str, recomputes: bool, frozen: tuple[str, ...], keeps: bool, shape: str
 ) -> None:

@@ -21,6 +21,7 @@ def check(seeds):
     assert all(result.bound_s <= result.most_s for result in results)
 
 
+@pytest.mark.seconds
 def test_near_the_optimum_and_the_bound_below_it():
     check(QUICK)
 

@@ -17,6 +17,7 @@ SETS = ("bimodal", "wikipedia", "internvl", "internvid")
 
 
 @needs_data
+@pytest.mark.seconds
 def test_ahead_of_every_peer():
     cost, below_main, far_ahead = published_cost(), 0, 0
     for (count, num_ranks), (main, *others) in PEERS.items():

@@ -14,6 +14,7 @@ from tests.published_configs import published_config, shape_of
 
 @pytest.mark.parametrize(("mode", "recomputed"), [
     ("step", 0.0), pytest.param("micro_batch", 1.0, marks=pytest.mark.slow)])
+@pytest.mark.seconds
 def test_an_image_may_be_larger_than_what_a_rank_holds_of_its_pack(mode: str, recomputed: float) -> None:
     """One of four ranks, with 111 tokens each, encodes the image of 400 tokens."""
     settings = MemorySettings(sync=mode, world_size=8 if mode == "micro_batch" else 1, precision="bf16",

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, bimodal
@@ -91,6 +92,7 @@ def plain_rounds(lengths, num_ranks, cap, packs):
     return found
 
 
+@pytest.mark.seconds
 @settings(max_examples=150, deadline=None)
 @example([1, 34, 34, 34, 35, 81, 81], 11, 20, False)  # what is put off to the second round comes in degrees 2, 2, 8, 2
 @given(st.lists(st.integers(1, 800), min_size=1, max_size=30), st.integers(1, 12), st.integers(20, 100), st.booleans())

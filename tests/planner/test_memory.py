@@ -78,6 +78,7 @@ def world_of(mode: str) -> Iterator[None]:
     ("step", True, ("language",), 2, 2),
     *slow(("micro_batch", False, ("vision",), 0, 1), ("step", False, (), 1, 1), ("micro_batch", True, (), 1, 3))],
     ids=str)
+@pytest.mark.seconds
 def test_predicted_peaks_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
@@ -88,6 +89,7 @@ def test_predicted_peaks_are_the_traced_ones(
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
     ("step", False, ("language",), 2), *slow(("micro_batch", True, ("language",), 5),
                                              ("micro_batch", True, ("vision",), 16))], ids=str)
+@pytest.mark.seconds
 def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -97,6 +99,7 @@ def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
     ("micro_batch", True, ("vision",), 4), *slow(("step", True, ("language",), 5))], ids=str)
+@pytest.mark.seconds
 def test_predicted_peaks_of_internvl_are_the_traced_ones(
     mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int
 ) -> None:
@@ -105,6 +108,7 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-2B", *slow(("Qwen3-VL-8B",))])
+@pytest.mark.seconds
 def test_a_unit_of_the_encoder_is_there_while_gradients_of_the_root_are_added_and_reduced(name: str) -> None:
     """With tied weights and without."""
     with world_of("micro_batch"):
@@ -128,6 +132,7 @@ def test_what_ranks_gather_does_not_grow_with_them() -> None:
     *slow(("InternVL3-38B", "step", True, ("language",), 11, 2, 0.25),
           ("InternVL3-1B", "micro_batch", True, (), 2, 2, 0.5), ("Qwen3-VL-2B", "micro_batch", False, (), 1, 1, 1.0),
           ("Qwen3-VL-2B", "step", True, ("language",), 5, 1, 1.0), ("3B", "step", False, (), 2, 1, 0.5))], ids=str)
+@pytest.mark.seconds
 def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
     name: str, mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int, share: float
 ) -> None:
@@ -142,6 +147,7 @@ def test_predicted_peaks_with_activations_in_host_memory_are_the_traced_ones(
           ("Qwen3-VL-2B", "step", ("language",), 5, 1, 0.5),
           ("Qwen3-VL-2B", "micro_batch", (), 1, 1, 1.0), ("InternVL3-1B", "step", (), 11, 1, 0.5),
           ("InternVL3-1B", "micro_batch", ("vision",), 4, 3, 0.5))], ids=str)
+@pytest.mark.seconds
 def test_predicted_peaks_with_layers_that_run_again_are_the_traced_ones(
     name: str, mode: str, frozen: tuple[str, ...], seed: int, degree: int, recomputed: float
 ) -> None:
