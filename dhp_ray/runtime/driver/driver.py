@@ -159,8 +159,8 @@ class Driver:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, Calls())
         first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
-        session.mode_told()
-        session.compiling_told()
+        session.report_mode()
+        session.report_compiling()
         running = self._launch(session, first)
         while running:
             step = running.dispatched.step

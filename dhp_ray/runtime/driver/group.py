@@ -106,11 +106,14 @@ class WorkerGroup:
     def ranks(self) -> Ranks:
         """What the strategy of a run depends on."""
         described = [member.described for member in self.members]
+        node_memory_bytes: dict[str, float] = {}
+        for found in described:
+            known = node_memory_bytes.get(found["node_id"], math.inf)
+            node_memory_bytes[found["node_id"]] = min(known, found["host_memory_bytes"])
         return Ranks(
             kind=described[0]["device"], shape=described[0]["shape"], adapters=described[0]["adapters"],
             memory_bytes=self.memory_bytes, nodes=tuple(self.nodes), fused=all(found["fused"] for found in described),
-            node_memory_bytes={node: min(found["host_memory_bytes"] for found in described if found["node_id"] == node)
-                               for node in self.nodes},
+            node_memory_bytes=node_memory_bytes,
             device_names=tuple(sorted({found["device_name"] for found in described})))
 
     @property

@@ -175,13 +175,12 @@ class Session:
         pool = GroupCacheState(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
-            self.records.plan, batches,
-            self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
-        self.current.evaluation = HeldOutEvaluation(self.held_out, self.group, cluster, cost, config, pool,
-                                             strategy.largest_admitted, self.tell, self.current.number,
-                                             self.stop_reason)
+            self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
+        self.current.evaluation = HeldOutEvaluation(
+            self.held_out, self.group, cluster, cost, config, pool, strategy.largest_admitted, self.tell,
+            self.current.number, self.stop_reason)
 
-    def compiling_told(self) -> None:
+    def report_compiling(self) -> None:
         """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
         planning times.
         """
@@ -193,7 +192,7 @@ class Session:
                 self.tell(Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later "
                                  "runs"))
 
-    def mode_told(self) -> None:
+    def report_mode(self) -> None:
         """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""
         told = self.history.mode_told
         choice, first = self.current.choice, self.resolved.choice

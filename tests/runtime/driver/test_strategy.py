@@ -223,12 +223,12 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
         resolved=SimpleNamespace(
             choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it")),
         current=SimpleNamespace(number=2, choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not")))
-    Session.mode_told(session)
+    Session.report_mode(session)
     assert [notice.text for notice in told] == [
         "train.activation_checkpointing=auto is packs: four ranks do not"]
     assert [event["activation_checkpointing"] for event in events] == ["packs"]
-    Session.mode_told(session)
+    Session.report_mode(session)
     assert len(told) == 1
     session.history.mode_told, session.current.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
-    Session.mode_told(session)
+    Session.report_mode(session)
     assert "planner.sync=auto is step" in told[1].text
