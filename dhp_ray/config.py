@@ -25,10 +25,6 @@ from dhp_ray.credentials import MASK, Uri, concealed, masked
 from dhp_ray.errors import first_line
 from dhp_ray.schema import MEASURE, NUMBERS, Config, ConfigError, Evaluation, Lora, Preparation
 
-__all__ = ["CHOICES", "CONF", "EVALUATE", "PREPARE_DATA", "RESOLVED", "TRAIN", "UPLOADS", "Command", "Config",
-           "ConfigError", "check", "check_device", "check_limits", "check_place", "dump", "help_text", "in_upload",
-           "load", "local_path", "make_absolute", "places", "refuse_relative_run", "upload_warning", "walk"]
-
 CONF = Path(__file__).resolve().parent.parent / "conf"
 CHOICES = ("model", "data", "cluster")
 
