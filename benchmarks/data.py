@@ -44,7 +44,7 @@ from PIL import Image  # noqa: E402
 from dhp_ray.comm.pack_communicator import PackCommunicator  # noqa: E402
 from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
 from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
-from dhp_ray.data.stream import Batch, Stream  # noqa: E402
+from dhp_ray.data.stream import GlobalBatch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
 from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
@@ -196,7 +196,7 @@ def driver_memory(stream: Stream, num_samples: int) -> tuple[int, int]:
     """Resident bytes of this process at the first batch, and the most at any later one. Like the driver, it keeps a
     batch and the one that follows.
     """
-    kept: list[Batch] = []
+    kept: list[GlobalBatch] = []
     resident: list[int] = []
     count = 0
     while (batch := stream.next_batch(BATCH)) is not None:
@@ -251,14 +251,14 @@ READ_ONCE = """
 import sys, time
 import pyarrow as pa
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.order import Part
+from dhp_ray.data.order import RowRange
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, make_item
 from dhp_ray.schema import Data
 data = Data(format=sys.argv[1], path=sys.argv[2])
 read, rows, errors, largest, begun = ReadFragments(ProcessorSpec("tiny"), image_root(data), 0), 0, 0, 0, time.time()
 for number, fragment in enumerate(index_fragments(data)):
-    item = make_item(0, [(Part(number, 0, fragment.num_rows), number, fragment)])
+    item = make_item(0, [(RowRange(number, 0, fragment.num_rows), number, fragment)])
     for block in read(pa.Table.from_pylist([item])):
         rows, largest = rows + block.num_rows, max(largest, block.nbytes)
         errors += sum(map(bool, block["error"].to_pylist()))

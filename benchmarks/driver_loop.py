@@ -47,7 +47,7 @@ from benchmarks.processes import Used, used  # noqa: E402
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.families import preset_token_ids  # noqa: E402
-from dhp_ray.data.stream import Batch  # noqa: E402
+from dhp_ray.data.stream import GlobalBatch  # noqa: E402
 from dhp_ray.model.build import model_shape  # noqa: E402
 from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.mode import Mode  # noqa: E402
@@ -90,9 +90,9 @@ class Batches:
     def __init__(self, samples: list[Sample]) -> None:
         blocks = [ray.put(number) for number in range(-(-len(samples) // 64))]
         rows = {sample.id: (blocks[number // 64], number % 64) for number, sample in enumerate(samples)}
-        self.batch = Batch(0, samples, rows, {}, {"epoch": 0})
+        self.batch = GlobalBatch(0, samples, rows, {}, {"epoch": 0})
 
-    def next_batch(self, num_samples: int) -> Batch:
+    def next_batch(self, num_samples: int) -> GlobalBatch:
         return self.batch
 
 

@@ -33,7 +33,7 @@ from PIL import Image  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from dhp_ray.data.blocks import BlockRows, fetch_rows  # noqa: E402
-from dhp_ray.data.stream import Batch, Stream  # noqa: E402
+from dhp_ray.data.stream import GlobalBatch, Stream  # noqa: E402
 from dhp_ray.schema import Data, Model  # noqa: E402
 
 SECTIONS = ("mixing", "bytes")
@@ -195,7 +195,7 @@ def count_bytes(path: Path, num_steps: int) -> None:
         cluster.shutdown()
 
 
-def blocks_of(batch: Batch, rank: int, num_ranks: int) -> list[BlockRows]:
+def blocks_of(batch: GlobalBatch, rank: int, num_ranks: int) -> list[BlockRows]:
     """Every so many-th sample is a rank's."""
     rows: dict[ray.ObjectRef, list[int]] = {}
     for sample in batch.samples[rank::num_ranks]:

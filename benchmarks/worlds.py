@@ -23,7 +23,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import CONF, PREPARE_DATA, Config, load
 from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
-from dhp_ray.data.order import Part, fragment_order
+from dhp_ray.data.order import RowRange, fragment_order
 from dhp_ray.data.processor import Processor
 from dhp_ray.data.reader import ReadFragments, make_item, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
@@ -134,7 +134,7 @@ def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[
     reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
-        item = make_item(0, [(Part(position, 0, fragments[number].num_rows), number, fragments[number])])
+        item = make_item(0, [(RowRange(position, 0, fragments[number].num_rows), number, fragments[number])])
         block = pa.concat_tables(reader(pa.Table.from_pylist([item])))
         texts, visions = block["text_tokens"].to_pylist(), block["vision_tokens"].to_pylist()
         lengths = [text + vision for text, vision in zip(texts, visions)]

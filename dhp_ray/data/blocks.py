@@ -38,7 +38,7 @@ LOST = "lost"
 """In place of the name of a node that is gone: its server is not asked."""
 
 
-class Origin(NamedTuple):
+class BlockOrigin(NamedTuple):
     """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the items
     that it read (ReadFragments, {number: item}), `item` is the number of the block's, and `rows` are the first of the
     item's rows that the block has, and the one after the last.
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     rows: tuple[int, int] = (0, 0)
 
 
-UNKNOWN = Origin()
+UNKNOWN = BlockOrigin()
 
 
 @dataclass
@@ -59,7 +59,7 @@ class BlockRows:
 
     reference: list[ray.ObjectRef] = field(repr=False)
     rows: list[int]
-    origin: Origin = UNKNOWN
+    origin: BlockOrigin = UNKNOWN
 
 
 class BlockServer:
@@ -81,7 +81,7 @@ _servers: dict[str, ActorHandle] = {}
 """
 
 
-def located(origins: Mapping[ray.ObjectRef, Origin]) -> dict[ray.ObjectRef, Origin]:
+def located(origins: Mapping[ray.ObjectRef, BlockOrigin]) -> dict[ray.ObjectRef, BlockOrigin]:
     """The origins of blocks, with LOST for nodes that are gone, as `fetch_rows` of another process takes them."""
     return {reference: origin._replace(node=LOST) if origin.node in lost else origin
             for reference, origin in origins.items()}
@@ -106,8 +106,8 @@ def start_server(node: str) -> ActorHandle:
 
 
 def fetch_columns(
-    reference: ray.ObjectRef | None, origin: Origin, names: list[str]
-) -> tuple[pa.Table, ray.ObjectRef, Origin]:
+    reference: ray.ObjectRef | None, origin: BlockOrigin, names: list[str]
+) -> tuple[pa.Table, ray.ObjectRef, BlockOrigin]:
     """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
     and the block itself. If its node is gone, or there is no block yet (None), that is another one, read in this
     process: a server might have to be started first.
@@ -129,7 +129,7 @@ def fetch_columns(
     return table.select(names), ray.put(table), origin._replace(node=_here())
 
 
-def read_again(origin: Origin, rows: Sequence[int] | None = None) -> pa.Table:
+def read_again(origin: BlockOrigin, rows: Sequence[int] | None = None) -> pa.Table:
     """These rows of a lost block (None: all), from its fragment.
 
     Raises:

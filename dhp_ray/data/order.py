@@ -47,7 +47,7 @@ class ShuffleWindow:
     num_bytes: float
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of the fragment at this position of the order: those from `first` to `stop` in its own order."""
 
     position: int
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 class Share(NamedTuple):
     """Rows that are read at once. No row of a share, or of a later one, has a place on the line before `begin`."""
 
-    parts: list[Part]
+    parts: list[RowRange]
     begin: float
 
     @property
@@ -123,9 +123,9 @@ class EpochOrder:
         while end < np.inf:
             begin, end = end, known[num_read] if num_read < len(known) else np.inf
             num_read += num_read
-            parts: list[Part] = []
+            parts: list[RowRange] = []
             for position in range(first, stop):
-                part = Part(position, *np.searchsorted(self.places(position), (begin, end)).tolist())
+                part = RowRange(position, *np.searchsorted(self.places(position), (begin, end)).tolist())
                 if part.stop > part.first:
                     parts.append(part)
                 if parts and (Share(parts, 0).num_rows >= ROWS_AT_ONCE or position == stop - 1):
@@ -135,7 +135,7 @@ class EpochOrder:
 
     def whole(self, position: int) -> Share:
         """All rows of the fragment at this position."""
-        return Share([Part(position, 0, int(self.sizes[position]))], float(self.begins[position]))
+        return Share([RowRange(position, 0, int(self.sizes[position]))], float(self.begins[position]))
 
     def _first_open(self, position: int) -> int:
         """The position of the first fragment whose stretch reaches the begin of the one at `position`."""

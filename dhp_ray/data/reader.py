@@ -26,7 +26,7 @@ from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import read_media
-from dhp_ray.data.order import Part, row_order
+from dhp_ray.data.order import RowRange, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.video import read_clip
 from dhp_ray.errors import first_line
@@ -51,7 +51,7 @@ UNREADABLE = -1
 """Value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file."""
 
 
-def make_item(epoch: int, parts: Sequence[tuple[Part, int, Fragment]]) -> dict[str, Any]:
+def make_item(epoch: int, parts: Sequence[tuple[RowRange, int, Fragment]]) -> dict[str, Any]:
     """What ReadFragments reads at once: parts of fragments, each with the number by which the fragment is shuffled."""
     return {"epoch": epoch, "parts": pickle.dumps(parts)}
 
@@ -101,7 +101,7 @@ class ReadFragments:
         them with one that is UNREADABLE.
         """
         processor, begin = _loaded(self.processor), 0
-        parts: list[tuple[Part, int, Fragment]] = pickle.loads(item["parts"])
+        parts: list[tuple[RowRange, int, Fragment]] = pickle.loads(item["parts"])
         for part, number, fragment in parts:
             order = row_order(self.seed, item["epoch"], number, fragment.num_rows)
             place_of = {order[place]: place for place in range(part.first, part.stop)}

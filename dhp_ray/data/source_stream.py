@@ -32,7 +32,7 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from dhp_ray.data.blocks import LOOK_S, Origin, fetch_columns, unnoticed_loss
+from dhp_ray.data.blocks import LOOK_S, BlockOrigin, fetch_columns, unnoticed_loss
 from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.index import image_root, index_fragments, mean_file_bytes
 from dhp_ray.data.order import EpochOrder, Share, ShuffleWindow
@@ -51,11 +51,11 @@ _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNIN
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StreamRow:
     """What the driver knows of one row of the epoch, and of its block."""
 
     reference: ray.ObjectRef
-    origin: Origin
+    origin: BlockOrigin
     place: int
     sample: Sample
     error: str
@@ -86,7 +86,7 @@ class SourceStream:
         self._window = ShuffleWindow(math.ceil(data.shuffle_window * share), WINDOW_BYTES * share)
         self._reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
-        self._parts: deque[Iterator[tuple[ray.ObjectRef | None, Origin]]] = deque()
+        self._parts: deque[Iterator[tuple[ray.ObjectRef | None, BlockOrigin]]] = deque()
         self._bad_rows = BadRows(data.path, self.num_rows)
         # Reading that is still running would keep the interpreter from ending.
         weakref.finalize(self, self._parts.clear)
@@ -124,8 +124,8 @@ class SourceStream:
         _, _, self._left_out = self._order.start_at(row)
         self._opening, self._next_whole = self._order.opening(row)
         self._num_shares = len(self._opening) + len(self._order) - self._next_whole
-        self._open: list[tuple[float, int, int, Entry]] = []  # rows read, by their places in the order
-        self._entries: deque[Entry] = deque()  # the next rows
+        self._open: list[tuple[float, int, int, StreamRow]] = []  # rows read, by their places in the order
+        self._entries: deque[StreamRow] = deque()  # the next rows
         self._parts.clear()
         self._planned = self._fetched = 0  # shares given to a part, and those of which all blocks were taken
         self._rows_fetched = 0  # of the next share
@@ -136,7 +136,7 @@ class SourceStream:
             return self._opening[number]
         return self._order.whole(number - len(self._opening) + self._next_whole)
 
-    def peek(self) -> Entry | None:
+    def peek(self) -> StreamRow | None:
         """The next row of the epoch, or None at its end."""
         while not self._entries:
             if self._fetched == self._num_shares:
@@ -185,7 +185,7 @@ class SourceStream:
             sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
                             tuple((t, h, w) for t, h, w in entry["grids"]))
             heapq.heappush(self._open, (places[entry["position"]][entry["row"]], entry["position"], entry["row"],
-                                        Entry(reference, origin, number, sample, entry["error"])))
+                                        StreamRow(reference, origin, number, sample, entry["error"])))
         self._rows_fetched += len(lengths)
         if self._rows_fetched == share.num_rows:
             self._fetched, self._rows_fetched = self._fetched + 1, 0
@@ -243,7 +243,7 @@ class PartBlocks:
     def __iter__(self) -> PartBlocks:
         return self
 
-    def __next__(self) -> tuple[ray.ObjectRef | None, Origin]:
+    def __next__(self) -> tuple[ray.ObjectRef | None, BlockOrigin]:
         """The next block, and where it was made."""
         if not self._left:
             raise StopIteration
@@ -255,7 +255,7 @@ class PartBlocks:
         else:
             made = entry.metadata.exec_stats
             reference, node, stop = entry.ref, made.node_id if made else "", self._first + entry.metadata.num_rows
-        origin = Origin(node, self._source, number, (self._first, stop))
+        origin = BlockOrigin(node, self._source, number, (self._first, stop))
         self._first = stop
         if stop == num_rows:
             self._left.popleft()

@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 import ray
 
-from dhp_ray.data.blocks import Origin
+from dhp_ray.data.blocks import BlockOrigin
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.index import data_sources
-from dhp_ray.data.source_stream import Entry, SourceStream
+from dhp_ray.data.source_stream import SourceStream, StreamRow
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
 
@@ -30,7 +30,7 @@ order.
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """Samples of one global batch.
 
     `payload` maps a sample's id to the reference of its block and its row there; `origins` says of every block where it
@@ -44,7 +44,7 @@ class Batch:
     payload: dict[str, tuple[ray.ObjectRef, int]] = field(default_factory=dict, repr=False)
     skipped: dict[str, str] = field(default_factory=dict)
     cursor: Cursor = field(default_factory=dict)
-    origins: dict[ray.ObjectRef, Origin] = field(default_factory=dict, repr=False)
+    origins: dict[ray.ObjectRef, BlockOrigin] = field(default_factory=dict, repr=False)
     rows: list[tuple[int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
@@ -72,7 +72,7 @@ class Stream:
         self.sources = [
             SourceStream(source, model, seed + number, f"{number}/" if self._mixes else "", share, answer_tokens)
             for number, (source, share) in enumerate(zip(data_sources(data), self._shares.tolist(), strict=True))]
-        """By their numbers in `Batch.rows`."""
+        """By their numbers in `GlobalBatch.rows`."""
         self._where = (f"data.sources: {', '.join(source.path for source in data.sources)}" if self._mixes else
                        f"data.path: {data.path}")
         self._drop_last = drop_last
@@ -86,7 +86,7 @@ class Stream:
         for source in self.sources:
             source.limit(max_tokens, max_image_tokens)
 
-    def next_batch(self, num_samples: int) -> Batch | None:
+    def next_batch(self, num_samples: int) -> GlobalBatch | None:
         """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None); None when the epoch is
         over.
 
@@ -98,7 +98,7 @@ class Stream:
         stop = (self.epoch + 1) * self.num_rows
         if self._given.sum() == stop:
             return None
-        batch = Batch(self.epoch)
+        batch = GlobalBatch(self.epoch)
         while self._given.sum() < stop:
             chosen = furthest_behind(self._given, self._shares)
             entry = self._peek(chosen)
@@ -169,7 +169,7 @@ class Stream:
         for source, count in zip(self.sources, given.tolist()):
             source.start(*divmod(count, source.num_rows))
 
-    def _peek(self, number: int) -> Entry:
+    def _peek(self, number: int) -> StreamRow:
         """The next row of a source; a source that is used up starts again."""
         source = self.sources[number]
         if (entry := source.peek()) is None:

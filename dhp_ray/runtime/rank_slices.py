@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from dhp_ray.data.blocks import UNKNOWN, BlockRows, Origin
+from dhp_ray.data.blocks import UNKNOWN, BlockOrigin, BlockRows
 from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
 
 PROTOCOL = 5
@@ -47,7 +47,7 @@ class RowIndex:
     """
 
     payload: Mapping[str, tuple[ray.ObjectRef, int]]
-    origins: Mapping[ray.ObjectRef, Origin]
+    origins: Mapping[ray.ObjectRef, BlockOrigin]
 
     def blocks_of(self, plan: RankPlan) -> list[BlockRows]:
         """Return the blocks that hold a rank's samples, each once, with the rows that the rank needs from it."""
@@ -99,7 +99,7 @@ PackedOrigin = tuple[str, int, tuple[int, int], int]
 
 
 def _packed_origins(
-    blocks: Sequence[tuple[ray.ObjectRef, Origin]]
+    blocks: Sequence[tuple[ray.ObjectRef, BlockOrigin]]
 ) -> tuple[list[PackedOrigin], list[ray.ObjectRef]]:
     """The origins without references; and the references of the blocks, followed by those of their sources."""
     sources = list(dict.fromkeys(origin.source for _, origin in blocks))
@@ -110,8 +110,8 @@ def _packed_origins(
 
 def _unpacked_origins(
     origins: Sequence[PackedOrigin], references: Sequence[ray.ObjectRef]
-) -> list[tuple[ray.ObjectRef, Origin]]:
-    return [(references[number], Origin(node, references[place], item, rows))
+) -> list[tuple[ray.ObjectRef, BlockOrigin]]:
+    return [(references[number], BlockOrigin(node, references[place], item, rows))
             for number, (node, item, rows, place) in enumerate(origins)]
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from PIL import Image
 
 from dhp_ray.data.fragments import Fragment
-from dhp_ray.data.order import Part
+from dhp_ray.data.order import RowRange
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, make_item
 
@@ -108,6 +108,6 @@ def random_conversation(random: np.random.Generator) -> tuple[list[dict[str, str
 
 def read_all(read: ReadFragments, fragments: Iterable[Fragment], epoch: int = 0) -> pa.Table:
     """All blocks of fragments as one."""
-    items = [make_item(epoch, [(Part(number, 0, fragment.num_rows), number, fragment)])
+    items = [make_item(epoch, [(RowRange(number, 0, fragment.num_rows), number, fragment)])
              for number, fragment in enumerate(fragments)]
     return pa.concat_tables(read(pa.Table.from_pylist(items))).combine_chunks()

@@ -14,8 +14,8 @@ import ray
 from dhp_ray.data import blocks
 from dhp_ray.data.blocks import (
     LOST,
+    BlockOrigin,
     BlockRows,
-    Origin,
     fetch_columns,
     fetch_rows,
     located,
@@ -26,12 +26,12 @@ from dhp_ray.data.blocks import (
 )
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import LENGTH_COLUMNS
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.schema import Data, Model
 from tests.data.samples import talk, write_rows
 
 
-def batch_of(path: Path, num_images: int = 1) -> Batch:
+def batch_of(path: Path, num_images: int = 1) -> GlobalBatch:
     """64 samples in two blocks, with as many pictures of 20 kB each."""
     from PIL import Image
 
@@ -47,7 +47,7 @@ def batch_of(path: Path, num_images: int = 1) -> Batch:
     return batch
 
 
-def wanted_of(batch: Batch, node: str) -> list[BlockRows]:
+def wanted_of(batch: GlobalBatch, node: str) -> list[BlockRows]:
     """Some rows of each block, as if it lay on `node`."""
     wanted: dict[ray.ObjectRef, list[int]] = {}
     for sample in batch.samples[:5]:
@@ -139,10 +139,10 @@ def test_a_block_that_is_lost_with_its_node_is_read_again_at_once(
 
 
 def test_blocks_of_lost_nodes_are_read_again_until_these_have_members() -> None:
-    origins = {"first": Origin("a", None, 1), "second": Origin("b", None, 2)}
+    origins = {"first": BlockOrigin("a", None, 1), "second": BlockOrigin("b", None, 2)}
     assert located(origins) == origins  # type: ignore[arg-type]
     lose_nodes({"a", "c"}, ["b", "c"])
-    assert located(origins) == origins | {"first": Origin(LOST, None, 1)}  # type: ignore[arg-type]
+    assert located(origins) == origins | {"first": BlockOrigin(LOST, None, 1)}  # type: ignore[arg-type]
     lose_nodes((), ["a", "b"])
     assert located(origins) == origins  # type: ignore[arg-type]
 

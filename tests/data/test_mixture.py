@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import read_payloads
-from dhp_ray.data.stream import Batch, Stream, furthest_behind, rows_given, shares
+from dhp_ray.data.stream import GlobalBatch, Stream, furthest_behind, rows_given, shares
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import talk, write_rows
 
@@ -40,7 +40,7 @@ def mixture(ray_cluster: None, data: Data) -> Iterator[Stream]:
     opened.close()
 
 
-def told(batch: Batch | None) -> object:
+def told(batch: GlobalBatch | None) -> object:
     assert batch is not None
     return (batch.epoch, batch.samples, batch.skipped, batch.cursor)
 

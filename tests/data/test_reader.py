@@ -14,7 +14,7 @@ from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.order import Part, row_order
+from dhp_ray.data.order import RowRange, row_order
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import PAYLOAD, UNREADABLE, ReadFragments, make_item, read_payloads
 from dhp_ray.schema import Data
@@ -32,7 +32,7 @@ def block_of(
 
 
 def whole_item(fragment: Fragment) -> dict[str, Any]:
-    return make_item(0, [(Part(0, 0, fragment.num_rows), 0, fragment)])
+    return make_item(0, [(RowRange(0, 0, fragment.num_rows), 0, fragment)])
 
 
 def records(block: pa.Table) -> dict[str, dict[str, Any]]:
@@ -167,14 +167,14 @@ def test_large_rows_are_several_blocks(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", rows)
     [fragment] = index_fragments(Data(format="llava", path=str(path)))
     read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 5, most_bytes=3000)
-    item = make_item(0, [(Part(0, 1, 8), 0, fragment)])
+    item = make_item(0, [(RowRange(0, 1, 8), 0, fragment)])
     blocks = list(read(pa.Table.from_pylist([item])))
     assert [block.num_rows for block in blocks] == [3, 3, 1]
     order = row_order(5, 0, 0, 8)
     found = [row for block in blocks for row in block.select(["id", "row"]).to_pylist()]
     assert found == [{"id": str(row), "row": order.index(row)} for row in sorted(order[1:])]
     assert read.block(item, [5, 3]) == blocks[1].take([2, 0])
-    both = make_item(0, [(Part(0, 1, 3), 0, fragment), (Part(7, 4, 8), 0, fragment)])
+    both = make_item(0, [(RowRange(0, 1, 3), 0, fragment), (RowRange(7, 4, 8), 0, fragment)])
     found = pa.concat_tables(read(pa.Table.from_pylist([both])))
     assert found["position"].to_pylist() == [0, 0, 7, 7, 7, 7]
     assert found["id"].to_pylist() == [str(row) for row in sorted(order[1:3]) + sorted(order[4:])]

@@ -20,7 +20,7 @@ from dhp_ray.data import errors, source_stream
 from dhp_ray.data.blocks import LOST, BlockRows, fetch_columns, fetch_rows
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.source_stream import PartBlocks
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import picture, talk, write_rows
 
@@ -39,7 +39,7 @@ def test_rows_are_read_where_every_cpu_is_reserved(no_free_cpu: None, tmp_path: 
     rows = [{"id": f"r{number}", "conversations": talk("Count.", "one")} for number in range(40)]
     path = write_rows(tmp_path / "rows.json", rows)
     stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
-    batches: list[Batch | None] = []
+    batches: list[GlobalBatch | None] = []
     reading = Thread(target=lambda: batches.append(stream.next_batch(40)), daemon=True)
     reading.start()  # in a thread: what waits for a CPU waits for ever
     reading.join(LIMIT_S)

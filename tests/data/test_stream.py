@@ -15,7 +15,7 @@ import ray
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import read_payloads
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.schema import Data, Model
 from tests.data.samples import picture, talk, write_rows
 
@@ -48,14 +48,14 @@ def open_stream(path: Path, seed: int = 0, **arguments: object) -> Stream:
     return Stream(Data(format="llava", path=str(path)), TINY, seed, **arguments)  # type: ignore[arg-type]
 
 
-def epoch_of(stream: Stream, num_samples: int = 8) -> list[Batch]:
+def epoch_of(stream: Stream, num_samples: int = 8) -> list[GlobalBatch]:
     batches = []
     while (batch := stream.next_batch(num_samples)) is not None:
         batches.append(batch)
     return batches
 
 
-def told(batches: list[Batch]) -> list[tuple]:
+def told(batches: list[GlobalBatch]) -> list[tuple]:
     """What a batch says, without its references."""
     return [(batch.epoch, batch.samples, batch.skipped, batch.cursor) for batch in batches]
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.families.qwen2_5_vl import SPECIAL_TOKENS, Qwen25VL
+from dhp_ray.data.families.qwen2_5_vl import SPECIAL_TOKENS, Qwen25VLFamily
 
-TOKENIZER = Qwen25VL.byte_tokenizer()
+TOKENIZER = Qwen25VLFamily.byte_tokenizer()
 
 
 @given(st.text())
@@ -24,7 +24,7 @@ def test_a_text_is_its_bytes(text: str) -> None:
 def test_special_tokens_follow_the_bytes() -> None:
     assert len(TOKENIZER) == 256 + 7
     assert TOKENIZER("a<|im_end|>\n", add_special_tokens=False)["input_ids"] == [97, 258, 10]
-    assert Qwen25VL.token_ids(TOKENIZER) == {"image": 261, "video": 262, "vision_start": 259, "vision_end": 260,
+    assert Qwen25VLFamily.token_ids(TOKENIZER) == {"image": 261, "video": 262, "vision_start": 259, "vision_end": 260,
                                             "bos": 256, "eos": 258, "pad": 256}
 
 
@@ -58,7 +58,7 @@ def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
     text = "<|im_start|>user\nGrüße,  zwei   Leerzeichen\t"
     text += "<|vision_start|><|image_pad|><|vision_end|> it's 1234<|im_end|>\n"
     assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]
-    assert Qwen25VL.token_ids(loaded) == Qwen25VL.token_ids(TOKENIZER)
+    assert Qwen25VLFamily.token_ids(loaded) == Qwen25VLFamily.token_ids(TOKENIZER)
     assert loaded.chat_template == TOKENIZER.chat_template
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
@@ -69,4 +69,4 @@ def test_a_tokenizer_without_image_token_is_refused() -> None:
 
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(DataError, match=r"no token <\|image_pad\|>"):
-        Qwen25VL.token_ids(other)
+        Qwen25VLFamily.token_ids(other)

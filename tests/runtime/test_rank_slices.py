@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.data.blocks import BlockRows, Origin
+from dhp_ray.data.blocks import BlockOrigin, BlockRows
 from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan
 from dhp_ray.runtime.rank_slices import (
     RowIndex,
@@ -28,13 +28,13 @@ PLANS = [RankPlan(7, 0, ((0, 2), (1, 3)), (PACK,), (True, False), "1.7.2", Visio
 SLICES = PlanSlices(7, 4, ((4, 5),), (PACK, RankPack(5, (5,), (Sample("c", 3),), (), 0.1)), ([0], [0, 1]), ([], [0]),
                     (True,), "1.7.2", VisionPlan(layout="world"))
 INDEX = RowIndex({"a": ("second", 5), "b": ("first", 0), "c": ("second", 2), "d": ("third", 1)},  # type: ignore[dict-item]
-                 {"first": Origin("node", "a part", 7), "third": Origin("other", "a part", 8)})  # type: ignore[dict-item]
+                 {"first": BlockOrigin("node", "a part", 7), "third": BlockOrigin("other", "a part", 8)})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_slice_arrives_as_it_was_sent(plan: RankPlan) -> None:
-    blocks = [BlockRows(["first"], [3, 5], Origin("node", "a part", 7)), BlockRows(["second"], [0]),
-              BlockRows(["third"], [1], Origin("other", "a part", 8))]  # type: ignore[list-item]
+    blocks = [BlockRows(["first"], [3, 5], BlockOrigin("node", "a part", 7)), BlockRows(["second"], [0]),
+              BlockRows(["third"], [1], BlockOrigin("other", "a part", 8))]  # type: ignore[list-item]
     packed, references = packed_slice(plan, blocks)
     assert references == ["first", "second", "third", "a part", None]
     assert unpacked_slice(packed, references) == (plan, blocks)
@@ -42,7 +42,7 @@ def test_a_slice_arrives_as_it_was_sent(plan: RankPlan) -> None:
 
 def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs() -> None:
     blocks = INDEX.blocks_of(SLICES.rank_plans()[1])
-    assert blocks == [BlockRows(["second"], [2, 5]), BlockRows(["first"], [0], Origin("node", "a part", 7))]  # type: ignore[list-item]
+    assert blocks == [BlockRows(["second"], [2, 5]), BlockRows(["first"], [0], BlockOrigin("node", "a part", 7))]  # type: ignore[list-item]
     only_encoded = RankPlan(1, 2, (), (), vision=VisionPlan("world"), encoded=(PACK,))
     assert INDEX.blocks_of(only_encoded) == [BlockRows(["second"], [5])]  # type: ignore[list-item]
 

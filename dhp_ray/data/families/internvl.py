@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """
 """
 
 
-class InternVL(Family):
+class InternVLFamily(Family):
     """Like InternVLProcessor, GotOcr2ImageProcessor and InternVLVideoProcessor of transformers.
 
         <img>[256 tokens a tile]</img>      an image

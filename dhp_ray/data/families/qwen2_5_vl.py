@@ -57,7 +57,7 @@ DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_T
 MIN_FRAMES = 4
 
 
-class Qwen25VL(Family):
+class Qwen25VLFamily(Family):
     """Like Qwen2_5_VLProcessor, Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers."""
 
     name: ClassVar[str] = "qwen2_5_vl"

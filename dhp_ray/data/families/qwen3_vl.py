@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dhp_ray.data.families.base import Clip, Family, check_shape
-from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, MIN_FRAMES, TOKENS, Qwen25VL
+from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, MIN_FRAMES, TOKENS, Qwen25VLFamily
 
 START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
 
 
-class Qwen3VL(Qwen25VL):
+class Qwen3VLFamily(Qwen25VLFamily):
     """Like Qwen3VLProcessor, Qwen2VLImageProcessor and Qwen3VLVideoProcessor of transformers, the latter with
     `cap_pixels_per_frame`: a frame has at most `data.max_pixels`, like an image.
 
@@ -29,9 +29,9 @@ class Qwen3VL(Qwen25VL):
 
     name: ClassVar[str] = "qwen3_vl"
     chat_template: ClassVar[str] = CHAT_TEMPLATE.replace(DEFAULT_SYSTEM, "")
-    marks: ClassVar[Mapping[str, str]] = dict(Qwen25VL.marks) | {
+    marks: ClassVar[Mapping[str, str]] = dict(Qwen25VLFamily.marks) | {
         "video": "|".join(re.escape(mark) for mark in (START + VIDEO + END, VIDEO))}
-    image_settings: ClassVar[Mapping[str, Any]] = dict(Qwen25VL.image_settings) | {
+    image_settings: ClassVar[Mapping[str, Any]] = dict(Qwen25VLFamily.image_settings) | {
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
     processor_class: ClassVar[str] = "Qwen3VLProcessor"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"

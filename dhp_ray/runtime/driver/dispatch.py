@@ -24,7 +24,7 @@ from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import located
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan
@@ -53,7 +53,7 @@ class DispatchedStep:
     """
 
     step: int
-    batch: Batch
+    batch: GlobalBatch
     plan: Plan
     plan_id: str
     late: bool
@@ -120,7 +120,7 @@ class Planning:
     speeds: tuple[float, ...]
     pool: list[tuple[int, ...]]
     cost: CostModel
-    reading: Future[Batch | None] = field(init=False)
+    reading: Future[GlobalBatch | None] = field(init=False)
     ahead: Future[DispatchedStep | None] = field(init=False)
     sends_ahead: bool = False
     """The planning thread was the first to claim it: it sends the plan, or has sent it."""
@@ -147,7 +147,7 @@ class BatchReader:
     """
 
     def __init__(
-        self, stream: Stream, config: Config, batches: dict[int, Batch], thread: ThreadPoolExecutor | None
+        self, stream: Stream, config: Config, batches: dict[int, GlobalBatch], thread: ThreadPoolExecutor | None
     ) -> None:
         self.stream, self.config, self.batches = stream, config, batches
         self.at_end = False
@@ -169,18 +169,18 @@ class BatchReader:
         thread, self._thread = self._thread, None
         return thread
 
-    def reading(self, step: int) -> Future[Batch | None]:
+    def reading(self, step: int) -> Future[GlobalBatch | None]:
         """Return a future of a step's batch, done at once if the batch has been taken: the thread may still be reading
         a later one that was asked for before a change of membership.
         """
         if step not in self.batches:
             assert self._thread is not None
             return self._thread.submit(self._batch, step)
-        taken: Future[Batch | None] = Future()
+        taken: Future[GlobalBatch | None] = Future()
         taken.set_result(self.batches[step])
         return taken
 
-    def _batch(self, step: int) -> Batch | None:
+    def _batch(self, step: int) -> GlobalBatch | None:
         """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the
         last step.
         """
@@ -195,7 +195,7 @@ class BatchReader:
             self.batches[step] = batch
         return self.batches[step]
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self) -> GlobalBatch | None:
         """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to
         go.
 
@@ -209,7 +209,7 @@ class BatchReader:
             self.stream.restore(begin)
             raise
 
-    def _read_batch(self) -> Batch | None:
+    def _read_batch(self) -> GlobalBatch | None:
         run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
         while batch is None:
             if not run.steps and self.stream.epoch + 1 >= run.epochs:
@@ -247,7 +247,7 @@ class Dispatcher:
         generation: int = 0,
         speeds: Callable[[], tuple[float, ...]] | None = None,
         write_plan: WritePlan | None = None,
-        batches: dict[int, Batch] | None = None,
+        batches: dict[int, GlobalBatch] | None = None,
         scale: Callable[[], float | None] = lambda: None,
         compiled: Future[float] | None = None,
         stopping: Callable[[], str] = lambda: "",
@@ -268,7 +268,7 @@ class Dispatcher:
         self._expectation = Expectation()
 
     @property
-    def batches(self) -> dict[int, Batch]:
+    def batches(self) -> dict[int, GlobalBatch]:
         """The batches taken from the stream and not committed yet, by step."""
         return self.reader.batches
 
@@ -339,7 +339,7 @@ class Dispatcher:
         if self._planning:
             self._planning.claim()
 
-    def stop(self) -> dict[int, Batch]:
+    def stop(self) -> dict[int, GlobalBatch]:
         """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
         run is to end; never for a plan.
         """
@@ -351,7 +351,7 @@ class Dispatcher:
                     wait([idle], timeout=STOP_POLL_S)
         return self.batches
 
-    def hand_over(self) -> tuple[dict[int, Batch], ThreadPoolExecutor | None]:
+    def hand_over(self) -> tuple[dict[int, GlobalBatch], ThreadPoolExecutor | None]:
         """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that
         is being read joins them later.
         """
@@ -415,12 +415,12 @@ class Dispatcher:
         self._expectation.observe(plan)
         return self._send(planning.step, batch, plan, late=False) if planning.claim(ahead=True) else None
 
-    def _plan(self, planning: Planning, batch: Batch, planner: str) -> Plan:
+    def _plan(self, planning: Planning, batch: GlobalBatch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)
         return plan_batch(batch.samples, cluster, planning.cost, planner=planner, sync=self.config.planner.sync,
                           pool=planning.pool, encoder=self.config.planner.encoder)
 
-    def _send(self, step: int, batch: Batch, plan: Plan, late: bool) -> DispatchedStep:
+    def _send(self, step: int, batch: GlobalBatch, plan: Plan, late: bool) -> DispatchedStep:
         """Send a plan. Only the thread that has claimed the step's planning may call this."""
         self._num_sent += 1
         plan_id = f"{self.generation}.{step}.{self._num_sent}"

@@ -11,7 +11,7 @@ from functools import cached_property
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
-from dhp_ray.data.stream import Batch, Stream
+from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.cluster import ClusterSpec
@@ -146,7 +146,7 @@ class Session:
         return self.current.choice.mode
 
     def enter(
-        self, generation: int, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None
+        self, generation: int, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
         """Start planning for `generation`, which the group has joined: first the `batches` that an earlier generation
         left and those that `reader` takes.
@@ -157,7 +157,9 @@ class Session:
         self.group.open_relays(RANKS_PER_RELAY)
         self.plan_for_group(batches, reader)
 
-    def plan_for_group(self, batches: dict[int, Batch] | None = None, reader: ThreadPoolExecutor | None = None) -> None:
+    def plan_for_group(
+        self, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
+    ) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
         choice, train, strategy = self.current.choice, self.config.train, self.strategy

@@ -15,7 +15,7 @@ import ray
 
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
-from dhp_ray.data.stream import Batch
+from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import RankPlan, Sample, planned_samples
@@ -49,9 +49,10 @@ class Batches:
     epoch, cursor = 0, None
 
     def __init__(self) -> None:
-        self.left = [Batch(0, SAMPLES, {sample.id: (ray.put(1), 0) for sample in SAMPLES}, {}, {}) for _ in range(3)]
+        self.left = [GlobalBatch(0, SAMPLES, {sample.id: (ray.put(1), 0) for sample in SAMPLES})
+                     for _ in range(3)]
 
-    def next_batch(self, num_samples: int) -> Batch | None:
+    def next_batch(self, num_samples: int) -> GlobalBatch | None:
         return self.left.pop(0) if self.left else None
 
 
@@ -223,7 +224,7 @@ def test_the_end_of_the_data_is_no_batch(dispatcher: Dispatcher) -> None:
 
 
 def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
-    dispatcher.reader.stream.left[0] = Batch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, {},
+    dispatcher.reader.stream.left[0] = GlobalBatch(0, [Sample("long", 200)], {"long": (ray.put(1), 0)}, {},
                                       {})  # type: ignore[union-attr]
     assert dispatcher.dispatch(1) is None
     assert not dispatcher.reader.at_end
@@ -237,7 +238,7 @@ class Unread(Batches):
     def __init__(self) -> None:
         self.asked, self.released = Event(), Event()
 
-    def next_batch(self, num_samples: int) -> Batch | None:
+    def next_batch(self, num_samples: int) -> GlobalBatch | None:
         self.asked.set()
         self.released.wait(60)
         return None
@@ -270,7 +271,7 @@ def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(
     assert dispatcher.dispatch(1) is not None
     take = stream.next_batch
 
-    def slow(num_samples: int) -> Batch | None:
+    def slow(num_samples: int) -> GlobalBatch | None:
         assert released.wait(30)
         return take(num_samples)
 

@@ -15,7 +15,7 @@ import pytest
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.stream import Batch
+from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import ClusterSpec
@@ -42,14 +42,14 @@ class Rows:
     def restore(self, cursor: dict[str, int]) -> None:
         self.row = cursor["row"]
 
-    def next_batch(self, num_samples: int) -> Batch:
+    def next_batch(self, num_samples: int) -> GlobalBatch:
         samples = []
         for _ in range(num_samples):
             if self.row == self.damaged:
                 raise DataError(f"row {self.row} cannot be read")
             samples.append(Sample(f"row {self.row}", 9))
             self.row += 1
-        return Batch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, self.cursor)  # type: ignore[misc]
+        return GlobalBatch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, self.cursor)  # type: ignore[misc]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from dhp_ray.config import load
 from dhp_ray.data.errors import BadRows, DataError
-from dhp_ray.data.stream import Batch
+from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.calls import Calls
@@ -81,7 +81,7 @@ def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, sa
 def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, str]]) -> DispatchedStep:
     """A step of a batch whose samples are `good`; `bad` rows were left out of it."""
     samples = [Sample(name, 8) for name in good]
-    batch = Batch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
+    batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
     plan = Plan("dhp", "step", ClusterSpec(1, 1, 64), tuple(samples), (), 1.0, 1.0)
     return DispatchedStep(step, batch, plan, "1.1.1", False, Calls(), Future())
 

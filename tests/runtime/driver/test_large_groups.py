@@ -18,7 +18,7 @@ from benchmarks.driver_loop import ready_driver
 from benchmarks.driver_loop_ranks import prepared_handles
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF, load
-from dhp_ray.data.stream import Batch
+from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import GroupPlan, Sample
@@ -61,7 +61,7 @@ def passes_of_a_send(num_ranks: int) -> int:
     dispatcher = Dispatcher(None, group, cluster, COST, config, GroupCacheState(0))  # type: ignore[arg-type]
     plan = plan_batch(samples, cluster, COST, planner="static", sync="step")
     Groups.passes = 0
-    batch = Batch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, {})  # type: ignore[misc]
+    batch = GlobalBatch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, {})  # type: ignore[misc]
     sent = dispatcher._send(1, batch, replace(plan, groups=Groups(plan.groups)), False)
     dispatcher.stop()
     assert len(sent.prefetches) == num_ranks

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from dhp_ray.data.blocks import Origin
+from dhp_ray.data.blocks import BlockOrigin
 from dhp_ray.planner.plan.types import PlanSlices, RankPack, Sample
 from dhp_ray.runtime.driver import calls as relay_module
 from dhp_ray.runtime.driver.calls import Calls, Relay, shares
@@ -103,7 +103,7 @@ def test_each_rank_has_its_own_slice_and_the_blocks_that_it_needs(group: WorkerG
     blocks = [ray.put(word) for word in ("first", "second", "third")]
     index = RowIndex({name: (blocks[place], row) for name, (place, row) in
                       {"a": (1, 5), "b": (0, 0), "c": (1, 2), "d": (2, 4)}.items()},
-                     {block: Origin(f"node {number}") for number, block in enumerate(blocks, 1)})
+                     {block: BlockOrigin(f"node {number}") for number, block in enumerate(blocks, 1)})
     packs = [RankPack(number, (), tuple(Sample(name, 1) for name in names), (), 1.0)
              for number, names in enumerate(("ab", "cd", "c"))]
     slices = PlanSlices(1, 0, (), tuple(packs), ([], [0, 2], [1]), ([], [], []))
