@@ -203,7 +203,7 @@ def ready_driver(
 def work_of(num_ranks: int, num_samples: int, images: int) -> tuple[list[Sample], ClusterSpec, CostModel]:
     """The samples of a step, the ranks and the costs."""
     if images:
-        return images_each(num_samples, images), *cluster_and_cost("3B", num_ranks, recomputes=True)
+        return images_each(num_samples, images), *cluster_and_cost(num_ranks)
     drawn = np.random.default_rng(0).lognormal(6.0, 1.5, num_samples)
     lengths = np.minimum(drawn, min(num_ranks, 16) * TOKENS_PER_RANK - 1).astype(int)
     samples = [Sample(f"shard-{number // 1000:05d}/{number:09d}", int(length) + 1)

@@ -73,7 +73,7 @@ def balance(
     yield ["mix", "ranks", *(name for size in sizes for name in (f"group, {size} a rank", "world", "proven"))]
     for kind in (*KINDS, CUT):
         for num_ranks in rank_counts:
-            cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            cluster, cost = cluster_and_cost(num_ranks)
             cells = []
             for size in sizes:
                 batches = [cut_at_each_step(batch("video", size * num_ranks, seed)) if kind == CUT
@@ -144,7 +144,7 @@ def rows(rank_counts: Sequence[int] = (8, 64), tiny_counts: Sequence[int] = (2, 
         yield ["tiny", str(num_ranks), *elsewhere(plans, marks=1), f"{sent:,}"]
     for kind in KINDS:
         for num_ranks in rank_counts:
-            cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            cluster, cost = cluster_and_cost(num_ranks)
             plans = {layout: [plan_batch(batch(kind, 8 * num_ranks, seed), cluster, cost, encoder=layout)
                               for seed in range(3)] for layout in LAYOUTS}
             yield [kind, str(num_ranks), *elsewhere(plans), "-"]
@@ -163,7 +163,7 @@ def timelines(rank_counts: Sequence[int] = (8, 64)) -> Iterator[list[str]]:
     yield ["mix", "ranks", *LAYOUTS, "world, encoded again", "world, frozen"]
     for kind in KINDS:
         for num_ranks in rank_counts:
-            cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+            cluster, cost = cluster_and_cost(num_ranks)
             speeds = tuple(0.5 + 0.25 * (rank % 3) if rank % 4 == 0 else 1.0 for rank in range(num_ranks))
             slowed = ClusterSpec(num_ranks, cluster.ranks_per_node, cluster.tokens_per_rank, speeds)
             found = [differences(batch(kind, 8 * num_ranks, seed), slowed, cost) for seed in range(3)]

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
-from dhp_ray.planner.cost.derived import Device
-from dhp_ray.planner.memory.model_shape import ModelShape
-from dhp_ray.planner.plan.cluster import regular_nodes
 from dhp_ray.planner.plan.types import Grid
-from dhp_ray.simulate.training import Ranks, Wanted, training_of
+from dhp_ray.simulate.machine import Machine
+from dhp_ray.simulate.settings import load_simulation
 
-NODE_RANKS = 8
 KINDS = {"text": (0.90, 0.08, 0.01, 0.01), "image": (0.20, 0.55, 0.20, 0.05), "video": (0.35, 0.15, 0.10, 0.40),
          "mixed": (0.40, 0.30, 0.20, 0.10)}
 """Shares of samples without an image, with one, with five to forty, and with a video of 16 to 128 frames."""
-MODELS = {"3B": ("qwen2_5_vl_3b", "qwen2_5_vl_3b"), "7B": ("qwen2_5_vl_7b", "qwen2_5_vl_7b"),
-          "7B with 6B encoder": ("qwen2_5_vl_7b", "internvl3_38b")}
-"""Whose language model, and whose encoder."""
 
 
 def batch(kind: str, num_samples: int, seed: int) -> list[Sample]:
@@ -50,18 +42,9 @@ def images_each(num_samples: int, num_images: int = 4) -> list[Sample]:
             for index in range(num_samples)]
 
 
-def shape_of(model: str) -> ModelShape:
-    language, vision = (ModelShape.load(CONF / "model_shape" / f"{name}.yaml") for name in MODELS[model])
-    return replace(language, vision=vision.vision, vision_rest=vision.vision_rest, patch_dim=vision.patch_dim,
-                   merger_width=vision.merger_width, vision_projector=vision.vision_projector)
-
-
-def cluster_and_cost(
-    model: str, num_ranks: int, device_name: str = "h100", kind: str = "cuda", gibibytes: int = 80,
-    recomputes: bool = False,
-) -> tuple[ClusterSpec, CostModel]:
-    """A cluster of such devices, 8 a node, in `train.precision=bf16`, and what a run there would plan with."""
-    ranks = Ranks(device=Device.load(CONF / "device" / f"{device_name}.yaml"), kind=kind,
-                  memory_bytes=gibibytes * 2**30, nodes=regular_nodes(num_ranks, NODE_RANKS))
-    training = training_of(shape_of(model), ranks, Wanted(recomputes=str(recomputes).lower()))
-    return ClusterSpec(num_ranks, NODE_RANKS, training.tokens_per_rank), training.cost
+def cluster_and_cost(num_ranks: int) -> tuple[ClusterSpec, CostModel]:
+    """So many H100, 8 a node, and what a run there would plan with: a 3B in sync=step, all packs recomputed."""
+    words = ["cluster=h100", f"cluster.num_ranks={num_ranks}", "model=qwen2_5_vl_3b", "sync=step",
+             "train.activation_checkpointing=true", "faults.mirror_every_steps='0'"]
+    place = Machine(load_simulation(words), 40_000, []).first
+    return place.cluster, place.cost

@@ -50,9 +50,9 @@ def found_in(case: Case) -> list[Found]:
             one = opened(Case(case.model, case.device, case.workload, sync, seeds=(0,), recomputes=again))
             if one is None:
                 continue
-            plan, training = one.planned("dhp").plans[0], one.training
-            offer = Offer(training.mode, training.tokens_per_rank, one.cost, training.gather_s, training.offload,
-                          training.recomputation)
+            plan, limits = one.planned("dhp").plans[0], one.place.limits
+            offer = Offer(one.place.mode, limits.tokens, one.cost, one.cost.gather_s, limits.offload,
+                          limits.recomputation)
             [candidate] = candidates_of([offer], 1, plan.samples, one.cluster.nodes)
             problem = problem_of(plan.samples, plan.cluster, one.cost, plan.sync)
             drawn = np.random.default_rng(0).normal(0.0, SPREAD, (DRAWS, len(plan.groups)))

@@ -111,7 +111,7 @@ def row_of(case: Case) -> Row | None:
     bounds = [sum(plan.lower_bound_s for plan in one.plans) for one in planned]
     auto_s = min(one.planned("dhp", encoder="auto").time_s for one in found)
     plain_s = min(each.time_s for each in planned[: len(plain)])
-    mode = f"{ours.training.mode}{', by pack' * (ours is by_pack)}"
+    mode = f"{ours.place.mode}{', by pack' * (ours is by_pack)}"
     return Row(case, mode, ours.cluster.tokens_per_rank, times_s | {"dhp": planned[place].time_s}, auto_s, plain_s,
                min(bounds))
 

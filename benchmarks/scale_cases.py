@@ -77,8 +77,7 @@ class Opened:
         longest = max(sample.num_tokens for batch in self.batches for sample in batch)
         self.machine = Machine(settings, longest, self.batches[0])
         self.place: Place = self.machine.place(tuple(rank // NODE_RANKS for rank in range(case.num_ranks)))
-        self.training = self.place.training
-        self.cost: CostModel = replace(self.training.cost, group_s=0.0)
+        self.cost: CostModel = replace(self.place.cost, group_s=0.0)
 
     @property
     def cluster(self) -> ClusterSpec:

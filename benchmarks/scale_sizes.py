@@ -58,7 +58,7 @@ def sizes(quick: bool) -> None:
             first = first or rate
             over = ours.time_s / sum(plan.lower_bound_s for plan in ours.plans)
             paper = f"{found.planned('dhp_paper').time_s / ours.time_s:.3f}" if num_ranks <= 512 else "-"
-            print(f"| {model}, {found.training.mode} | {num_ranks:,} | {rate:,.0f} | {100 * rate / first:.1f} % | "
+            print(f"| {model}, {found.place.mode} | {num_ranks:,} | {rate:,.0f} | {100 * rate / first:.1f} % | "
                   f"{over:.3f} | {paper} |", flush=True)
 
 
@@ -72,5 +72,5 @@ def planning(quick: bool) -> None:
         for name, speeds in (("equal", ()), ("spread", tuple((spread / spread.max()).tolist()))):
             ours = found.planned("dhp", speeds=speeds)
             over = ours.plans[0].predicted_time_s / ours.plans[0].lower_bound_s
-            print(f"| {model}, {found.training.mode} | {name} | {ours.time_s:.2f} | {over:.3f} | "
+            print(f"| {model}, {found.place.mode} | {name} | {ours.time_s:.2f} | {over:.3f} | "
                   f"{ours.planning_s:.2f} | {'yes' if ours.planning_s < ours.time_s else 'no'} |", flush=True)

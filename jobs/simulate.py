@@ -98,10 +98,11 @@ def report(simulation: Simulated, settings: Simulation) -> int:
     from dhp_ray.simulate.results import text_of, write_results
 
     machine, cluster = simulation.machine, settings.cluster
-    how = "activations in host memory" if machine.first.offload.share else "recomputed layers"
-    beyond = f", up to {machine.first.most_tokens:,} with {how}" if machine.first.beyond.share else ""
+    limits = machine.first.limits
+    how = "activations in host memory" if limits.offload.share else "recomputed layers"
+    beyond = f", up to {limits.most_tokens:,} with {how}" if limits.beyond.share else ""
     print(f"{settings.model} on {cluster.num_ranks} {machine.device.name}, {cluster.ranks_per_node} a node: "
-          f"{machine.first.mode}, {machine.first.tokens_per_rank:,} tokens a rank"
+          f"{machine.first.mode}, {limits.tokens:,} tokens a rank"
           f"{beyond}; longest sequence "
           f"{simulation.batches.longest_tokens:,} tokens. All modelled, nothing measured.")
     summaries = simulation.summaries()

@@ -50,7 +50,7 @@ def test_the_fullest_rank() -> None:
 
 @pytest.mark.parametrize("kind", ["image", "video", "mixed"])
 def test_images_apart_are_balanced(kind: str) -> None:
-    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    cluster, cost = cluster_and_cost(8)
     assert balance_of(plan_batch(batch(kind, 128, 0), cluster, cost, encoder="world"), cost).ratio <= 1.01
 
 
@@ -68,7 +68,7 @@ def test_images_apart_are_balanced_as_well_as_whole_images_can_be(
     kind: str, num_ranks: int, size: int, seed: int
 ) -> None:
     """In these batches longest first alone came to 1.07 to 1.09."""
-    cluster, cost = cluster_and_cost("3B", num_ranks, recomputes=True)
+    cluster, cost = cluster_and_cost(num_ranks)
     plan = plan_batch(batch(kind, size * num_ranks, seed), cluster, cost, encoder="world")
     ratio = balance_of(plan, cost).ratio
     assert ratio <= 1.05 or ratio <= balance_of(plan, cost, prove=True).least * 1.002
@@ -93,7 +93,7 @@ def test_rows_that_are_sent(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_predicted_makespans_are_those_of_the_plain_timeline(kind: str) -> None:
-    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    cluster, cost = cluster_and_cost(8)
     slowed = ClusterSpec(8, 4, cluster.tokens_per_rank, (0.5, 1.0, 0.75, 1.0) * 2)
     assert plan_batch(batch(kind, 64, 0), slowed, cost, encoder="world").vision.apart
     assert max(differences(batch(kind, 64, 0), slowed, cost)) <= 1e-12
@@ -123,7 +123,7 @@ def test_costs_vary_alike_in_every_plan() -> None:
 
 
 def test_costs_that_do_not_vary_leave_the_prediction() -> None:
-    cluster, cost = cluster_and_cost("3B", 8, recomputes=True)
+    cluster, cost = cluster_and_cost(8)
     for layout in LAYOUTS:
         plan = plan_batch(batch("mixed", 32, 0), cluster, cost, encoder=layout)
         assert timeline(plan, cost, lambda kind, number: 1.0) == pytest.approx(plan.predicted_time_s)

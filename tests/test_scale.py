@@ -21,7 +21,7 @@ def test_a_case_that_does_not_fit_is_none() -> None:
 def test_all_planners_have_the_same_batches_memory_and_costs() -> None:
     found = Opened(CASE)
     assert [len(batch) for batch in found.batches] == [64, 64]
-    assert found.cost.gather_s == found.training.gather_s > 0
+    assert found.cost.gather_s > 0
     for name in (*BASELINES, "dhp"):
         planned = found.planned(name)
         assert [plan.samples for plan in planned.plans] == [tuple(batch) for batch in found.batches]

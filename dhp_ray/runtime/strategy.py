@@ -139,7 +139,7 @@ class Strategy:
     sequence (while that limit is open: of the longest one of the first batch that any mode holds). Otherwise it must
     hold `planner.tokens_per_rank`. `image_limit`: the most tokens of an image in this run; 0: not known yet.
     `first_batch`: of the run, by which modes are compared; empty: equal images. `measured`: the costs of
-    `planner.cost=measure`, once they are measured.
+    `planner.cost=measure`, once they are measured. `frame_pixels`: the most of a video's frame; 0: `data.max_pixels`.
 
     `num_ranks` stands for so many ranks like these; 0: as many as there are.
     """
@@ -150,6 +150,7 @@ class Strategy:
     image_limit: int = 0
     first_batch: Sequence[Sample] = ()
     measured: CostFile | None = None
+    frame_pixels: int = 0
 
     @property
     def limit_bytes(self) -> float:
@@ -170,7 +171,7 @@ class Strategy:
     def largest_image(self) -> int:
         """The tokens of the largest image, or piece of a video, that `data.max_pixels` allows."""
         pixels, shape = self.config.data.max_pixels, self.ranks.shape
-        return FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
+        return FAMILIES[shape.family].largest_image_tokens(pixels, self.frame_pixels or pixels, shape.token_pixels)
 
     @property
     def image_tokens(self) -> int:

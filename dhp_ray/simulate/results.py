@@ -89,11 +89,11 @@ def page(simulation: Simulated, drawing: bytes | None) -> str:
     """One HTML page that contains everything, runs no script and fetches nothing. `drawing`: the first run's first
     step.
     """
-    settings, training = simulation.settings, simulation.machine.first
+    settings, first = simulation.settings, simulation.machine.first
     summaries = simulation.summaries()
     cluster = settings.cluster
     words = (f"{settings.model} on {cluster.num_ranks} {simulation.machine.device.name} of {cluster.memory_gib:g} GiB, "
-             f"{cluster.ranks_per_node} a node; {training.mode}, {training.tokens_per_rank:,} tokens a rank; "
+             f"{cluster.ranks_per_node} a node; {first.mode}, {first.limits.tokens:,} tokens a rank; "
              f"{settings.global_samples} samples a batch, seed {settings.seed}. Every planner has the same batches, "
              "memory, speeds and faults; baselines are at their best pack cap, static at the best layout for the first "
              f"{LAYOUT_BATCHES} batches and the one with the longest sequence. All of it is modelled, nothing "

@@ -172,8 +172,8 @@ class SimulatedRun:
     def _entered(self, generation: Generation) -> Generation:
         """Enter a membership: make its planner, its meter and its pool of groups, and begin to copy its state."""
         self.place = self.machine.place(generation.nodes)
-        planner = Planner(self.record.planner, self.machine.sync, self.settings.planning.encoder, self.place.cluster,
-                          self.place.training.cost, self._layout_batches)
+        planner = Planner(self.record.planner, self.place.mode.sync, self.settings.planning.encoder, self.place.cluster,
+                          self.place.cost, self._layout_batches)
         self.dispatcher = Dispatcher(planner, GroupCacheState(self.machine.pool_groups), self.settings.planning,
                                      self.settings.data)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
@@ -257,7 +257,7 @@ class SimulatedRun:
         if not self.speeds.even:
             speeds = self.speeds.at(number)[list(self.generation.slots)]
             cluster = replace(cluster, speeds=tuple(speeds.tolist()))
-        problem = problem_of(plan.samples, cluster, place.training.cost, plan.sync, deals_images=False)
+        problem = problem_of(plan.samples, cluster, place.cost, plan.sync, deals_images=False)
         self.attempts += 1
         step = simulate_step(plan, problem, made=made,
                              stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)))
@@ -305,7 +305,7 @@ class SimulatedRun:
         makespan_s = step.packs_end_s - float(step.made_s.max())
         self.scale.observe(makespan_s, plan.makespan_s)
         if not self.speeds.even:
-            cost = self.place.training.cost
+            cost = self.place.cost
             work, num_ranks = work_of(plan), self.generation.size
             self.meter.observe(work.seconds_of_ranks(cost, num_ranks), step.busy_s().tolist(),
                                work.seconds_of_ranks(cost, num_ranks, PAID_ONCE))
@@ -377,12 +377,12 @@ class Simulated:
         """The whole result. Only `planning_s_here`, the seconds that planning took on this machine, differs from one
         simulation to the next with the same settings (unless they have `planning.measured`).
         """
-        training = self.machine.first
+        first = self.machine.first
         return {
             "modelled": "all times are modelled, none is measured",
             "settings": asdict(self.settings),
-            "mode": str(training.mode), "tokens_per_rank": training.tokens_per_rank,
-            "cost": training.cost.to_json(), "longest_tokens": self.batches.longest_tokens,
+            "mode": str(first.mode), "tokens_per_rank": first.limits.tokens,
+            "cost": first.cost.to_json(), "longest_tokens": self.batches.longest_tokens,
             "left_out": sorted(self.batches.left_out), "planners": self.summaries(),
             "steps": {record.planner: [step._asdict() for step in record.steps] for record in self.records},
             "events": {record.planner: [event._asdict() for event in record.events] for record in self.records},

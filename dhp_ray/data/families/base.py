@@ -25,8 +25,7 @@ of Qwen3-VL.
 """
 SLICE_TOKENS = 1024
 """The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
-of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting
-(benchmarks/scale.py slices).
+of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting.
 """
 
 
