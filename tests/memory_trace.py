@@ -34,7 +34,7 @@ from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.memory.model import MemorySettings, PackLoad
 from dhp_ray.planner.plan.types import Grid, RankPack, Sample
-from dhp_ray.train.activation_offload import Offload
+from dhp_ray.train.activation_offload import PackOffload
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
@@ -225,7 +225,7 @@ def traced(
     link, encodes = SilentLink(degree), inputs.num_images > 0
     inputs = replace(inputs, offload=share, recomputed=recomputed)
     load = load._replace(offload=share, recomputed=recomputed)
-    offload = Offload(adapter, torch.device("cpu"))
+    offload = PackOffload(adapter, torch.device("cpu"))
     with memory_trace() as trace:
         offload.buffer._chunk = partial(trace.on_host, CHUNK_BYTES)  # type: ignore[method-assign]
         adapter.module.to_empty(device="cpu")

@@ -113,6 +113,11 @@ def _rows(slices: Sequence[slice]) -> RowIndex:
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])
 
 
+def concatenate(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """The parts one after the other, without a copy where there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 class Kernel(Protocol):
     """q: (Lq, H, D), k and v: (Lk, Hk, D) with H a multiple of Hk (GQA), all of `segments`' rows one after the other.
 

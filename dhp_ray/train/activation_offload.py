@@ -249,7 +249,7 @@ class PartOffload:
         return torch.as_strided(flat.view(saved.type), saved.shape, saved.stride, saved.offset)
 
 
-class Offload:
+class PackOffload:
     """The offload of a rank's packs, one after the other. `moved_bytes`: those of the last one."""
 
     def __init__(self, adapter: VisionLanguageModel, device: torch.device) -> None:

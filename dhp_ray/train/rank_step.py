@@ -17,7 +17,7 @@ from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import RankPack, RankPlan
-from dhp_ray.train.activation_offload import Offload
+from dhp_ray.train.activation_offload import PackOffload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.images_apart import EncoderPhases
@@ -92,10 +92,10 @@ class RankStep:
     world: dist.ProcessGroup | None
     device: torch.device
     before_update: Callable[[], None] = lambda: None
-    offload: Offload = field(init=False)
+    offload: PackOffload = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offload = Offload(self.adapter, self.device)
+        self.offload = PackOffload(self.adapter, self.device)
 
     def run(self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0) -> StepResult:
         """Compute losses and gradients of this rank's packs, and update once.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dhp_ray.train.activation_offload import Moved, Offload
+from dhp_ray.train.activation_offload import Moved, PackOffload
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from tests.one_rank import link_of_one_rank
@@ -36,7 +36,7 @@ def pack_of(preset: str = "tiny", recomputes: bool = False) -> Iterator[tuple[An
     yield adapter, collate(pack, payloads, 0, adapter), link_of_one_rank()
 
 
-def passes(adapter: Any, inputs: Any, link: Any, offload: Offload) -> dict[str, Tensor]:
+def passes(adapter: Any, inputs: Any, link: Any, offload: PackOffload) -> dict[str, Tensor]:
     """The gradients of a pack."""
     adapter.module.zero_grad()
     with offload.of_pack(inputs):
@@ -50,9 +50,9 @@ def passes(adapter: Any, inputs: Any, link: Any, offload: Offload) -> dict[str, 
 def test_copies_that_end_as_late_as_they_may_give_the_same_bits(preset: str, recomputes: bool) -> None:
     """A stream that copies nothing before compute waits for it: whoever does not wait finds garbage."""
     with pack_of(preset, recomputes) as (adapter, inputs, link):
-        wanted = passes(adapter, inputs, link, Offload(adapter, HOST))
+        wanted = passes(adapter, inputs, link, PackOffload(adapter, HOST))
         for share in (0.3, 1.0):
-            offload = Offload(adapter, HOST)
+            offload = PackOffload(adapter, HOST)
             offload._copies = LateCopies()
             found = passes(adapter, replace(inputs, offload=share), link, offload)
             assert offload.moved_bytes > 0
@@ -63,7 +63,7 @@ def test_nothing_is_left_when_a_pack_is_done() -> None:
     """Freed as the backward pass goes on, not by the garbage collector."""
     gc.collect()
     with pack_of() as (adapter, inputs, link):
-        offload = Offload(adapter, HOST)
+        offload = PackOffload(adapter, HOST)
         gc.disable()
         try:
             for share in (1.0, 0.5):
@@ -77,7 +77,7 @@ def test_nothing_is_left_when_a_pack_is_done() -> None:
 
 def test_a_pack_that_fails_leaves_nothing_behind() -> None:
     with pack_of() as (adapter, inputs, link):
-        offload, wanted = Offload(adapter, HOST), passes(adapter, inputs, link, Offload(adapter, HOST))
+        offload, wanted = PackOffload(adapter, HOST), passes(adapter, inputs, link, PackOffload(adapter, HOST))
         language = adapter.stack("language").layers
         for layer in (language[0], language[1].mlp):
             handle = layer.register_forward_hook(fail)
@@ -92,7 +92,7 @@ def test_a_pack_that_fails_leaves_nothing_behind() -> None:
 
 def test_a_backward_pass_that_fails_ends_copies_before_it_lets_go_what_they_write_to() -> None:
     with pack_of() as (adapter, inputs, link):
-        offload, copies, behind = Offload(adapter, HOST), LateCopies(), list[int]()
+        offload, copies, behind = PackOffload(adapter, HOST), LateCopies(), list[int]()
         offload._copies = copies
 
         def fail_backward(layer: torch.nn.Module, inputs: Any, outputs: Tensor) -> None:

@@ -6,12 +6,10 @@ Always in fp32 or wider: its bf16 backward dies of an illegal instruction on hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.segment_attention import Segments, concatenate
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -24,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
                             0.0, segments.causal, scale=scale)
         outs.append(_rows(out))
         lses.append(lse.transpose(0, 1).flatten(1))
-    return _joined(outs).to(q.dtype), _joined(lses, dim=1)
+    return concatenate(outs).to(q.dtype), concatenate(lses, dim=1)
 
 
 def backward(
@@ -38,7 +36,7 @@ def backward(
                               lse[:, query].view(len(lse), number, -1).transpose(0, 1), 0.0, segments.causal,
                               scale=scale)
         parts.append([_rows(x) for x in gradients])
-    d_q, d_k, d_v = (_joined(gradients) for gradients in zip(*parts))
+    d_q, d_k, d_v = (concatenate(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
 
 
@@ -54,8 +52,3 @@ def _batch(x: Tensor, number: int, dtype: torch.dtype) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """(N, H, L, D) -> (N L, H, D), a view of what torch's operators give."""
     return x.transpose(1, 2).flatten(0, 1)
-
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The parts one after the other, without a copy where there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

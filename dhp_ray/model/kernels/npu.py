@@ -9,14 +9,14 @@ Unless asked for in TND as well, they lie in memory as (N, S, 8) of one segment 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.segment_attention import Segments, concatenate
 
 MAX_SEGMENTS = 1024
 """Of a call in TND: its lists of lengths may be no longer."""
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
             q[rows], k[key_rows], v[key_rows], q.shape[1], "TND", scale=scale, **options)
         outs.append(out)
         lses.append((maximum[..., 0] + total[..., 0].log()).t())
-    return _joined(outs), _joined(lses, dim=1)
+    return concatenate(outs), concatenate(lses, dim=1)
 
 
 def backward(
@@ -47,7 +47,7 @@ def backward(
             q[rows], k[key_rows], v[key_rows], gradient[rows].contiguous(), q.shape[1], "TND", softmax_max=maximum,
             softmax_sum=torch.ones_like(maximum), attention_in=out[rows].contiguous(), scale_value=scale, **options)
         parts.append((d_q, d_k, d_v))
-    d_q, d_k, d_v = (_joined(gradients) for gradients in zip(*parts))
+    d_q, d_k, d_v = (concatenate(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
 
 
@@ -84,11 +84,6 @@ def _calls(segments: Segments, device: torch.device) -> Iterator[tuple[slice, sl
         yield slice(queries[0], queries[-1]), slice(keys[0], keys[-1]), options | {
             "actual_seq_qlen": [offset - queries[0] for offset in queries[1:]],
             "actual_seq_kvlen": [offset - keys[0] for offset in keys[1:]]}
-
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The parts one after the other, without a copy where there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 @cache

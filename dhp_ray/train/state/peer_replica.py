@@ -247,8 +247,7 @@ class PeerReplica:
         pieces.
         """
         assert self._group is not None
-        pieces = [(piece.name, piece.start, piece.stop, piece.offset) for piece in self._engine.pieces()]
-        own = torch.frombuffer(bytearray(pickle.dumps(pieces)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(pickle.dumps(self._engine.pieces())), dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
         all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
@@ -257,11 +256,8 @@ class PeerReplica:
         works.append(_posted(dist.isend(own, group=self._group, group_dst=self._replica_peer)))
         for work in works:
             work.wait()
-        replicas = {}
-        for owner, buffer in received.items():
-            of_owner = tuple(Piece(*fields) for fields in pickle.loads(buffer.numpy().tobytes()))
-            replicas[owner] = DoubleBuffer.empty(of_owner, int(sizes[2 * owner]))
-        return replicas
+        return {owner: DoubleBuffer.empty(pickle.loads(buffer.numpy().tobytes()), int(sizes[2 * owner]))
+                for owner, buffer in received.items()}
 
     def _sending(self, current: ShardState) -> Callable[[], list[dist.Work]]:
         """Return a function that sends `current`, on a device once it has been copied to host memory."""

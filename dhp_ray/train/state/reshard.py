@@ -21,9 +21,7 @@ from torch import Tensor
 
 from dhp_ray.train.state.shards import CPU, LocalShard, Piece, ShardState
 
-PieceFields = tuple[str, int, int, int]
-"""A Piece as it is sent: name, start, stop, offset."""
-Offer = tuple[int, int, int, list[PieceFields]]
+Offer = tuple[int, int, int, Sequence[Piece]]
 """A LocalShard as it is sent: owner, version, vision updates, pieces."""
 
 
@@ -60,9 +58,9 @@ def reshard(
         ValueError: on all ranks alike, one line: an interval that nobody supplies, a shard supplied twice, or two
             versions.
     """
-    offer: list[Offer] = [(shard.owner, shard.version, shard.state.vision_updates, _intervals(shard.pieces))
+    offer: list[Offer] = [(shard.owner, shard.version, shard.state.vision_updates, shard.pieces)
                           for shard in supplies]
-    offers, wants = _all_of(offer, _intervals(wanted), group)
+    offers, wants = _all_of(offer, wanted, group)
     version = _common_version(offers)
     sends, receives = _routes(offers, wants, rank)
     kept = sends.pop(rank, [])
@@ -79,17 +77,13 @@ def reshard(
     return state
 
 
-def _intervals(pieces: Iterable[Piece]) -> list[PieceFields]:
-    return [(piece.name, piece.start, piece.stop, piece.offset) for piece in pieces]
-
-
 def _all_of(
-    offer: list[Offer], wanted: list[PieceFields], group: dist.ProcessGroup | None
-) -> tuple[list[list[Offer]], list[list[PieceFields]]]:
+    offer: list[Offer], wanted: Sequence[Piece], group: dist.ProcessGroup | None
+) -> tuple[list[list[Offer]], list[Sequence[Piece]]]:
     """Return what each new rank supplies and wants."""
     if group is None:
         return [offer], [wanted]
-    described: list[tuple[list[Offer], list[PieceFields]]] = [([], [])] * group.size()
+    described: list[tuple[list[Offer], Sequence[Piece]]] = [([], [])] * group.size()
     dist.all_gather_object(described, (offer, wanted), group=group)
     return [offered for offered, _ in described], [intervals for _, intervals in described]
 
@@ -113,7 +107,7 @@ def _common_version(offers: list[list[Offer]]) -> int:
 
 
 def _routes(
-    offers: list[list[Offer]], wants: list[list[PieceFields]], rank: int
+    offers: list[list[Offer]], wants: list[Sequence[Piece]], rank: int
 ) -> tuple[dict[int, list[_Transfer]], dict[int, list[_Transfer]]]:
     """Return what `rank` sends to each rank and receives from each; both ends list a pair's parts in the order in which
     they are wanted.

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ PART_ELEMENTS = 2**26
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):  # a tuple: ranks send each other all of theirs
     """Elements `start` to `stop` of the flattened parameter `name`; they begin at `offset` in the owner's shard."""
 
     name: str
