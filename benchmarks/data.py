@@ -47,7 +47,7 @@ from dhp_ray.data.processor import ProcessorSpec  # noqa: E402
 from dhp_ray.data.stream import GlobalBatch, Stream  # noqa: E402
 from dhp_ray.data.synthetic import write  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
-from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import load_inputs  # noqa: E402
 from dhp_ray.schema import Data, Model, PreparedData, Synthetic  # noqa: E402
 from dhp_ray.train.pack import pack_loss  # noqa: E402
@@ -149,7 +149,7 @@ def model_seconds(samples: list[Sample], blocks: Payload, data: Data) -> float:
     processor = ProcessorSpec.of(Model(preset="tiny"), data).load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
     link = PackCommunicator((0,), 0, None)
-    packs = [RankPack(number, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
+    packs = [Pack((0,), (), 0.0, encoders=(0,) * len(sample.vision_grids), index=number, samples=(sample,))
              for number, sample in enumerate(samples)]
     begun = time.perf_counter()
     for pack in packs:

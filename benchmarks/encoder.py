@@ -51,8 +51,8 @@ def balance_of(plan: Plan, cost: CostModel, prove: bool = False) -> Balance:
     """That of a plan for equal ranks."""
     loads = np.zeros(plan.cluster.num_ranks)
     for group in plan.groups:
-        seconds = [image_s for row in group.pack.sequences for image_s in cost.image_s(plan.samples[row])]
-        grids = [grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+        seconds = [image_s for row in group.sequences for image_s in cost.image_s(plan.samples[row])]
+        grids = [grid for row in group.sequences for grid in plan.samples[row].vision_grids]
         parts = {split.image: split.ranks for split in group.splits}
         for image, (encoder, grid, image_s) in enumerate(zip(group.encoders, grids, seconds)):
             ranks = parts.get(image, (encoder,))
@@ -96,7 +96,7 @@ def rows_elsewhere(plan: Plan, marks: int = 0) -> int:
     tokens before and after each, and then text."""
     found = 0
     for group in plan.groups:
-        samples = [plan.samples[row] for row in group.pack.sequences]
+        samples = [plan.samples[row] for row in group.sequences]
         layout = PackLayout(tuple(sample.num_tokens for sample in samples), group.degree)
         encoder_of, start = np.full(sum(layout.lengths), -1), 0
         encoders = iter(encoding_ranks(group.encoders, group.splits))

@@ -36,7 +36,7 @@ from dhp_ray.data.families.base import Size  # noqa: E402
 from dhp_ray.data.processor import Processor, ProcessorSpec  # noqa: E402
 from dhp_ray.data.video import read_clip  # noqa: E402
 from dhp_ray.model.build import build_model  # noqa: E402
-from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample  # noqa: E402
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample  # noqa: E402
 from dhp_ray.runtime.worker.prefetch import DECODED_AHEAD, decodings, futures_of, load_inputs  # noqa: E402
 from dhp_ray.train.step_inputs import collated  # noqa: E402
 from tests.data.samples import talk, video  # noqa: E402
@@ -96,7 +96,7 @@ def rows_of(processor: Processor, media: bytes, count: int) -> tuple[list[Sample
 
 def plan_of(samples: Sequence[Sample]) -> RankPlan:
     """A pack for every ten samples, on one rank."""
-    packs: list[RankPack] = [make_pack(first // 10, [0], samples[first:first + 10])
+    packs: list[Pack] = [make_pack(first // 10, [0], samples[first:first + 10])
                              for first in range(0, len(samples), 10)]
     return RankPlan(1, 0, (), tuple(packs))
 

@@ -247,7 +247,7 @@ def print_table(plan: Plan) -> None:
     print(f"{'degree':>6} {'packs':>7} {'sequences':>10} {'tokens':>11} {'longest':>8} {'mean_s':>9} {'max_s':>9}")
     for degree, packs in plan.degrees().items():
         groups = [group for group in plan.groups if group.degree == degree]
-        tokens = [plan.samples[row].num_tokens for group in groups for row in group.pack.sequences]
+        tokens = [plan.samples[row].num_tokens for group in groups for row in group.sequences]
         times = [group.predicted_time_s for group in groups]
         print(
             f"{degree:>6} {packs:>7} {len(tokens):>10} {sum(tokens):>11} {max(tokens):>8} {sum(times) / packs:>9.4f} "

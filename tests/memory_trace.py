@@ -33,7 +33,7 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.memory.model import MemorySettings, PackLoad
-from dhp_ray.planner.plan.types import Grid, RankPack, Sample
+from dhp_ray.planner.plan.types import Grid, Pack, Sample
 from dhp_ray.train.activation_offload import PackOffload
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
@@ -201,7 +201,8 @@ def make_inputs(
                                        grids=np.array(grids, np.int64).reshape(-1, 3), pixels=list(pixels))
     num_images = sum(len(plan.vision_grids) for plan in plans)
     encoders = tuple(image % degree for image in range(num_images))
-    inputs = collate(RankPack(0, tuple(range(degree)), tuple(plans), encoders, 1.0), payloads, 0, adapter)
+    pack = Pack(tuple(range(degree)), (), 1.0, encoders=encoders, samples=tuple(plans))
+    inputs = collate(pack, payloads, 0, adapter)
     return inputs, PackLoad(len(inputs.token_ids), len(inputs.vision_token_index), inputs.num_valid_tokens,
                             len(inputs.pixels), len(samples), degree)
 

@@ -19,7 +19,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import Interval
-from dhp_ray.planner.plan.types import Grid, Plan, RankPack, Sample, SplitImage, VisionPlan, encoded_images
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, SplitImage, VisionPlan, encoded_images
 from dhp_ray.train.collate import Payload
 from tests.model.paper_positions import paper_positions
 
@@ -86,12 +86,13 @@ def make_sample(
 
 def make_pack(
     index: int, ranks: Sequence[int], samples: Sequence[Sample], encoders: Sequence[int] | None = None
-) -> RankPack:
+) -> Pack:
     """A pack on `ranks`; its images are encoded by the members at these places, by default in
     turn."""
     images = sum(len(sample.vision_grids) for sample in samples)
     members = [image % len(ranks) for image in range(images)] if encoders is None else encoders
-    return RankPack(index, tuple(ranks), tuple(samples), tuple(ranks[member] for member in members), 1.0)
+    return Pack(tuple(ranks), (), 1.0, encoders=tuple(ranks[member] for member in members), index=index,
+                samples=tuple(samples))
 
 
 def with_images_apart(plan: Plan, keeps: bool = True, pass_patches: int = 0, num_passes: int = 2) -> Plan:
@@ -122,7 +123,7 @@ def with_splits(plan: Plan, splits: Mapping[int, Sequence[int]]) -> Plan:
 
 def _grids(plan: Plan) -> list[Grid]:
     """Of all images, in plan order."""
-    return [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    return [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
 
 
 def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> VisionLanguageModel:
@@ -244,7 +245,7 @@ def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
             for name, tensor in wanted.items()}
 
 
-def own_payloads(pack: RankPack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
+def own_payloads(pack: Pack, payloads: Mapping[str, Payload], rank: int) -> dict[str, Payload]:
     """The payloads of a pack as `rank` holds them: with the pixels of the images that it encodes, and no others."""
     own = dict[str, Payload]()
     for sample, here in zip(pack.samples, encoded_images(pack, rank)):

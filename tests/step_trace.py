@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model import MemorySettings
-from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample, VisionPlan
+from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, Sample, VisionPlan
 from dhp_ray.train.collate import PackInputs, Payload, collate
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.flat_engine import FlatEngine
@@ -54,7 +54,8 @@ def traced_step(
         payloads |= {sample.id: payload for sample, payload in made}
         count, before = sum(len(grids) for _, grids in samples), sum(len(pack.encoders) for pack in rank_packs)
         passes = tuple((before + image) % vision.num_passes for image in range(count)) if vision.num_passes else ()
-        rank_packs.append(RankPack(index, (0,), tuple(sample for sample, _ in made), (0,) * count, 1.0, 0, passes))
+        rank_packs.append(Pack((0,), (), 1.0, encoders=(0,) * count, passes=passes, index=index,
+                               samples=tuple(sample for sample, _ in made)))
     plan = RankPlan(1, 0, (), tuple(rank_packs), (), "", vision, tuple(pack for pack in rank_packs if pack.encoders))
     images = vision_inputs(plan, payloads.__getitem__, adapter)
     inputs = [collate(pack, payloads, 0, adapter, apart=True) for pack in rank_packs]

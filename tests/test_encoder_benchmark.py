@@ -22,7 +22,7 @@ from benchmarks.encoder_cases import KINDS, batch, cluster_and_cost
 from benchmarks.encoder_exact import fit, proven_s
 from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
-from dhp_ray.planner.plan.types import GroupPlan, Pack, VisionPlan
+from dhp_ray.planner.plan.types import Pack, VisionPlan
 from tests.packs import rough_model
 from tests.planner.reference_encoder import timeline
 from tests.readme import ROOT
@@ -34,8 +34,8 @@ SAMPLES = (Sample("a", 4, 6, ((1, 4, 4), (1, 2, 4))), Sample("b", 5, 1, ((1, 2, 
 
 def listed(encoders_of_a: tuple[int, int], encoder_of_b: int, b_first: bool = False) -> Plan:
     """Sample a on ranks 0 and 1, b on rank 2."""
-    groups = (GroupPlan((0, 1), Pack((0,)), 5.0, encoders=encoders_of_a),
-              GroupPlan((2,), Pack((1,)), 6.0, encoders=(encoder_of_b,)))
+    groups = (Pack((0, 1), (0,), 5.0, encoders=encoders_of_a),
+              Pack((2,), (1,), 6.0, encoders=(encoder_of_b,)))
     plan = Plan("listed", "step", ClusterSpec(3, 3, 10), SAMPLES, groups[::-1] if b_first else groups, 6.0, 6.0,
                 vision=VisionPlan("world"))
     plan.validate()

@@ -19,7 +19,7 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.presets import preset_config
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, Sample
+from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
@@ -140,7 +140,7 @@ class OwnStep:
 
     def inputs_of(self, batch: Batch) -> StepInputs:
         """The inputs of such a step; a run makes them beside the step before."""
-        pack: RankPack = make_pack(0, [0], [sample for sample, _ in batch])
+        pack: Pack = make_pack(0, [0], [sample for sample, _ in batch])
         payloads = {sample.id: replace(payload) for sample, payload in batch}
         plan = RankPlan(self._number, 0, (), (pack,))
         self._number += 1

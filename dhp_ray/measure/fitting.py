@@ -139,7 +139,7 @@ def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[in
     work = work_of(plan)
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, group in enumerate(plan.groups):
-        alike.setdefault(group.pack.sequences, []).append(number)
+        alike.setdefault(group.sequences, []).append(number)
     for numbers in alike.values():
         seconds = []
         for number in numbers:
@@ -152,7 +152,7 @@ def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[in
             together_s = float(np.median(busy.max(axis=0) + blocked.min(axis=0)))
             seconds.append((busy_s, max(busy_s, together_s), float(np.median(whole.max(axis=0)))))
         group = plan.groups[numbers[0]]
-        lengths = np.array([plan.samples[row].num_tokens for row in group.pack.sequences], dtype=np.float64)
+        lengths = np.array([plan.samples[row].num_tokens for row in group.sequences], dtype=np.float64)
         found.packs.append(PackSeconds(group.degree, plan.cluster.crosses(group.ranks), lengths,
                                        work.amounts[work.group == numbers[0]], *np.median(seconds, axis=0).tolist()))
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, VisionPlan
 from dhp_ray.train.results import PackTime
 
 SHORTEST = 32
@@ -124,17 +124,17 @@ class Spec:
         micro-batch; their images are dealt out to the ranks in turn.
         """
         samples: list[Sample] = []
-        groups: list[GroupPlan] = []
-        rows: dict[Load, Pack] = {}
+        groups: list[Pack] = []
+        rows: dict[Load, tuple[int, ...]] = {}
         for ranks, load in packs:
             if load not in rows:
-                rows[load] = Pack(tuple(range(len(samples), len(samples) + len(load))))
+                rows[load] = tuple(range(len(samples), len(samples) + len(load)))
                 samples += [Sample(f"{len(rows) - 1}.{place}", text, self.sizes.vision_tokens(grids), grids)
                             for place, (text, grids) in enumerate(load)]
             num_images = sum(len(grids) for _, grids in load)
             encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
             micro_batch = list(rows).index(load) if self.sync == "micro_batch" else 0
-            groups.append(GroupPlan(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
+            groups.append(Pack(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
         cluster = ClusterSpec.of_nodes(self.nodes, self.sizes.max_tokens)
         return Plan("measured", self.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0,
                     vision=vision or VisionPlan())

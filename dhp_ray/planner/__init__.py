@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from dhp_ray.planner.cost.model import SYNCS, CostModel
 from dhp_ray.planner.encoder.world import World, without_images, world_of
 from dhp_ray.planner.errors import PlanError, SequenceTooLongError
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import IN_PACKS, Plan, Sample, samples_from_json
+from dhp_ray.planner.plan.types import IN_PACKS, Plan, Sample, of_json
 from dhp_ray.planner.problem import ENCODERS, Problem, neighbours, problem_of, reordered
 from dhp_ray.planner.schedule import Schedule, renamed
 from dhp_ray.planner.search.plan import dhp, dhp_quick
@@ -96,7 +96,7 @@ def plan_batch(
 
         cost = CostModel.load("conf/cost/cuda.yaml")
         plan = plan_batch([Sample("a", 9000), Sample("b", 80)], ClusterSpec(4, 4, 4096), cost)
-        [(group.ranks, group.pack.sequences) for group in plan.groups]    # rows of `samples`; groups as they begin
+        [(group.ranks, group.sequences) for group in plan.groups]    # rows of `samples`; groups as they begin
 
     samples: in the batch's order; a sample's tokens are integers, with text and vision counted separately.
     cluster: ranks, ranks of a node (or the node of each rank), tokens that a rank holds of one pack, the ranks' speeds
@@ -228,8 +228,8 @@ def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:
         "cost": problem.cost.to_json(),
         "pool": [list(ranks) for ranks in problem.pool],
         "encoder": problem.encoder,
-        "offload": cluster.offload.to_json(),
-        "recomputation": cluster.recomputation.to_json(),
+        "offload": asdict(cluster.offload),
+        "recomputation": asdict(cluster.recomputation),
     }
     world = found.world
     images, passes, vision = (world.images, world.passes, world.vision) if world else (None, None, IN_PACKS)
@@ -286,12 +286,11 @@ def replay(tree: dict[str, Any]) -> Plan:
 def recorded_inputs(tree: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `plan_batch` that made a plan file."""
     try:
-        inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
-        samples, cost = samples_from_json(inputs["samples"]), CostModel.from_json(inputs["cost"])
+        inputs = tree["inputs"]
         found = {
-            "samples": samples,
-            "cluster": cluster,
-            "cost": cost,
+            "samples": of_json(inputs["samples"], tuple[Sample, ...]),
+            "cluster": of_json(inputs | tree, ClusterSpec),
+            "cost": CostModel.from_json(inputs["cost"]),
             "planner": tree["planner"],
             "sync": tree["sync"],
             "pool": [tuple(ranks) for ranks in inputs["pool"]],

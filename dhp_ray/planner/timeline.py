@@ -20,7 +20,7 @@ from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.rates import encoding_s, running_s
 from dhp_ray.planner.encoder.images import EncodedImages, encoded_images
 from dhp_ray.planner.encoder.members import encoders_of
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, SplitImage, encoding_ranks
+from dhp_ray.planner.plan.types import Pack, Plan, SplitImage, encoding_ranks
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
 from dhp_ray.planner.problem import Problem, problem_of
@@ -37,7 +37,7 @@ class PackTimes(NamedTuple):
     rest_s: np.ndarray
 
     @classmethod
-    def of(cls, groups: Sequence[GroupPlan]) -> PackTimes:
+    def of(cls, groups: Sequence[Pack]) -> PackTimes:
         """Those of a plan."""
         return cls(*(np.array([getattr(group, name) for group in groups], dtype=np.float64)
                      for name in ("predicted_time_s", "encode_s", "rest_s")))
@@ -117,7 +117,7 @@ def making_s(problem: Problem, schedule: Schedule) -> float:
 def groups_of(
     problem: Problem, schedule: Schedule, times: PackTimes, images: EncodedImages | None = None,
     passes: np.ndarray | None = None,
-) -> tuple[GroupPlan, ...]:
+) -> tuple[Pack, ...]:
     """The groups of a plan. `images`: with the ranks that encode them, if that is apart from the packs. `passes`: the
     pass of each on its rank, with sync=micro_batch. Without vision costs images are dealt out by their patches.
     """
@@ -141,9 +141,9 @@ def groups_of(
         encoders, image = (array.tolist() for array in _encoders(problem, schedule)[:2])
     return tuple(
         [
-            GroupPlan(
+            Pack(
                 tuple(ranks[rank[group] : rank[group + 1]]),
-                Pack(tuple(rows[row[group] : row[group + 1]])),
+                tuple(rows[row[group] : row[group + 1]]),
                 seconds,
                 bytes_,
                 micro_batch,
@@ -344,7 +344,7 @@ def _compiled_most_rows(
     return np.maximum(sent, received)
 
 
-def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
+def starts_of(groups: Sequence[Pack], num_ranks: int, sync: str, fixed_s: float) -> tuple[list[float], float]:
     """Start of every group, and the time of the whole step, including fixed costs (which come before the packs that
     they belong to).
     """
@@ -356,7 +356,7 @@ def starts_of(groups: Sequence[GroupPlan], num_ranks: int, sync: str, fixed_s: f
     return (starts + fixed_s).tolist(), float(ends.max() + fixed_s)
 
 
-def _micro_batches(groups: Sequence[GroupPlan], fixed_s: float) -> tuple[list[float], float]:
+def _micro_batches(groups: Sequence[Pack], fixed_s: float) -> tuple[list[float], float]:
     numbers = np.array([group.micro_batch for group in groups])
     begin, time = {}, 0.0
     for number, seconds in zip(np.unique(numbers).tolist(), micro_batches_s(numbers, PackTimes.of(groups)).tolist()):
@@ -396,7 +396,7 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
 
 def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
     """The same for groups that take `times_s`, with the costs and the ranks of `problem`."""
-    rows, pieces = flat([group.pack.sequences for group in plan.groups])
+    rows, pieces = flat([group.sequences for group in plan.groups])
     group_of_row = np.empty(len(rows), dtype=np.int64)
     group_of_row[rows] = np.repeat(np.arange(len(pieces)), pieces)
     numbers = gathered(np.arange(len(problem.all_image_s)), problem.first_image, rows)[0].tolist()  # in plan order

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from dhp_ray.planner import plan_starts
-from dhp_ray.planner.plan.types import GroupPlan, Plan
+from dhp_ray.planner.plan.types import Pack, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
 from dhp_ray.train.results import StepResult
 
@@ -64,9 +64,9 @@ def _colours(plan: Plan) -> Any:
     return ScalarMappable(LogNorm(min(longest), max(max(longest), min(longest) + 1)), "viridis")
 
 
-def _longest(plan: Plan, group: GroupPlan) -> int:
+def _longest(plan: Plan, group: Pack) -> int:
     """Tokens of a pack's longest sequence."""
-    return max(plan.samples[row].num_tokens for row in group.pack.sequences)
+    return max(plan.samples[row].num_tokens for row in group.sequences)
 
 
 def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
@@ -141,7 +141,7 @@ def _line_width(plan: Plan) -> float:
     return max(0.1, min(0.6, 30 / plan.cluster.num_ranks))
 
 
-def _runs(group: GroupPlan) -> list[tuple[int, int]]:
+def _runs(group: Pack) -> list[tuple[int, int]]:
     """(first rank, number of ranks) of each run of neighbouring ranks of a group."""
     ranks = sorted(group.ranks)
     cuts = [0, *(place + 1 for place, (left, right) in enumerate(pairwise(ranks)) if right != left + 1), len(ranks)]

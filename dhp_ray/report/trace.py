@@ -85,7 +85,7 @@ def _slice(
 def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
     """Name and category of a pack's slice."""
     group = plan.groups[time.index]
-    return f"pack {time.index}: {len(group.pack.sequences)} sequences, degree {group.degree}", "pack"
+    return f"pack {time.index}: {len(group.sequences)} sequences, degree {group.degree}", "pack"
 
 
 def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict
 
 def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:
     group = plan.groups[time.index]
-    samples = [plan.samples[row] for row in group.pack.sequences]
+    samples = [plan.samples[row] for row in group.sequences]
     return {"ranks": list(group.ranks), "degree": group.degree, "micro_batch": group.micro_batch,
             "num_tokens": sum(sample.num_tokens for sample in samples),
             "sample_ids": [sample.id for sample in samples], "predicted_time_s": group.predicted_time_s,

@@ -1,7 +1,7 @@
 """How the ranks' slices of a plan are sent: in a form that stays fast with thousands of ranks.
 
-    few ranks     driver cuts a slice for each rank                         -> rank
-    many ranks    driver -> a share of the plan -> relay cuts its slices    -> rank
+    few ranks     driver -> the slice of each rank                          -> rank
+    many ranks    driver -> a share of the slices, each pack once -> relay  -> rank
 
 Ray pickles an argument with cloudpickle, which calls Python for every object in it, and a frozen dataclass with slots
 calls Python once more: together this is most of the cost of sending a step. So a slice is sent as bytes that the C
@@ -21,7 +21,7 @@ from typing import Any
 import ray
 
 from dhp_ray.data.blocks import UNKNOWN, BlockOrigin, BlockRows
-from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
 
 PROTOCOL = 5
 
@@ -36,7 +36,7 @@ def _reducer(cls: type[Any]) -> Callable[[Any], Any]:
 
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
-    cls: _reducer(cls) for cls in (Sample, RankPack, RankPlan, PlanSlices, SplitImage, VisionPlan)
+    cls: _reducer(cls) for cls in (Sample, Pack, RankPlan, SplitImage, VisionPlan)
 }
 
 
@@ -59,9 +59,9 @@ class RowIndex:
                 for reference, rows in blocks.items()]
 
 
-def packed_slices(slices: PlanSlices, index: RowIndex) -> list[Packed]:
+def packed_slices(slices: Sequence[RankPlan], index: RowIndex) -> list[Packed]:
     """Return the packed slice of each rank, with the blocks that hold its rows, as `unpacked_slice` takes it."""
-    return [packed_slice(plan, index.blocks_of(plan)) for plan in slices.rank_plans()]
+    return [packed_slice(plan, index.blocks_of(plan)) for plan in slices]
 
 
 def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
@@ -75,11 +75,11 @@ def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[
                   for found, (reference, origin) in zip(rows, _unpacked_origins(origins, references), strict=True)]
 
 
-def packed_share(slices: PlanSlices, index: RowIndex) -> Packed:
-    """Return slices that are not cut yet, and where the rows of their samples are, packed as `unpacked_share` takes
-    them.
+def packed_share(slices: Sequence[RankPlan], index: RowIndex) -> Packed:
+    """Return the slices of some ranks, and where the rows of their samples are, packed as `unpacked_share` takes them:
+    what several slices share is written once.
     """
-    ids = dict.fromkeys(sample.id for pack in slices.packs for sample in pack.samples)
+    ids = dict.fromkeys(sample.id for plan in slices for sample in planned_samples(plan))
     blocks = list(dict.fromkeys(index.payload[own][0] for own in ids))
     place = {reference: number for number, reference in enumerate(blocks)}
     rows = [(own, place[index.payload[own][0]], index.payload[own][1]) for own in ids]
@@ -87,7 +87,7 @@ def packed_share(slices: PlanSlices, index: RowIndex) -> Packed:
     return _dumped((slices, rows, origins)), references
 
 
-def unpacked_share(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[PlanSlices, RowIndex]:
+def unpacked_share(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[list[RankPlan], RowIndex]:
     slices, rows, packed_origins = pickle.loads(packed)
     origins = dict(_unpacked_origins(packed_origins, references))
     blocks = list(origins)

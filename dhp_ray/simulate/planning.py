@@ -142,7 +142,7 @@ class Dispatcher:
             return 0.0
         patches = np.zeros(plan.cluster.num_ranks)
         for group in plan.groups:
-            grids = [grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+            grids = [grid for row in group.sequences for grid in plan.samples[row].vision_grids]
             for ranks, grid in zip(encoding_ranks(group.encoders, group.splits), grids, strict=True):
                 patches[list(ranks)] += prod(grid)
         return float(patches.max()) / self.data.patches_per_s

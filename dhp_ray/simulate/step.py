@@ -136,7 +136,7 @@ def simulate_step(
 
 def _schedule_of(plan: Plan) -> Schedule:
     """The groups of a plan as flat arrays."""
-    rows, num_rows = flat([group.pack.sequences for group in plan.groups])
+    rows, num_rows = flat([group.sequences for group in plan.groups])
     ranks, degrees = flat([group.ranks for group in plan.groups])
     micro_batch = np.array([group.micro_batch for group in plan.groups], dtype=np.int64)
     return Schedule(rows, firsts_of(num_rows), ranks, firsts_of(degrees), micro_batch)

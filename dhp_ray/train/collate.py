@@ -5,7 +5,7 @@ on:
 
     packed sequence   t t I I I t | t I I t t t    labels shifted and positions counted per sequence, before sharding
     member 0          ^ ^       ^   ^         ^        its intervals (PackLayout), in local order
-    feature rows          0 1 2       3 4              encoded by the members that `RankPack.encoders` names
+    feature rows          0 1 2       3 4              encoded by the members that `Pack.encoders` names
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dhp_ray.model.lora import token_keys
 from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
-from dhp_ray.planner.plan.types import Grid, RankPack, Sample, cut_in_time, encoding_ranks
+from dhp_ray.planner.plan.types import Grid, Pack, Sample, cut_in_time, encoding_ranks
 
 
 @dataclass(kw_only=True)
@@ -199,7 +199,7 @@ class PackInputs:
 
 
 def collate(
-    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel,
+    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False, step: int = 0, apart: bool = False,
 ) -> PackInputs:
     """Return the inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory;
@@ -233,7 +233,7 @@ def collate(
         recomputed=pack.recomputed)
 
 
-def _dropout_keys(pack: RankPack, index: Tensor, adapter: VisionLanguageModel, step: int) -> Tensor | None:
+def _dropout_keys(pack: Pack, index: Tensor, adapter: VisionLanguageModel, step: int) -> Tensor | None:
     """Return the dropout keys of the tokens at `index` (L,) of the packed sequence; None: nothing is dropped."""
     lora = adapter.lora
     if lora is None or not lora.dropout:
@@ -267,7 +267,7 @@ class _Whole:
 
 
 def _packed(
-    pack: RankPack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel, apart: bool
+    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel, apart: bool
 ) -> _Whole:
     token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
     needed: list[np.ndarray | Tensor] = []

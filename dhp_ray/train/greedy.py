@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.ranks import sum_over_ranks
-from dhp_ray.planner.plan.types import RankPack
+from dhp_ray.planner.plan.types import Pack
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs
@@ -72,7 +72,7 @@ def greedy_answers(
             for answer in guess.tolist()]
 
 
-def answer_places(pack: RankPack, inputs: PackInputs, rows: Mapping[str, int], num_tokens: int) -> AnswerPlaces:
+def answer_places(pack: Pack, inputs: PackInputs, rows: Mapping[str, int], num_tokens: int) -> AnswerPlaces:
     """Return the places of a pack whose sequences end with `num_tokens` answer tokens each; none for an idle pack."""
     if pack.index < 0:
         nowhere = torch.empty(2, 0, dtype=torch.int64)

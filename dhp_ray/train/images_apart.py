@@ -31,7 +31,7 @@ from torch import Tensor
 from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
-from dhp_ray.planner.plan.types import Grid, RankPack, RankPlan, cut_in_time, encoding_ranks
+from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, cut_in_time, encoding_ranks
 from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, mapped, tokens_of_parts
 
 Pixels = list[np.ndarray | Tensor | None]
@@ -114,7 +114,7 @@ def planned_images(plan: RankPlan) -> list[PlannedImage]:
     return found
 
 
-def _images_of(plan: RankPlan, number: int, pack: RankPack) -> Iterator[PlannedImage]:
+def _images_of(plan: RankPlan, number: int, pack: Pack) -> Iterator[PlannedImage]:
     """Yield `planned_images` of a pack, in the passes of the plan."""
     ranks_of = encoding_ranks(pack.encoders, pack.splits)
     passes_of = encoding_ranks(pack.passes or (0,) * len(pack.encoders),
@@ -163,7 +163,7 @@ def vision_inputs(
 
 
 def _ready(
-    pack: RankPack, payload: Payload, images: Sequence[PlannedImage], adapter: VisionLanguageModel
+    pack: Pack, payload: Payload, images: Sequence[PlannedImage], adapter: VisionLanguageModel
 ) -> list[ReadyImage]:
     """Return the images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the
     other patches are removed from the payload.

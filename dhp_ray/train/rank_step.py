@@ -16,7 +16,7 @@ from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
 from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import RankPack, RankPlan
+from dhp_ray.planner.plan.types import Pack, RankPlan
 from dhp_ray.train.activation_offload import PackOffload
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
@@ -183,11 +183,11 @@ class RankStep:
         rows = sum(len(index) for rank, index in inputs.vision.send_index.items() if rank != inputs.plan.rank)
         return rows * self.adapter.feature_width * COMPUTE_TYPES[inputs.precision].itemsize
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+    def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
         return pack_loss(self.adapter, inputs, link)
 
     def _run_pack(
-        self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
+        self, plan: RankPlan, pack: Pack, feed: Iterator[PackInputs], features: Tensor | None
     ) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
@@ -237,7 +237,7 @@ class MicroBatchStep(RankStep):
 
     engine: ShardedEngine
 
-    def _loss(self, plan: RankPlan, pack: RankPack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+    def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
     def _phase(
@@ -249,7 +249,7 @@ class MicroBatchStep(RankStep):
         return found, run._replace(waits=(*run.waits, *waited.waits), gathering_s=waited.seconds)
 
     def _run_pack(
-        self, plan: RankPlan, pack: RankPack, feed: Iterator[PackInputs], features: Tensor | None
+        self, plan: RankPlan, pack: Pack, feed: Iterator[PackInputs], features: Tensor | None
     ) -> PackRun:
         with self._waiting() as waited:
             run = super()._run_pack(plan, pack, feed, features)

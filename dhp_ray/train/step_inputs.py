@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, encoded_images
 from dhp_ray.train.collate import PackInputs, Payload, collate, placeholder, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.images_apart import VisionInputs, vision_inputs
@@ -35,7 +35,7 @@ class StepInputs:
     plan: RankPlan
     precision: str = "fp32"
     pinned: bool = False
-    packs: list[RankPack] = field(default_factory=list)
+    packs: list[Pack] = field(default_factory=list)
     inputs: list[PackInputs] = field(default_factory=list)
     payloads: dict[str, Payload] = field(default_factory=dict)
     vision: VisionInputs | None = None
@@ -54,7 +54,7 @@ class StepInputs:
 
         self.vision = self._encoded(kept, adapter)
 
-    def add(self, pack: RankPack, payloads: Mapping[str, Payload], adapter: VisionLanguageModel) -> None:
+    def add(self, pack: Pack, payloads: Mapping[str, Payload], adapter: VisionLanguageModel) -> None:
         """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards.
 
         Raises:
@@ -81,7 +81,7 @@ class StepInputs:
         inputs = vision_inputs(self.plan, payload_of, adapter, COMPUTE_TYPES[self.precision], self.pinned)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 
-    def _collated(self, pack: RankPack, adapter: VisionLanguageModel) -> PackInputs:
+    def _collated(self, pack: Pack, adapter: VisionLanguageModel) -> PackInputs:
         apart = self.plan.vision.apart
         inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
                          self.plan.step, apart)
@@ -96,14 +96,14 @@ class StepInputs:
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 
 
-def packs_of(plan: RankPlan) -> list[RankPack]:
+def packs_of(plan: RankPlan) -> list[Pack]:
     """Return the packs that a rank runs, in order. With sync=micro_batch that is one pack per micro-batch: an idle
     token, with index -1, if the plan has none for the rank.
     """
     if not plan.encodes:
         return list(plan.packs)
     own = {pack.micro_batch: pack for pack in plan.packs}
-    return [own.get(number) or RankPack(-1, (plan.rank,), (IDLE,), (), 0.0, number)
+    return [own.get(number) or Pack((plan.rank,), (), 0.0, micro_batch=number, index=-1, samples=(IDLE,))
             for number in range(plan.num_micro_batches)]
 
 

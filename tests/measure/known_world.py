@@ -67,7 +67,7 @@ def _round(plan: Plan, spec: Spec, draw: np.random.Generator, noise: float) -> l
                 if group >= 0 and plan.groups[group].degree > 1:
                     degree = plan.groups[group].degree
                     across = plan.cluster.crosses(plan.groups[group].ranks)
-                    tokens = sum(plan.samples[row].num_tokens for row in plan.groups[group].pack.sequences)
+                    tokens = sum(plan.samples[row].num_tokens for row in plan.groups[group].sequences)
                     lockstep_s = BESIDE_GATHERS_S * (spec.sync == "micro_batch")
                     blocked_s = ((degree - 1) * (TRUE.latency_s + lockstep_s)
                                  + tokens * float(rate[degree].across_s if across else rate[degree].inside_s))

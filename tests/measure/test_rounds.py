@@ -19,7 +19,7 @@ from tests.packs import PATCH_DIMS, rough_model
 def test_every_rank_runs_the_same_packs_alone() -> None:
     for part in ("packs", "images"):
         for plan in spec(3).rounds(part):
-            packs = [[group.pack.sequences for group in plan.groups if group.ranks == (rank,)]
+            packs = [[group.sequences for group in plan.groups if group.ranks == (rank,)]
                      for rank in range(3)]
             assert packs[0] == packs[1] == packs[2]
             assert len(set(packs[0])) == len(packs[0])
@@ -46,7 +46,7 @@ def test_rings_are_of_neighbours_inside_a_node_and_of_pairs_across_two() -> None
 def test_rings_have_small_packs_with_and_without_images() -> None:
     """What every pack of several ranks takes shows in small ones."""
     plans = spec(quick=False).rounds("rings")
-    packs = [[plan.samples[row] for row in group.pack.sequences] for plan in plans for group in plan.groups]
+    packs = [[plan.samples[row] for row in group.sequences] for plan in plans for group in plan.groups]
     for images in (False, True):
         tokens = [sum(sample.num_tokens for sample in pack) for pack in packs
                   if any(sample.vision_grids for sample in pack) is images]
@@ -65,7 +65,7 @@ def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, l
 
 def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:
     for plan in spec(sync="micro_batch").rounds("images"):
-        assert len({(group.micro_batch, group.pack) for group in plan.groups}) == len(plan.groups) // 2
+        assert len({(group.micro_batch, group.sequences) for group in plan.groups}) == len(plan.groups) // 2
         assert plan.rank_plan(1, 1).num_micro_batches == len(plan.groups) // 2
 
 

@@ -50,7 +50,7 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
     for group in plan.groups:
         encode_s, place = dict.fromkeys(group.ranks, 0.0), 0
         split = {found.image: found for found in group.splits}
-        for row in group.pack.sequences:
+        for row in group.sequences:
             sample = plan.samples[row]
             patches = sum(time * height * width for time, height, width in sample.vision_grids)
             for image, grid in enumerate(sample.vision_grids, first_image[row]):
@@ -75,7 +75,7 @@ def timeline(plan: Plan, cost: CostModel, varied: Factor | None = None) -> float
                         if member != rank:
                             sent[rank] += rows
                             received[member] += rows
-        language_s = batch.pack_time_s(group.pack.sequences, group.ranks) * factor("pack", min(group.pack.sequences))
+        language_s = batch.pack_time_s(group.sequences, group.ranks) * factor("pack", min(group.sequences))
         encodings_s.append(max(encode_s.values()))
         if any(encode_s.values()):
             encodings_s[-1] += cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks)

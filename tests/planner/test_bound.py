@@ -11,7 +11,7 @@ import pytest
 
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, PlanError, Sample, checked_problem
 from dhp_ray.planner.bound import lower_bound_s
-from dhp_ray.planner.plan.types import GroupPlan, Pack, VisionPlan
+from dhp_ray.planner.plan.types import Pack, VisionPlan
 from tests.planner.reference_encoder import timeline
 
 RING = CostModel(
@@ -41,7 +41,7 @@ def shortest_s(samples: Sequence[Sample], cluster: ClusterSpec, cost: CostModel,
             images = [[every if apart else ranks] * sum(len(samples[row].vision_grids) for row in pack)
                       for pack, ranks in zip(packs, chosen)]
             for encoders in product(*(product(*each) for each in images)):
-                groups = [GroupPlan(ranks, Pack(tuple(pack)), 0.0, encoders=each)
+                groups = [Pack(ranks, tuple(pack), 0.0, encoders=each)
                           for pack, ranks, each in zip(packs, chosen, encoders)]
                 for ordered in permutations(groups):
                     plan = Plan("any", "step", cluster, tuple(samples), ordered, 0.0, 0.0,

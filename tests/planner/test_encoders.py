@@ -112,7 +112,7 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
 
 
 def test_the_member_with_most_to_encode():
-    """The example of `encoders.py`, and a pack without images."""
+    """The example of `members.py`, and a pack without images."""
     found = fullest_member_s(np.array([0, 1]), np.array([0, 1, 2]), np.array([0, 5, 5]),
                              np.array([3.0, 2.0, 3.0, 2.0, 3.0]), np.ones(5), 6)
     assert found.tolist() == [[13.0, 7.0, 5.0, 4.0, 3.0, 3.0], [0.0] * 6]

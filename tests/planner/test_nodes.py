@@ -69,7 +69,7 @@ def test_any_nodes_plan_and_cost_as_reckoned_by_hand(nodes, lengths, planner, sy
     assert starts_of(plan.groups, len(nodes), sync, RING.fixed_s)[1] == pytest.approx(plan.predicted_time_s)
     for group in plan.groups:
         assert group.ranks == tuple(sorted(group.ranks))
-        tokens = [samples[row].num_tokens for row in group.pack.sequences]
+        tokens = [samples[row].num_tokens for row in group.sequences]
         crosses = len({nodes[rank] for rank in group.ranks}) > 1
         slowest = min(cluster.speeds[rank] for rank in group.ranks)
         assert group.predicted_time_s == pytest.approx(seconds_by_hand(tokens, group.degree, slowest, crosses, RING))

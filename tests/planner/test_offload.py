@@ -107,9 +107,9 @@ def test_a_pack_is_moved_where_that_beats_a_higher_degree(sync: str) -> None:
     round."""
     fast, slow = planned(1900, 1e10, sync=sync), planned(1900, 1e8, sync=sync)
     for plan, degree in ((fast, 1), (slow, 2)):
-        [group] = [group for group in plan.groups if 0 in group.pack.sequences]
+        [group] = [group for group in plan.groups if 0 in group.sequences]
         assert group.degree == degree
-        tokens = sum(plan.samples[row].num_tokens for row in group.pack.sequences) / degree
+        tokens = sum(plan.samples[row].num_tokens for row in group.sequences) / degree
         assert group.offload == pytest.approx(float(HALF.share_of(tokens)))
         plan.validate()
     assert fast.predicted_time_s < slow.predicted_time_s
@@ -118,7 +118,7 @@ def test_a_pack_is_moved_where_that_beats_a_higher_degree(sync: str) -> None:
 
 def test_a_sequence_that_fits_in_no_other_way_is_planned() -> None:
     plan = planned(5500, 1e8)
-    [group] = [group for group in plan.groups if 0 in group.pack.sequences]
+    [group] = [group for group in plan.groups if 0 in group.sequences]
     assert (group.degree, group.offload) == (2, pytest.approx(float(HALF.share_of(2750))))
     assert all(other.offload == 0 for other in plan.groups if other is not group)
     with pytest.raises(SequenceTooLongError, match=r"^sample long: 6001 tokens; the cluster holds at most 6000 "):

@@ -6,11 +6,11 @@ import pytest
 
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, Sample
+from dhp_ray.planner.plan.types import Pack, Plan, Sample
 
 SAMPLES = (Sample("a", 30), Sample("b", 2, 8, ((1, 4, 4), (1, 4, 4))), Sample("c", 15))
-GROUPS = (GroupPlan((0, 1), Pack((0,)), 1.0), GroupPlan((2,), Pack((1,)), 0.5, encoders=(2, 2)),
-          GroupPlan((1, 2), Pack((2,)), 0.2))
+GROUPS = (Pack((0, 1), (0,), 1.0), Pack((2,), (1,), 0.5, encoders=(2, 2)),
+          Pack((1, 2), (2,), 0.2))
 PLAN = Plan("dhp", "step", ClusterSpec(3, 3, 15), SAMPLES, GROUPS, 1.2, 1.0)
 
 
@@ -21,8 +21,8 @@ def test_a_sound_plan_passes():
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"groups": GROUPS[:2]}, "2 placements for 3 sequences"), ({"groups": (*GROUPS, GROUPS[0])}, "4 placements for 3"),
-    ({"groups": (*GROUPS[:2], replace(GROUPS[2], pack=Pack((0,))))}, "each must run exactly once"),
-    ({"groups": (*GROUPS[:2], replace(GROUPS[2], pack=Pack((3,))))}, "each must run exactly once"),
+    ({"groups": (*GROUPS[:2], replace(GROUPS[2], sequences=(0,)))}, "each must run exactly once"),
+    ({"groups": (*GROUPS[:2], replace(GROUPS[2], sequences=(3,)))}, "each must run exactly once"),
     ({"groups": (*GROUPS[:2], replace(GROUPS[2], ranks=(1, 3)))},
      r"group 2 has ranks \(1, 3\); each must be one of 3, once"),
     ({"groups": (*GROUPS[:2], replace(GROUPS[2], ranks=(1, 1)))}, r"group 2 has ranks \(1, 1\)"),
@@ -43,7 +43,7 @@ def test_an_unsound_plan_is_refused(change, message):
 
 
 def test_every_rank_gets_its_slice():
-    slices = PLAN.slices(7).rank_plans()
+    slices = PLAN.rank_plans(7)
     assert slices == [PLAN.rank_plan(7, rank) for rank in range(3)]
     assert [[pack.index for pack in found.packs] for found in slices] == [[0], [0, 2], [1, 2]]
     assert {found.process_groups for found in slices} == {((0, 1), (1, 2))}
@@ -51,5 +51,5 @@ def test_every_rank_gets_its_slice():
     assert slices[0].encodes == ()
     micro_batched = replace(PLAN, sync="micro_batch", groups=(*GROUPS[:2], replace(GROUPS[2], micro_batch=4)))
     assert [[pack.micro_batch for pack in found.packs]
-            for found in micro_batched.slices(7).rank_plans()] == [[0], [0, 1], [0, 1]]
+            for found in micro_batched.rank_plans(7)] == [[0], [0, 1], [0, 1]]
     assert micro_batched.rank_plan(7, 0).encodes == (True, False)

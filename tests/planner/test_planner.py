@@ -56,8 +56,8 @@ def test_a_plan_is_sound(lengths, num_ranks, ranks_per_node, planner, sync, cost
     assert replay(json.loads(json.dumps(plan.to_json()))).groups == plan.groups
     assert starts_of(plan.groups, num_ranks, sync, cost.fixed_s)[1] == pytest.approx(plan.predicted_time_s)
     for group in plan.groups:
-        tokens = [samples[row].num_tokens for row in group.pack.sequences]
-        images = [seconds for row in group.pack.sequences for seconds in cost.image_s(samples[row])]
+        tokens = [samples[row].num_tokens for row in group.sequences]
+        images = [seconds for row in group.sequences for seconds in cost.image_s(samples[row])]
         members = [sum(seconds for seconds, encoder in zip(images, group.encoders) if encoder == rank)
                    / cluster.speeds[rank] for rank in group.ranks]
         once_s = cost.encoder_pass_s / min(cluster.speeds[rank] for rank in group.ranks) if any(members) else 0.0
@@ -93,7 +93,7 @@ def test_one_rank_and_more_ranks_than_sequences(planner, sync):
     plan = plan_batch(samples_of([60, 60, 30]), ClusterSpec(1, 8, 100), COST, planner=planner, sync=sync)
     assert {group.ranks for group in plan.groups} == {(0,)}
     plan = plan_batch(samples_of([250, 20]), ClusterSpec(16, 8, 100), COST, planner=planner, sync=sync)
-    assert all(group.degree >= 3 for group in plan.groups if 0 in group.pack.sequences)
+    assert all(group.degree >= 3 for group in plan.groups if 0 in group.sequences)
 
 
 def test_more_minimum_degrees_than_ranks_are_split_in_time():

@@ -107,9 +107,9 @@ def test_a_pack_is_recomputed_where_that_beats_a_higher_degree(sync: str) -> Non
     """1,900 tokens on one rank take 1.9 x (1 + 0.355 / 3) = 2.125 s; on two, 0.95 s and 1.9 GB / 2 of messages."""
     slow, fast = planned(1900, 1e8, sync=sync), planned(1900, 1e11, sync=sync)
     for plan, degree in ((slow, 1), (fast, 2)):
-        [group] = [group for group in plan.groups if 0 in group.pack.sequences]
+        [group] = [group for group in plan.groups if 0 in group.sequences]
         assert group.degree == degree
-        tokens = sum(plan.samples[row].num_tokens for row in group.pack.sequences) / degree
+        tokens = sum(plan.samples[row].num_tokens for row in group.sequences) / degree
         assert group.recomputed == pytest.approx(float(HALF.share_of(tokens)))
         assert plan.lower_bound_s <= plan.predicted_time_s
     assert max(recomputed_of(slow)) > 0.35
@@ -119,7 +119,7 @@ def test_a_pack_is_recomputed_where_that_beats_a_higher_degree(sync: str) -> Non
 
 def test_a_sequence_that_fits_in_no_other_way_is_planned() -> None:
     plan = planned(5500, 1e11)
-    [group] = [group for group in plan.groups if 0 in group.pack.sequences]
+    [group] = [group for group in plan.groups if 0 in group.sequences]
     assert (group.degree, group.recomputed) == (2, pytest.approx(float(HALF.share_of(2750))))
     assert all(other.recomputed == 0 for other in plan.groups if other is not group)
     with pytest.raises(SequenceTooLongError, match=r"^sample long: 6001 tokens; the cluster holds at most 6000 "):

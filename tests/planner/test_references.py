@@ -68,14 +68,14 @@ def reckoned_s(plan: Plan, batch: Batch) -> float:
     if plan.sync == "step":
         free_s = [batch.cost.fixed_s] * plan.cluster.num_ranks
         for group in plan.groups:
-            seconds = batch.pack_time_s(group.pack.sequences, group.ranks)
+            seconds = batch.pack_time_s(group.sequences, group.ranks)
             end_s = max(free_s[rank] for rank in group.ranks) + seconds
             for rank in group.ranks:
                 free_s[rank] = end_s
         return max(free_s)
     micro_batches: dict[int, list[Pack]] = {}
     for group in plan.groups:
-        micro_batches.setdefault(group.micro_batch, []).append(Pack(group.pack.sequences, group.ranks))
+        micro_batches.setdefault(group.micro_batch, []).append(Pack(group.sequences, group.ranks))
     return time_s(list(micro_batches.values()), batch)
 
 

@@ -164,10 +164,10 @@ def test_a_plan_with_more_parts_than_steps_in_time_is_refused():
 
 def with_split(plan, split):
     """The plan with a split of the first image of all; a split of image 1 is of one that its pack does not have."""
-    index = next(index for index, group in enumerate(plan.groups) if 0 in group.pack.sequences)
+    index = next(index for index, group in enumerate(plan.groups) if 0 in group.sequences)
     group, groups = plan.groups[index], list(plan.groups)
     place = sum(len(plan.samples[row].vision_grids)
-                for row in group.pack.sequences[:group.pack.sequences.index(0)])
+                for row in group.sequences[:group.sequences.index(0)])
     encoders = list(group.encoders)
     encoders[place] = 0
     wrong = replace(split, image=len(encoders) if split.image else place)

@@ -90,7 +90,7 @@ def test_the_last_resort_is_valid(sync, cost):
         assert all(
             group.predicted_time_s
             == pytest.approx(
-                cost.pack_time_s([samples[row].num_tokens for row in group.pack.sequences], group.ranks, cluster)
+                cost.pack_time_s([samples[row].num_tokens for row in group.sequences], group.ranks, cluster)
             )
             for group in plan.groups
         )
@@ -100,5 +100,5 @@ def test_the_last_resort_gives_a_slow_rank_less():
     slow = ClusterSpec(8, 8, 8192, (1.0,) * 7 + (0.25,))
     plan = plan_batch([*bimodal(400, 1, 1)], slow, ALL_TO_ALL, planner=LAST_RESORT)
     tokens = [sum(plan.samples[row].num_tokens for group in plan.groups if rank in group.ranks
-                  for row in group.pack.sequences) for rank in range(8)]
+                  for row in group.sequences) for rank in range(8)]
     assert tokens[7] < 0.5 * min(tokens[:7])

@@ -42,7 +42,7 @@ def test_ways_that_do_not_hold_the_longest_sequence_are_left_out() -> None:
     """5,000 tokens on each of two ranks: with 4,000 they do not fit, nor without recomputation."""
     problem = bounded(checked_problem([Sample("long", 10_000), Sample("short", 10)], cluster_of(2), COST))
     assert [way.cluster.tokens_per_rank for way in ways_of(problem)] == [1000, 1000, 8000, 1000]
-    [long] = [group for group in plan_batch(problem.samples, cluster_of(2), COST).groups if 0 in group.pack.sequences]
+    [long] = [group for group in plan_batch(problem.samples, cluster_of(2), COST).groups if 0 in group.sequences]
     assert long.degree == 2
     assert long.recomputed >= float(EIGHT.share_of(5000)) - 1e-9
 

@@ -10,7 +10,7 @@ import pytest
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, Sample, plan_batch
 from dhp_ray.planner.cost.work import BACKWARD, ENCODE, PAID_ONCE, TERMS, work_of
 from dhp_ray.planner.plan.cluster import Offload, Recomputation
-from dhp_ray.planner.plan.types import GroupPlan, Pack, SplitImage, VisionPlan
+from dhp_ray.planner.plan.types import Pack, SplitImage, VisionPlan
 from dhp_ray.train.results import PackTime, StepResult, busy_s_of
 
 COST = CostModel(2e-6, 1e-3, 100.0, 0.5, {2: 1e6}, communication="ring", latency_s=0.1, pack_s=0.02,
@@ -27,7 +27,7 @@ def rows_s(plan: Plan) -> dict[tuple[int, int], float]:
     """Seconds of each rank's part of each pack, images in packs."""
     found = {}
     for number, group in enumerate(plan.groups):
-        samples = [plan.samples[row] for row in group.pack.sequences]
+        samples = [plan.samples[row] for row in group.sequences]
         text_s = sum(COST.attention_s(sample.num_tokens) + COST.linear_s * sample.num_tokens for sample in samples)
         images_s = [image_s for sample in samples for image_s in COST.image_s(sample)]
         for rank in group.ranks:
@@ -69,7 +69,7 @@ def test_waits_for_copies_are_part_of_it_and_as_long_on_a_slow_rank() -> None:
         [len(plan.groups) * COST.pack_s + work.waits_s.sum()])
     assert not work_of(planned(1, encoder="group")).waits_s.any()
     shared = replace(plan, cluster=ClusterSpec(2, 2, 512, offload=offload), samples=(Sample("long", 1000),),
-                     groups=(GroupPlan((0, 1), Pack((0,)), 1.0, offload=0.5),))
+                     groups=(Pack((0, 1), (0,), 1.0, offload=0.5),))
     # 2e-6 (10^6 + 64,000) + 1 = 3.128 s on one rank, 1.564 s on each; 0.25 s of copies are hidden;
     assert work_of(shared).waits_s.tolist() == [0.0, 0.0]
     # over a tenth of that link 2.5 s are not: out beside 0.5213 s, back beside 1.0427 s
@@ -89,7 +89,7 @@ def test_what_a_pack_computes_again_is_part_of_it(encoder: str, vision_forward: 
     assert work_of(plan).seconds(cost).sum() == pytest.approx(plan.predicted_time_s - plan.fixed_s)
     images = Sample("image", 984, 16, ((1, 8, 8),))
     shared = replace(plan, cluster=replace(cluster, num_ranks=2, speeds=(), nodes=()), samples=(images,),
-                     groups=(GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(1,), recomputed=0.5),),
+                     groups=(Pack((0, 1), (0,), 1.0, encoders=(1,), recomputed=0.5),),
                      vision=VisionPlan("group"))
     # 2e-6 (10^6 + 64,000) + 1 = 3.128 s on one rank; an image of 64 patches
     language_s, image_s = (3.128 / 2 + 0.02) * 1.15, 1e-5 * 64**2 + 1e-3 * 64 + 0.05
@@ -107,7 +107,7 @@ def test_a_plan_of_recomputed_packs_takes_what_its_ranks_compute_and_exchange(en
     seconds = work.seconds(cost)
     assert any(group.recomputed > 0 and group.degree == 2 for group in plan.groups)
     for number, group in enumerate(plan.groups):
-        tokens = sum(plan.samples[row].num_tokens for row in group.pack.sequences)
+        tokens = sum(plan.samples[row].num_tokens for row in group.sequences)
         exchanged_s = 100.0 * tokens / 2 / 1e6 * (group.degree - 1) * (1 + 0.3 * group.recomputed)
         assert group.predicted_time_s == pytest.approx(seconds[work.group == number].max() + exchanged_s)
 
@@ -123,7 +123,7 @@ def test_phases_share_what_images_take(keeps: bool, forward: float, shares: dict
     seconds = work.seconds(COST)
     images_s = {rank: 0.0 for group in plan.groups for rank in group.encoders}
     for group in plan.groups:
-        of_pack = [image_s for row in group.pack.sequences for image_s in COST.image_s(plan.samples[row])]
+        of_pack = [image_s for row in group.sequences for image_s in COST.image_s(plan.samples[row])]
         for image_s, encoder in zip(of_pack, group.encoders, strict=True):
             images_s[encoder] += image_s
     found = {(rank, phase): second for rank, phase, second in zip(work.rank.tolist(), work.group.tolist(),
@@ -136,7 +136,7 @@ def test_each_rank_of_an_image_in_parts_has_its_share() -> None:
     """Three steps in time over two ranks, and three over three; a text of 7 tokens on rank 0."""
     cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1e9}, vision_linear_s=1.0, encoder_pass_s=0.5)
     sample = Sample("a", 7, 0, ((3, 2, 2), (3, 2, 2)))
-    groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 2), splits=(
+    groups = (Pack((0,), (0,), 7.0, encoders=(0, 2), splits=(
         SplitImage(0, (0, 1)), SplitImage(1, (2, 0, 1)))),)
     plan = Plan("listed", "step", ClusterSpec(3, 3, 10), (sample,), groups, 7.0, 1.0, vision=VisionPlan("world"))
     plan.validate()
@@ -146,8 +146,8 @@ def test_each_rank_of_an_image_in_parts_has_its_share() -> None:
 
 
 def test_a_rank_pays_for_each_pass_of_a_plan_in_lockstep() -> None:
-    groups = (GroupPlan((0,), Pack((0,)), 7.0, encoders=(0, 0, 1), passes=(0, 1, 1)),
-              GroupPlan((1,), Pack((1,)), 7.0, encoders=(1,), passes=(1,)))
+    groups = (Pack((0,), (0,), 7.0, encoders=(0, 0, 1), passes=(0, 1, 1)),
+              Pack((1,), (1,), 7.0, encoders=(1,), passes=(1,)))
     samples = (Sample("a", 7, 0, ((1, 2, 2),) * 3), Sample("b", 7, 0, ((1, 2, 2),)))
     plan = Plan("listed", "micro_batch", ClusterSpec(2, 2, 10), samples, groups, 7.0, 1.0,
                 vision=VisionPlan("world", num_passes=2))

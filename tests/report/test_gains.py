@@ -26,8 +26,8 @@ def test_a_plan_file_gives_its_plan_back() -> None:
     plan = plan_of(4)
     again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert (again.samples, again.cluster) == (plan.samples, plan.cluster)
-    assert [(group.ranks, group.pack, group.encoders)
-            for group in again.groups] == [(group.ranks, group.pack, group.encoders) for group in plan.groups]
+    assert [(group.ranks, group.sequences, group.encoders)
+            for group in again.groups] == [(group.ranks, group.sequences, group.encoders) for group in plan.groups]
     assert replay(again.to_json()).predicted_time_s == plan.predicted_time_s
 
 

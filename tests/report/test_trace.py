@@ -57,7 +57,7 @@ def test_images_encoded_apart_are_slices_of_their_own() -> None:
 def test_an_image_in_parts_is_one_of_each_rank_s() -> None:
     plan = plan_of(3, encoder="world")
     index, image = next((index, image) for index, group in enumerate(plan.groups) for image, grid in enumerate(
-        grid for row in group.pack.sequences for grid in plan.samples[row].vision_grids) if grid[0] > 1)
+        grid for row in group.sequences for grid in plan.samples[row].vision_grids) if grid[0] > 1)
     first = plan.groups[index].encoders[image]
     changed = replace(plan.groups[index], splits=(SplitImage(image, (first, (first + 1) % 4)),))
     split = replace(plan, groups=(*plan.groups[:index], changed, *plan.groups[index + 1:]))

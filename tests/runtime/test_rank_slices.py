@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.data.blocks import BlockOrigin, BlockRows
-from dhp_ray.planner.plan.types import PlanSlices, RankPack, RankPlan, Sample, SplitImage, VisionPlan
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, SplitImage, VisionPlan
 from dhp_ray.runtime.rank_slices import (
     RowIndex,
     packed_share,
@@ -22,11 +22,13 @@ from dhp_ray.runtime.rank_slices import (
 )
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9))
-PACK = RankPack(3, (0, 2), SAMPLES, (2,), 0.5, 1, (0,), (SplitImage(0, (0, 2), (0, 1)),), 0.25)
+PACK = Pack((0, 2), (0, 1), 0.5, encoders=(2,), micro_batch=1, passes=(0,), splits=(SplitImage(0, (0, 2), (0, 1)),),
+            offload=0.25, index=3, samples=SAMPLES)
 PLANS = [RankPlan(7, 0, ((0, 2), (1, 3)), (PACK,), (True, False), "1.7.2", VisionPlan(layout="world"), (PACK, PACK)),
          RankPlan(1, 5, (), ())]
-SLICES = PlanSlices(7, 4, ((4, 5),), (PACK, RankPack(5, (5,), (Sample("c", 3),), (), 0.1)), ([0], [0, 1]), ([], [0]),
-                    (True,), "1.7.2", VisionPlan(layout="world"))
+OWN = Pack((5,), (2,), 0.1, index=5, samples=(Sample("c", 3),))
+SLICES = [RankPlan(7, 4, ((4, 5),), (PACK,), (True,), "1.7.2", VisionPlan(layout="world")),
+          RankPlan(7, 5, ((4, 5),), (PACK, OWN), (True,), "1.7.2", VisionPlan(layout="world"), (PACK,))]
 INDEX = RowIndex({"a": ("second", 5), "b": ("first", 0), "c": ("second", 2), "d": ("third", 1)},  # type: ignore[dict-item]
                  {"first": BlockOrigin("node", "a part", 7), "third": BlockOrigin("other", "a part", 8)})  # type: ignore[dict-item]
 
@@ -41,19 +43,20 @@ def test_a_slice_arrives_as_it_was_sent(plan: RankPlan) -> None:
 
 
 def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs() -> None:
-    blocks = INDEX.blocks_of(SLICES.rank_plans()[1])
+    blocks = INDEX.blocks_of(SLICES[1])
     assert blocks == [BlockRows(["second"], [2, 5]), BlockRows(["first"], [0], BlockOrigin("node", "a part", 7))]  # type: ignore[list-item]
     only_encoded = RankPlan(1, 2, (), (), vision=VisionPlan("world"), encoded=(PACK,))
     assert INDEX.blocks_of(only_encoded) == [BlockRows(["second"], [5])]  # type: ignore[list-item]
 
 
-def test_slices_that_a_relay_cuts_are_those_that_the_driver_cuts() -> None:
+def test_slices_in_a_share_are_those_that_the_driver_sends() -> None:
     packed, references = packed_share(SLICES, INDEX)
     assert references == ["second", "first", None, "a part"]  # not the third: no pack has a sample of it
     slices, index = unpacked_share(packed, references)
     assert slices == SLICES
+    assert slices[0].packs[0] is slices[1].packs[0], "a pack of several ranks is written once"
     assert packed_slices(slices, index) == packed_slices(SLICES, INDEX)
-    assert [unpacked_slice(*sent)[0] for sent in packed_slices(slices, index)] == SLICES.rank_plans()
+    assert [unpacked_slice(*sent)[0] for sent in packed_slices(slices, index)] == SLICES
 
 
 def test_no_object_of_a_slice_calls_python_to_be_pickled() -> None:

@@ -15,7 +15,7 @@ import torch
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
@@ -69,7 +69,7 @@ def random_plan(seed: int, world: World) -> Plan:
     if world.splits:  # those with several steps in time come first
         places.sort(key=lambda place: known[place].id not in ("reel", "screen"))
     samples: list[Sample] = []
-    groups: list[GroupPlan] = []
+    groups: list[Pack] = []
     micro_batch, busy = 0, set[int]()
     for _ in range(random.integers(1, 2 * world.num_ranks + 1)):
         taken, places = places[: (size := int(random.integers(1, 4)))], places[size:]
@@ -84,7 +84,7 @@ def random_plan(seed: int, world: World) -> Plan:
         images = sum(len(known[place].vision_grids) for place in taken)
         allowed = range(world.num_ranks) if world.encoder == "world" else ranks
         encoders = tuple(allowed[place] for place in random.integers(0, len(allowed), images))
-        groups.append(GroupPlan(ranks, Pack(tuple(range(len(samples), len(samples) + len(taken)))), 1.0, 0.0,
+        groups.append(Pack(ranks, tuple(range(len(samples), len(samples) + len(taken))), 1.0, 0.0,
                                 micro_batch if world.sync == "micro_batch" else 0,
                                 encoders))
         samples += [known[place] for place in taken]
@@ -107,7 +107,7 @@ def random_plan(seed: int, world: World) -> Plan:
 def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict[int, tuple[int, ...]]:
     """Half of the images that can be cut, on any ranks."""
     found = {}
-    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    grids = [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
     for image, grid in enumerate(grids if plan.vision.apart else ()):
         most = min(world.num_ranks, grid[0])
         if most > 1 and random.random() < 0.5:

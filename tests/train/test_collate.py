@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import RankPack, Sample
+from dhp_ray.planner.plan.types import Pack, Sample
 from dhp_ray.train.collate import PackInputs, Payload, check_payload, collate, placeholder
 from tests.packs import TOKEN_IDS, make_pack, make_sample, own_payloads, rough_model
 
@@ -24,7 +24,7 @@ def three_samples() -> tuple[list[Sample], dict[str, Payload]]:
     return [sample for sample, _ in made], {sample.id: payload for sample, payload in made}
 
 
-def shards(pack: RankPack, payloads: dict[str, Payload], adapter: VisionLanguageModel) -> list[PackInputs]:
+def shards(pack: Pack, payloads: dict[str, Payload], adapter: VisionLanguageModel) -> list[PackInputs]:
     """Every member's inputs, each with the pixels of its own images alone."""
     return [collate(pack, own_payloads(pack, payloads, rank), rank, adapter) for rank in pack.ranks]
 

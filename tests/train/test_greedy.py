@@ -120,7 +120,7 @@ def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], pres
 
 def splits_of(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Images that ranks 2 and 0 encode together, cut in time."""
-    grids = [grid for group in plan.groups for row in group.pack.sequences for grid in plan.samples[row].vision_grids]
+    grids = [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
     found = {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1}
     assert found
     return found

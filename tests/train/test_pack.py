@@ -15,7 +15,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.planner.plan.types import RankPack
+from dhp_ray.planner.plan.types import Pack
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
 from tests.packs import (
@@ -38,7 +38,7 @@ def walk(
     rank: int,
     num_ranks: int,
     transport_name: str,
-    packs: list[RankPack],
+    packs: list[Pack],
     payloads: dict[str, Payload],
     freeze: list[str],
     checkpointing: bool,
@@ -190,7 +190,7 @@ def test_a_masked_placeholder_changes_nothing_for_the_others(freeze: list[str]) 
             masked=("0.0", "1.0"), freeze=freeze)
 
 
-def run_in_bf16(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> dict[str, float]:
+def run_in_bf16(rank: int, pack: Pack, payloads: dict[str, Payload]) -> dict[str, float]:
     # oneDNN's bf16 products take AMX instructions, which some virtual machines advertise and then refuse.
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     adapter = rough_model()
@@ -224,7 +224,7 @@ def test_bf16_stays_near_fp32() -> None:
     assert errors["gradient"] < 5e-3, errors
 
 
-def evaluate(rank: int, pack: RankPack, payloads: dict[str, Payload]) -> tuple[float, bool, float]:
+def evaluate(rank: int, pack: Pack, payloads: dict[str, Payload]) -> tuple[float, bool, float]:
     adapter = rough_model()
     transport = open_transport("pool", rank, 3, choose("cpu"), 16, timedelta(seconds=30))
     transport.prepare([pack.ranks])

@@ -14,7 +14,7 @@ import torch
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, encoded_images
+from dhp_ray.planner.plan.types import Pack, Plan, encoded_images
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload, placeholder
@@ -71,7 +71,7 @@ def plan_of(situation: Situation, sync: str, leave_out: Sequence[str] = ()) -> P
                 rows = tuple(range(len(samples), len(samples) + len(left)))
                 num_images = sum(len(sample.vision_grids) for sample in left)
                 encoders = tuple(ranks[image % len(ranks)] for image in range(num_images))
-                groups.append(GroupPlan(ranks, Pack(rows), 1.0, 0.0, micro_batch if sync == "micro_batch" else 0,
+                groups.append(Pack(ranks, rows, 1.0, 0.0, micro_batch if sync == "micro_batch" else 0,
                                         encoders))
                 samples += left
     plan = Plan("listed", sync, ClusterSpec(NUM_RANKS, NUM_RANKS, 1000), tuple(samples), tuple(groups), 1.0, 1.0)
@@ -88,7 +88,7 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         """At a learning rate of 0 the weights stay, and with beta1 = 0 the first moment is the mean gradient."""
         if config.planner.encoder == "world":
             plan = with_images_apart(plan)
-            grids = [grid for group in plan.groups for row in group.pack.sequences
+            grids = [grid for group in plan.groups for row in group.sequences
                      for grid in plan.samples[row].vision_grids]
             plan = with_splits(plan, {image: (2, 0) for image, grid in enumerate(grids) if grid[0] > 1})
         rank_plan = plan.rank_plan(1, rank)

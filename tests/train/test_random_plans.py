@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.cases import SYNCS, TRANSPORTS
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.types import Pack, Plan
 from tests.packs import PATCH_DIMS
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan
@@ -85,7 +85,7 @@ def plan_of(
     named = {sample.id: sample for sample, _ in SAMPLES["tiny"]}
     samples = [named[name] for _, names, _, _ in groups for name in names]
     places = {sample.id: place for place, sample in enumerate(samples)}
-    planned = tuple(GroupPlan(ranks, Pack(tuple(places[name] for name in names)), 1.0, 0.0,
+    planned = tuple(Pack(ranks, tuple(places[name] for name in names), 1.0, 0.0,
                               micro_batch if sync == "micro_batch" else 0, tuple(ranks[member] for member in encoders))
                     for ranks, names, encoders, micro_batch in groups)
     plan = Plan("listed", sync, ClusterSpec(num_ranks, num_ranks, 10_000), tuple(samples), planned, 1.0, 1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.types import Pack, Plan
 from tests.packs import PATCH_DIMS, with_images_apart, with_splits
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan
@@ -70,8 +70,8 @@ def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: 
 def plan_of_one_image(world: World, ranks: tuple[int, ...], keeps: bool) -> Plan:
     """A sample whose image of three steps in time these ranks encode, run by rank 0, beside a text on the others."""
     samples = tuple(sample for wanted in ("reel", "text") for sample, _ in SAMPLES[world.preset] if sample.id == wanted)
-    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,) * len(samples[0].vision_grids)),
-              GroupPlan((2, 1), Pack((1,)), 1.0))
+    groups = (Pack((0,), (0,), 1.0, encoders=(0,) * len(samples[0].vision_grids)),
+              Pack((2, 1), (1,), 1.0))
     plan = with_images_apart(Plan("one image", world.sync, ClusterSpec(3, 3, 10_000), samples, groups, 1.0, 1.0), keeps)
     plan = with_splits(plan, {0: ranks})
     plan.validate()

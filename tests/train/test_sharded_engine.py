@@ -15,7 +15,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, RankPack, Sample
+from dhp_ray.planner.plan.types import Pack, Plan, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import MicroBatchStep
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -43,7 +43,7 @@ def make_plan(
     have no label that counts.
     """
     samples: list[Sample] = []
-    groups: list[GroupPlan] = []
+    groups: list[Pack] = []
     payloads: dict[str, Payload] = {}
     for micro_batch, packs in enumerate(layout):
         for ranks, parts, encoders in packs:
@@ -55,14 +55,14 @@ def make_plan(
             rows = range(len(samples), len(samples) + len(made))
             samples += [sample for sample, _ in made]
             number = micro_batch if sync == "micro_batch" else 0
-            groups.append(GroupPlan(tuple(ranks), Pack(tuple(rows)), 1.0, 0.0, number,
+            groups.append(Pack(tuple(ranks), tuple(rows), 1.0, 0.0, number,
                                     tuple(ranks[member] for member in members)))
     plan = Plan("test", sync, ClusterSpec(num_ranks, num_ranks, 4096), tuple(samples), tuple(groups), 1.0, 1.0)
     plan.validate()
     return plan, payloads
 
 
-def payloads_of(packs: tuple[RankPack, ...], payloads: dict[str, Payload], rank: int) -> dict[str, Payload]:
+def payloads_of(packs: tuple[Pack, ...], payloads: dict[str, Payload], rank: int) -> dict[str, Payload]:
     return {name: payload for pack in packs for name, payload in own_payloads(pack, payloads, rank).items()
             if name in {s.id for s in pack.samples}}
 

@@ -17,7 +17,7 @@ from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import Grid, GroupPlan, Pack, Plan, encoded_images
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, encoded_images
 from dhp_ray.train.collate import image_tokens
 from dhp_ray.train.images_apart import planned_images, received_rows
 from dhp_ray.train.step_inputs import StepInputs, collated
@@ -34,9 +34,9 @@ SPLITS = {3: (2, 0, 3)}
 
 def plan_of(preset: str, sync: str = "step") -> Plan:
     """Five images on four ranks, one of which runs no pack; two packs share ranks."""
-    groups = (GroupPlan((2, 0), Pack((0, 1)), 1.0, encoders=(2, 0)),
-              GroupPlan((0,), Pack((3,)), 1.0, 0.0, int(sync == "micro_batch"), encoders=(0,)),
-              GroupPlan((2, 1), Pack((2,)), 1.0, 0.0, int(sync == "micro_batch"), encoders=(2, 1)))
+    groups = (Pack((2, 0), (0, 1), 1.0, encoders=(2, 0)),
+              Pack((0,), (3,), 1.0, 0.0, int(sync == "micro_batch"), encoders=(0,)),
+              Pack((2, 1), (2,), 1.0, 0.0, int(sync == "micro_batch"), encoders=(2, 1)))
     samples = tuple(sample for sample, _ in MADE[preset])
     plan = with_images_apart(Plan("listed", sync, ClusterSpec(4, 4, 700), samples, groups, 1.0, 1.0), True, 0)
     plan = with_splits(plan, SPLITS)
@@ -59,7 +59,7 @@ def numbered(plan: Plan, adapter: VisionLanguageModel, masked: Sequence[str] = (
     found: dict[tuple[int, int], int] = {}
     for index, group in enumerate(plan.groups):
         start = 0
-        for row in group.pack.sequences:
+        for row in group.sequences:
             sample, payload = MADE[_preset(adapter)][row]
             tokens = image_tokens(payload, adapter) if sample.id not in masked else []
             for place in (place for of_image in tokens for place in of_image.tolist()):

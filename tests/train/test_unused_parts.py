@@ -14,7 +14,7 @@ import torch
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import Config, load
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan
+from dhp_ray.planner.plan.types import Pack, Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import rank as rank_module
 from dhp_ray.train.collate import placeholder
@@ -40,7 +40,7 @@ def plan_of(packs: Sequence[Sequence[str]], sync: str, num_ranks: int, apart: bo
             rows = tuple(range(len(samples), len(samples) + len(found)))
             images = sum(len(sample.vision_grids) for sample in found)
             encoders = tuple(ranks[image % len(ranks)] for image in range(images))
-            groups.append(GroupPlan(ranks, Pack(rows), 1.0, 0.0, number if sync == "micro_batch" else 0, encoders))
+            groups.append(Pack(ranks, rows, 1.0, 0.0, number if sync == "micro_batch" else 0, encoders))
             samples += found
     if sync == "micro_batch" and not packs[0]:
         groups = [replace(group, micro_batch=0) for group in groups]

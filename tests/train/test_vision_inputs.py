@@ -12,17 +12,7 @@ import torch
 
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import (
-    Grid,
-    GroupPlan,
-    Pack,
-    Plan,
-    RankPack,
-    RankPlan,
-    Sample,
-    VisionPlan,
-    planned_samples,
-)
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, RankPlan, Sample, VisionPlan, planned_samples
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.images_apart import VisionInputs, received_rows, vision_inputs
 from dhp_ray.train.step_inputs import StepInputs, collated
@@ -43,8 +33,8 @@ def adapter() -> VisionLanguageModel:
 
 def three_packs(pass_patches: int = 0, preset: str = "tiny") -> Plan:
     """Five images on four ranks, one of which runs no pack; two packs share ranks."""
-    groups = (GroupPlan((2, 0), Pack((0, 1)), 1.0, encoders=(2, 0)), GroupPlan((0,), Pack((3,)), 1.0, encoders=(0,)),
-              GroupPlan((2, 1), Pack((2,)), 1.0, encoders=(2, 1)))
+    groups = (Pack((2, 0), (0, 1), 1.0, encoders=(2, 0)), Pack((0,), (3,), 1.0, encoders=(0,)),
+              Pack((2, 1), (2,), 1.0, encoders=(2, 1)))
     samples = tuple(sample for sample, _ in MADE[preset])
     plan = Plan("listed", "step", ClusterSpec(4, 4, 200), samples, groups, 1.0, 1.0)
     plan = with_images_apart(plan, True, pass_patches)
@@ -89,7 +79,7 @@ def encoded_of(
     num_passes: int = 0,
 ) -> VisionInputs:
     """Of one rank that encodes all images of a sample."""
-    pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 1.0, 0, passes)
+    pack = Pack((0,), (), 1.0, encoders=(0,) * len(sample.vision_grids), passes=passes, samples=(sample,))
     plan = RankPlan(1, 0, (), (pack,), vision=VisionPlan("world", True, most, num_passes), encoded=(pack,))
     return vision_inputs(plan, {sample.id: payload}.__getitem__, adapter)
 

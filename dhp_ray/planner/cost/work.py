@@ -28,7 +28,7 @@ import numpy as np
 
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.rates import pairs_of, waits_s
-from dhp_ray.planner.plan.types import Grid, GroupPlan, Plan, encoding_ranks, shares
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, encoding_ranks, shares
 from dhp_ray.planner.schedule import firsts_of, flat
 
 TERMS = ("quadratic_s", "linear_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s", "pack_s")
@@ -84,7 +84,7 @@ def constants_of(cost: CostModel) -> np.ndarray:
 def work_of(plan: Plan) -> Work:
     """What the ranks of a plan compute. O(ranks of all groups + images)."""
     ranks, degrees = flat([group.ranks for group in plan.groups])
-    rows, sizes = flat([group.pack.sequences for group in plan.groups])
+    rows, sizes = flat([group.sequences for group in plan.groups])
     tokens = np.array([sample.num_tokens for sample in plan.samples], dtype=np.float64)[rows]
     number = np.arange(len(degrees))
     owner = np.repeat(number, sizes)
@@ -124,8 +124,8 @@ def _waits_s(plan: Plan) -> np.ndarray:
     return found
 
 
-def _waits_of_group(plan: Plan, group: GroupPlan, cost: CostModel) -> float:
-    samples = [plan.samples[row] for row in group.pack.sequences]
+def _waits_of_group(plan: Plan, group: Pack, cost: CostModel) -> float:
+    samples = [plan.samples[row] for row in group.sequences]
     lengths = np.array([sample.num_tokens for sample in samples], dtype=np.float64)
     compute_s = float((cost.attention_s(lengths) + cost.linear_s * lengths).sum()) / group.degree
     grids = np.array([grid for sample in samples for grid in sample.vision_grids], dtype=np.float64).reshape(-1, 3)

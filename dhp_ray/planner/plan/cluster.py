@@ -100,19 +100,9 @@ class LayerShare:
             return type(self)()
         return replace(self, share=float(self.share_of(tokens_per_rank)), tokens_per_rank=tokens_per_rank)
 
-    def to_json(self) -> dict[str, Any]:
-        """The form in a plan file's inputs."""
-        return {"share": self.share, "from_tokens": self.from_tokens, "tokens_per_rank": self.tokens_per_rank,
-                "free_tokens": self.free_tokens}
-
     def of_load(self, share: float) -> dict[str, float]:
         """The field of `PackLoad` that has such a share, with this value."""
         return {"recomputed" if isinstance(self, Recomputation) else "offload": share}
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Self:
-        """Read from a plan file's inputs; older files have none."""
-        return cls(**tree.get(cls.name, {}))
 
 
 class Offload(LayerShare):
@@ -183,13 +173,6 @@ class ClusterSpec:
         numbers = numbered(nodes)
         return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers, offload,
                    recomputation)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> ClusterSpec:
-        """The cluster of a plan file; older files have no `inputs.nodes`."""
-        speeds, nodes = tree["inputs"]["speeds"], tree["inputs"].get("nodes", ())
-        return cls(tree["num_ranks"], tree["ranks_per_node"], tree["tokens_per_rank"], tuple(speeds), tuple(nodes),
-                   Offload.from_json(tree["inputs"]), Recomputation.from_json(tree["inputs"]))
 
     @property
     def max_tokens(self) -> int:

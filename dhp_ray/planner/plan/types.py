@@ -1,9 +1,9 @@
 """The types of a plan: plain frozen data, without torch and without Ray.
 
 Sample ... what the planner knows of one sequence
-Plan -> GroupPlan -> Pack ... which sequences run together, on which ranks, in which order
+Plan -> Pack ... which sequences run together, on which ranks, in which order
 Plan -> VisionPlan ... whether packs encode their own images, or all ranks encode those of the batch before the packs
-Plan -> PlanSlices -> RankPlan -> RankPack ... the slices of neighbouring ranks, that of one rank, and a pack of it
+Plan -> RankPlan -> Pack ... the slice of one rank
 
 `Plan.validate` checks the conditions that a plan must meet to be run, `to_json` and `from_json` are its file.
 """
@@ -11,16 +11,18 @@ Plan -> PlanSlices -> RankPlan -> RankPack ... the slices of neighbouring ranks,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import ValidationError, convert, to_builtins
 
 from dhp_ray.planner.errors import PlanError as PlanError
 from dhp_ray.planner.plan.cluster import ClusterSpec as ClusterSpec
 from dhp_ray.planner.schedule import first_of_its_kind, flat
 
+Kind = TypeVar("Kind")
 Grid = tuple[int, int, int]
 
 
@@ -53,24 +55,6 @@ class Sample:
         return self.text_tokens + self.vision_tokens
 
 
-def samples_to_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The same as `dataclasses.asdict`, which takes 16 times as long; a plan file has every sample of a batch."""
-    return [{"id": sample.id, "text_tokens": sample.text_tokens, "vision_tokens": sample.vision_tokens,
-             "vision_grids": sample.vision_grids} for sample in samples]
-
-
-def samples_from_json(rows: Sequence[dict[str, Any]]) -> tuple[Sample, ...]:
-    return tuple(
-        Sample(
-            row["id"],
-            row["text_tokens"],
-            row["vision_tokens"],
-            tuple((int(t), int(h), int(w)) for t, h, w in row["vision_grids"]),
-        )
-        for row in rows
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class VisionPlan:
     """Where the images of a batch are encoded.
@@ -80,7 +64,7 @@ class VisionPlan:
     first phase to the second; otherwise the second computes them again, in passes of at most `pass_patches` patches or
     of one larger image (0: all images of a rank in one pass).
 
-    With sync=micro_batch every rank runs `num_passes` passes, and `GroupPlan.passes` tells which image is in which.
+    With sync=micro_batch every rank runs `num_passes` passes, and `Pack.passes` tells which image is in which.
     With sync=step each rank runs as many as its images fill.
     """
 
@@ -118,21 +102,39 @@ def encoding_ranks(encoders: Sequence[int], splits: Sequence[SplitImage]) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class RankPack:
-    """A pack as one of its ranks sees it. `index`: the pack's place in the plan. `micro_batch` counts from 0 without
-    gaps.
+class Pack:
+    """Sequences that run together, each a row of the batch, and the ranks that run them, in ring order.
+
+    encoders: for every image of the pack (sequences in order, then their images in order) the rank that encodes it, one
+    of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
+    every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
+    offload: the share of its layers whose activations are in host memory until the backward pass needs them.
+    recomputed: the share of its layers that keep their input alone and run again in the backward pass. encode_s,
+    rest_s: the seconds in which its busiest member encodes images, and all others (`timeline.PackTimes`; 0 and 0 in
+    older files, where a micro-batch then takes as long as its slowest pack).
+
+    In the slice of a rank, `index` is the pack's place in the plan, `samples` are its sequences, and `micro_batch`
+    counts from 0 without gaps.
     """
 
-    index: int
     ranks: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    encoders: tuple[int, ...]
+    sequences: tuple[int, ...]
     predicted_time_s: float
+    predicted_memory_bytes: float = 0.0
     micro_batch: int = 0
+    encoders: tuple[int, ...] = ()
     passes: tuple[int, ...] = ()
     splits: tuple[SplitImage, ...] = ()
     offload: float = 0.0
     recomputed: float = 0.0
+    encode_s: float = 0.0
+    rest_s: float = 0.0
+    index: int = 0
+    samples: tuple[Sample, ...] = ()
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,11 @@ class RankPlan:
     step: int
     rank: int
     process_groups: tuple[tuple[int, ...], ...]
-    packs: tuple[RankPack, ...]
+    packs: tuple[Pack, ...]
     encodes: tuple[bool, ...] = ()
     plan_id: str = ""
     vision: VisionPlan = IN_PACKS
-    encoded: tuple[RankPack, ...] = ()
+    encoded: tuple[Pack, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -159,44 +161,7 @@ class RankPlan:
         return len(self.encodes)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSlices:
-    """The slices of neighbouring ranks, with each pack once. (In RankPlans a pack would appear once for each of its
-    ranks.)
-
-    `own` and `encoded`: by rank from `first_rank` on, places in `packs`, which are in plan order.
-    """
-
-    step: int
-    first_rank: int
-    process_groups: tuple[tuple[int, ...], ...]
-    packs: tuple[RankPack, ...]
-    own: tuple[list[int], ...]
-    encoded: tuple[list[int], ...]
-    encodes: tuple[bool, ...] = ()
-    plan_id: str = ""
-    vision: VisionPlan = IN_PACKS
-
-    def of(self, ranks: range) -> PlanSlices:
-        """The slices of some of these ranks."""
-        begin, end = ranks.start - self.first_rank, ranks.stop - self.first_rank
-        own, encoded = self.own[begin:end], self.encoded[begin:end]
-        used = sorted(set(chain(*own, *encoded)))
-        place = {index: number for number, index in enumerate(used)}
-        return replace(self, first_rank=ranks.start, packs=tuple([self.packs[index] for index in used]),
-                       own=tuple([[place[index] for index in places] for places in own]),
-                       encoded=tuple([[place[index] for index in places] for places in encoded]))
-
-    def rank_plans(self) -> list[RankPlan]:
-        """The slices in rank order."""
-        return [
-            RankPlan(self.step, rank, self.process_groups, tuple([self.packs[index] for index in own]), self.encodes,
-                     self.plan_id, self.vision, tuple([self.packs[index] for index in encoded]))
-            for rank, (own, encoded) in enumerate(zip(self.own, self.encoded), self.first_rank)
-        ]
-
-
-def encoded_images(pack: RankPack, rank: int) -> list[tuple[bool, ...]]:
+def encoded_images(pack: Pack, rank: int) -> list[tuple[bool, ...]]:
     """For every sample of the pack, whether `rank` encodes each of its images, or a part of it."""
     here = [encoder == rank for encoder in pack.encoders]
     for split in pack.splits:
@@ -216,44 +181,6 @@ def planned_samples(plan: RankPlan) -> Iterator[Sample]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
-    """Sequences that one group runs together; each is a row of the batch."""
-
-    sequences: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """A pack and the ranks that run it, in ring order.
-
-    encoders: for every image of the pack (sequences in order, then their images in order) the rank that encodes it, one
-    of `ranks` unless `VisionPlan.apart`. passes: if ranks run passes in lockstep (`VisionPlan.num_passes`), the pass of
-    every image on its rank. splits: images that several ranks encode; `encoders` and `passes` name the first of them.
-    offload: the share of its layers whose activations are in host memory until the backward pass needs them.
-    recomputed: the share of its layers that keep their input alone and run again in the backward pass. encode_s,
-    rest_s: the seconds in which its busiest member encodes images, and all others (`timeline.PackTimes`; 0 and 0 in
-    older files, where a micro-batch then takes as long as its slowest pack).
-    """
-
-    ranks: tuple[int, ...]
-    pack: Pack
-    predicted_time_s: float
-    predicted_memory_bytes: float = 0.0
-    micro_batch: int = 0
-    encoders: tuple[int, ...] = ()
-    passes: tuple[int, ...] = ()
-    splits: tuple[SplitImage, ...] = ()
-    offload: float = 0.0
-    recomputed: float = 0.0
-    encode_s: float = 0.0
-    rest_s: float = 0.0
-
-    @property
-    def degree(self) -> int:
-        return len(self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The schedule of one global batch. `groups` are in the order of execution; a group starts when its ranks are free.
     Times are in seconds.
@@ -263,7 +190,7 @@ class Plan:
     sync: str
     cluster: ClusterSpec
     samples: tuple[Sample, ...]
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[Pack, ...]
     predicted_time_s: float
     lower_bound_s: float  # no plan of this batch on this cluster takes less
     planning_time_s: float = 0.0
@@ -297,30 +224,26 @@ class Plan:
         return dict(sorted(counts.items()))
 
     def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
-        return self.slices(step, plan_id).of(range(rank, rank + 1)).rank_plans()[0]
+        return self.rank_plans(step, plan_id)[rank]
 
-    def slices(self, step: int, plan_id: str = "") -> PlanSlices:
-        """The ranks' slices of the plan. O(ranks + sum of degrees + images)."""
+    def rank_plans(self, step: int, plan_id: str = "") -> list[RankPlan]:
+        """The slice of each rank. O(ranks + sum of degrees + images)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
-        packs: list[RankPack] = []
-        own: list[list[int]] = [[] for _ in range(self.cluster.num_ranks)]
-        encoded: list[list[int]] = [[] for _ in range(self.cluster.num_ranks)]
+        own: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
+        encoded: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
-            packs.append(RankPack(
-                index, group.ranks, tuple([self.samples[row] for row in group.pack.sequences]), group.encoders,
-                group.predicted_time_s, place.get(group.micro_batch, 0), group.passes, group.splits, group.offload,
-                group.recomputed,
-            ))
-            for rank in group.ranks:
-                own[rank].append(index)
+            pack = replace(group, index=index, samples=tuple([self.samples[row] for row in group.sequences]),
+                           micro_batch=place.get(group.micro_batch, 0))
+            for rank in pack.ranks:
+                own[rank].append(pack)
             if self.vision.apart:
-                several = [rank for split in group.splits for rank in split.ranks]
-                for rank in {*group.encoders, *several}:
-                    encoded[rank].append(index)
-        return PlanSlices(step, 0, self.process_groups(), tuple(packs), tuple(own), tuple(encoded),
-                          tuple([number in encoding for number in numbers]), plan_id, self.vision)
+                for rank in set(chain(*encoding_ranks(pack.encoders, pack.splits))):
+                    encoded[rank].append(pack)
+        groups, encodes = self.process_groups(), tuple([number in encoding for number in numbers])
+        return [RankPlan(step, rank, groups, tuple(own[rank]), encodes, plan_id, self.vision, tuple(encoded[rank]))
+                for rank in range(self.cluster.num_ranks)]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
@@ -330,34 +253,14 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file. From `inputs` (if given, here with the samples) the plan can be made again."""
-        tree: dict[str, Any] = {
-            "planner": self.planner,
-            "sync": self.sync,
-            "num_ranks": self.cluster.num_ranks,
-            "ranks_per_node": self.cluster.ranks_per_node,
-            "tokens_per_rank": self.cluster.tokens_per_rank,
-            "predicted_time_s": self.predicted_time_s,
-            "lower_bound_s": self.lower_bound_s,
-            "planning_time_s": self.planning_time_s,
-            "vision": asdict(self.vision),
-            "groups": [
-                {
-                    "micro_batch": group.micro_batch,
-                    "ranks": list(group.ranks),
-                    "sequences": list(group.pack.sequences),
-                    "predicted_time_s": group.predicted_time_s,
-                    "encoders": list(group.encoders),
-                    **({"passes": list(group.passes)} if group.passes else {}),
-                    **({"splits": [asdict(split) for split in group.splits]} if group.splits else {}),
-                    "offload": group.offload,
-                    "recomputed": group.recomputed,
-                    "encode_s": group.encode_s,
-                    "rest_s": group.rest_s,
-                }
-                for group in self.groups
-            ],
-        }
-        return tree | ({"inputs": {"samples": samples_to_json(self.samples)} | self.inputs} if self.inputs else {})
+        tree: dict[str, Any] = to_builtins(replace(self, inputs={}))
+        cluster, samples, inputs = tree.pop("cluster"), tree.pop("samples"), self.inputs
+        for group in tree["groups"]:
+            for name in ("predicted_memory_bytes", "index", "samples", *(
+                    name for name in ("passes", "splits") if not group[name])):
+                del group[name]
+        tree |= {name: cluster[name] for name in ("num_ranks", "ranks_per_node", "tokens_per_rank")}
+        return tree | ({"inputs": {"samples": samples} | inputs} if inputs else {})
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
@@ -368,47 +271,33 @@ class Plan:
             PlanError: the file has no inputs, or is damaged.
         """
         try:
-            inputs, cluster = tree["inputs"], ClusterSpec.from_json(tree)
-            groups = tuple(
-                GroupPlan(
-                    tuple(group["ranks"]),
-                    Pack(tuple(group["sequences"])),
-                    group["predicted_time_s"],
-                    0.0,
-                    group["micro_batch"],
-                    tuple(group.get("encoders", ()) if "vision" in tree
-                          else [group["ranks"][member] for member in group.get("encoders", ())]),
-                    tuple(group.get("passes", ())),
-                    tuple([SplitImage(split["image"], tuple(split["ranks"]), tuple(split["passes"]))
-                           for split in group.get("splits", ())]),
-                    group.get("offload", 0.0),
-                    group.get("recomputed", 0.0),
-                    group.get("encode_s", 0.0),
-                    group.get("rest_s", 0.0),
-                )
-                for group in tree["groups"]
-            )
-            plan = cls(
-                tree["planner"],
-                tree["sync"],
-                cluster,
-                samples_from_json(inputs["samples"]),
-                groups,
-                tree["predicted_time_s"],
-                tree["lower_bound_s"],
-                tree["planning_time_s"],
-                {name: inputs[name] for name in inputs if name != "samples"},
-                VisionPlan(**tree.get("vision", {})),
-            )
+            inputs, groups = dict(tree["inputs"]), tree["groups"]
+            if "vision" not in tree:
+                groups = [group | {"encoders": [group["ranks"][member] for member in group.get("encoders", ())]}
+                          for group in groups]
+            samples = inputs.pop("samples")
         except (KeyError, TypeError, IndexError) as error:
             raise PlanError(f"plan file: damaged ({error.__class__.__name__}: {error})") from None
+        plan = of_json(tree | {"cluster": inputs | tree, "samples": samples, "groups": groups, "inputs": inputs}, cls)
         plan.validate()
         return plan
 
 
+def of_json(tree: Any, kind: type[Kind]) -> Kind:
+    """An object of a plan file; unknown fields are ignored, and missing ones have their defaults.
+
+    Raises:
+        PlanError: the tree does not have this form.
+    """
+    try:
+        return convert(tree, kind)
+    except ValidationError as error:
+        raise PlanError(f"plan file: damaged ({error})") from None
+
+
 def check(plan: Plan) -> None:
     """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-    rows, pieces = flat([group.pack.sequences for group in plan.groups])
+    rows, pieces = flat([group.sequences for group in plan.groups])
     if len(rows) != len(plan.samples) or (np.sort(rows) != np.arange(len(rows))).any():
         raise PlanError(f"plan: {len(rows)} placements for {len(plan.samples)} sequences; each must run exactly once")
     ranks, degrees = flat([group.ranks for group in plan.groups])
@@ -482,7 +371,7 @@ def check_splits(plan: Plan) -> None:
     most one for each step in time. In lockstep they must be in passes that all ranks run.
     """
     for index, group in enumerate(plan.groups):
-        grids = [grid for row in group.pack.sequences if group.splits for grid in plan.samples[row].vision_grids]
+        grids = [grid for row in group.sequences if group.splits for grid in plan.samples[row].vision_grids]
         for split in group.splits:
             passes = split.passes or (-1,) * len(split.ranks)
             known = 0 <= split.image < len(group.encoders) and len(split.ranks) > 1 and len(passes) == len(split.ranks)

@@ -5,8 +5,8 @@
 
 Ray's cost of a call, of each reference in its arguments and of an answer adds up to about 0.3 ms per rank and step:
 more than a second with 4,096 ranks, most of it while no rank has work. Relays share this cost in parallel, and the
-driver makes one call and gets one answer per relay. A plan is sent to them in shares; each relay cuts the slices of its
-ranks.
+driver makes one call and gets one answer per relay. A plan is sent to them in shares, the slices of a relay's ranks
+together.
 
 Ray runs calls in order only if one thread runs them, and a rank must be told to save before it is told to run. So one
 thread of a relay passes calls on, and others wait for their answers.
@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dhp_ray.errors import first_line, first_line_of
-from dhp_ray.planner.plan.types import PlanSlices
+from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.runtime.messages import GroupError, RunError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_share, packed_slices, unpacked_share
 
@@ -174,7 +174,7 @@ class Relay:
         self._begin(number, lambda: [getattr(actor, method).remote(*arguments) for actor in self._actors])
 
     def prefetch(self, number: int, packed: bytes, references: list[ray.ObjectRef]) -> None:
-        """Cut each rank's slice out of the share of a plan (`packed_share`) and call its `prefetch` with it."""
+        """Call each rank's `prefetch` with its slice out of a share (`packed_share`)."""
         def call() -> list[ray.ObjectRef]:
             slices = packed_slices(*unpacked_share(packed, references))
             return [actor.prefetch.remote(*own) for actor, own in zip(self._actors, slices, strict=True)]
@@ -252,9 +252,10 @@ class Relays:
         """Call a method of all ranks with the same arguments."""
         return self._calls(lambda relay, number, ranks: relay.start.remote(number, method, arguments))
 
-    def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
-        """Send each rank its slice of a plan; each relay cuts the slices of its ranks."""
-        packed = {ranks: packed_share(slices.of(ranks), index) for ranks in self._ranks}  # outside the lock
+    def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> Calls:
+        """Send each rank its slice of a plan."""
+        packed = {ranks: packed_share(slices[ranks.start:ranks.stop], index)  # outside the lock
+                  for ranks in self._ranks}
         return self._calls(lambda relay, number, ranks: relay.prefetch.remote(number, *packed[ranks]))
 
     def close(self) -> None:

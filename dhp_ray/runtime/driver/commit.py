@@ -313,7 +313,7 @@ def recomputation_metrics(plan: Plan) -> dict[str, Any]:
     num_packs = sum(group.recomputed > 0 for group in plan.groups)
     if not num_packs:
         return {}
-    tokens = [sum(plan.samples[row].num_tokens for row in group.pack.sequences) for group in plan.groups]
+    tokens = [sum(plan.samples[row].num_tokens for row in group.sequences) for group in plan.groups]
     again = sum(group.recomputed * count for group, count in zip(plan.groups, tokens))
     return {"recomputation": {"packs": num_packs, "mean_share": again / sum(tokens)}}
 

@@ -429,5 +429,6 @@ class Dispatcher:
                     "skipped": list(batch.skipped.items())}
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": self.config.train.activation_checkpointing})
-        prefetches = self.group.prefetch(plan.slices(step, plan_id), RowIndex(batch.payload, located(batch.origins)))
+        prefetches = self.group.prefetch(plan.rank_plans(step, plan_id),
+                                         RowIndex(batch.payload, located(batch.origins)))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))

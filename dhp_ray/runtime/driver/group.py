@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from dhp_ray.data.blocks import unnoticed
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan.types import PlanSlices
+from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, HealthReport, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
@@ -166,7 +166,7 @@ class WorkerGroup:
         relays = self._relays  # another thread may close them
         return relays.start(method, *arguments) if relays else direct_calls(self.each(method, *arguments))
 
-    def prefetch(self, slices: PlanSlices, index: RowIndex) -> Calls:
+    def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> Calls:
         """Send each rank its slice of a plan."""
         if relays := self._relays:
             return relays.prefetch(slices, index)

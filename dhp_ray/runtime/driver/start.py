@@ -32,7 +32,7 @@ from dhp_ray.planner.cost.model import constants_of_text
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import Mode
-from dhp_ray.planner.plan.types import Sample, samples_from_json
+from dhp_ray.planner.plan.types import Sample, of_json
 from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
@@ -115,7 +115,8 @@ def _first_batch(
     with group.waits.on("the planner's loops, which are being compiled"):
         group.wait(compiled)
     with group.waits.on("the first batch"):
-        return samples_from_json(records.planned_samples(1)) or first_samples(stream, config.batch.global_samples)
+        planned = of_json(records.planned_samples(1), tuple[Sample, ...])
+        return planned or first_samples(stream, config.batch.global_samples)
 
 
 def _go_on(session: Session) -> None:

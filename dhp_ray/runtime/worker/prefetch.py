@@ -21,7 +21,7 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line, named_line
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import RankPack, RankPlan, Sample, encoded_images, planned_samples
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.train.collate import Payload, check_payload, placeholder
 from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
@@ -98,7 +98,7 @@ def load_inputs(
     return inputs, failures
 
 
-def encoded_in_pack(plan: RankPlan, pack: RankPack) -> list[tuple[bool, ...]]:
+def encoded_in_pack(plan: RankPlan, pack: Pack) -> list[tuple[bool, ...]]:
     """For every sample of the pack, whether the rank encodes each of its images in the pack."""
     if plan.vision.apart:
         return [(False,) * len(sample.vision_grids) for sample in pack.samples]

@@ -26,7 +26,7 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.build import build_model
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.plan.types import RankPack, Sample
+from dhp_ray.planner.plan.types import Pack, Sample
 from dhp_ray.runtime.worker.prefetch import payload_of
 from dhp_ray.schema import Data, Model
 from dhp_ray.train.collate import Payload, collate
@@ -191,7 +191,7 @@ def loss_and_gradient(adapter: VisionLanguageModel, record: Row) -> tuple[float,
     """
     sample = Sample(record["id"], record["text_tokens"], record["vision_tokens"],
                     tuple(tuple(grid) for grid in record["grids"].tolist()))
-    pack = RankPack(0, (0,), (sample,), (0,) * len(sample.vision_grids), 0.0)
+    pack = Pack((0,), (), 0.0, encoders=(0,) * len(sample.vision_grids), index=0, samples=(sample,))
     adapter.module.zero_grad()
     loss = pack_loss(adapter, collate(pack, {sample.id: payload(record)}, 0, adapter), PackCommunicator((0,), 0, None))
     loss.backward()

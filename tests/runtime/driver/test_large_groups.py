@@ -21,7 +21,7 @@ from dhp_ray.config import CONF, load
 from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner import CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Sample
+from dhp_ray.planner.plan.types import Pack, Sample
 from dhp_ray.runtime.driver.dispatch import Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.messages import StepCommitted
@@ -43,12 +43,12 @@ class Handle:
         return self.answer
 
 
-class Groups(tuple[GroupPlan, ...]):
+class Groups(tuple[Pack, ...]):
     """The groups of a plan, which count how often they are gone through."""
 
     passes = 0
 
-    def __iter__(self) -> Iterator[GroupPlan]:
+    def __iter__(self) -> Iterator[Pack]:
         Groups.passes += 1
         return super().__iter__()
 

@@ -7,7 +7,7 @@ import pytest
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.work import work_of
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.types import Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.driver.commit import cost_error, makespan_s, measured_idle_fraction, step_metrics
 from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.train.results import PackTime, StepResult
@@ -48,8 +48,8 @@ def test_the_scale_is_the_running_median_of_measured_over_predicted() -> None:
 def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6), Sample("c", 5))
     plan = Plan("dhp", "step", ClusterSpec(3, 3, 8), samples,
-                (GroupPlan((0, 1), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((2,), Pack((1,)), 0.5),
-                 GroupPlan((2,), Pack((2,)), 0.5)), 1.25, 0.9, 0.002, {"cost": {"fixed_s": 0.25}})
+                (Pack((0, 1), (0,), 1.0, encoders=(0,)), Pack((2,), (1,), 0.5),
+                 Pack((2,), (2,), 0.5)), 1.25, 0.9, 0.002, {"cost": {"fixed_s": 0.25}})
     metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 1, late=True)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
@@ -63,7 +63,7 @@ def test_metrics_count_what_was_trained() -> None:
     """Not what could not be used: placeholders keep their places, and with nothing else there is no loss."""
     samples = (Sample("a", 10, 4, ((1, 4, 4),)), Sample("b", 6))
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), samples,
-                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0,)), GroupPlan((1,), Pack((1,)), 0.5)), 1.25, 0.9)
+                (Pack((0,), (0,), 1.0, encoders=(0,)), Pack((1,), (1,), 0.5)), 1.25, 0.9)
     some = step_metrics(plan, [result(0), result(1)], 1.0, 1, placeholders={"a": "truncated"})
     assert (some["num_tokens"], some["num_samples"], some["loss"]) == (6, 1, 3.0)
     none = [result(rank, loss_sum=0.0, num_valid_tokens=0) for rank in range(2)]
@@ -76,8 +76,8 @@ def test_metrics_count_what_was_trained() -> None:
 def test_the_cost_error_is_the_median_of_parts_of_packs_at_the_speeds_that_the_plan_knew() -> None:
     cost = CostModel(0.0, 1.0, 0.0, 0.0, {2: 1.0}, pack_s=1.0)
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20, (1.0, 0.5)), (Sample("a", 9), Sample("b", 4), Sample("c", 8)),
-                (GroupPlan((0,), Pack((0,)), 1.0), GroupPlan((1,), Pack((1,)), 1.0),
-                 GroupPlan((0, 1), Pack((2,)), 1.0)), 1.0, 0.9, inputs={"cost": cost.to_json()})
+                (Pack((0,), (0,), 1.0), Pack((1,), (1,), 1.0),
+                 Pack((0, 1), (2,), 1.0)), 1.0, 0.9, inputs={"cost": cost.to_json()})
     work = work_of(plan)  # of rank 0: 10 s and 5 s; of rank 1, half as fast but for what a pack pays once: 9 s, 9 s
     results = [result(0, PackTime(0, 0.0, 8.0, 0.0), PackTime(2, 8.0, 14.0, 1.0)),
                result(1, PackTime(1, 0.0, 12.5, 0.0), PackTime(2, 12.5, 30.0, 5.0))]
@@ -88,7 +88,7 @@ def test_the_cost_error_is_the_median_of_parts_of_packs_at_the_speeds_that_the_p
 
 def test_metrics_of_images_encoded_apart() -> None:
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10, 4, ((1, 4, 4),)),),
-                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world", False))
+                (Pack((0,), (0,), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world", False))
     results = [with_phases(result(0, PackTime(0, 1.0, 2.0, 0.0)), (0.0, 1.0, 1.0), (2.0, 4.0, 2.0), 0),
                with_phases(result(1), (0.0, 1.0, 0.0), (2.5, 4.0, 0.5), 640)]
     assert step_metrics(plan, results, 5.0, 1)["encoder"] == {
@@ -101,7 +101,7 @@ def test_metrics_of_images_encoded_apart() -> None:
 def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
     """One phase; and a batch whose images cannot be used, so that nothing is encoded."""
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10, 4, ((1, 4, 4),)),),
-                (GroupPlan((0,), Pack((0,)), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world"))
+                (Pack((0,), (0,), 1.0, encoders=(1,)),), 1.0, 0.9, vision=VisionPlan("world"))
     results = [result(0, PackTime(0, 1.0, 2.0, 0.0))._replace(encoder_times=(PackTime(-1, 0.0, 1.0, 0.75),)),
                result(1)._replace(encoder_times=(PackTime(-1, 0.0, 0.75, 0.0),), exchanged_bytes=640)]
     assert step_metrics(plan, results, 5.0, 1)["encoder"] == {
@@ -113,7 +113,7 @@ def test_of_a_frozen_encoder_and_of_no_image_there_is_less_to_measure() -> None:
 
 def test_metrics_of_activations_in_host_memory() -> None:
     plan = Plan("dhp", "step", ClusterSpec(2, 2, 20), (Sample("a", 10), Sample("b", 4)),
-                (GroupPlan((0,), Pack((0,)), 1.0, offload=0.25), GroupPlan((1,), Pack((1,)), 1.0)), 1.0, 0.9)
+                (Pack((0,), (0,), 1.0, offload=0.25), Pack((1,), (1,), 1.0)), 1.0, 0.9)
     results = [result(0, PackTime(0, 1.0, 2.0, 0.0))._replace(moved_bytes=640), result(1)]
     assert step_metrics(plan, results, 5.0, 1.0, 1)["offload"] == {
         "packs": 1, "largest_share": 0.25, "moved_bytes": 640}

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from dhp_ray.data.blocks import BlockOrigin
-from dhp_ray.planner.plan.types import PlanSlices, RankPack, Sample
+from dhp_ray.planner.plan.types import Pack, RankPlan, Sample
 from dhp_ray.runtime.driver import calls as relay_module
 from dhp_ray.runtime.driver.calls import Calls, Relay, shares
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
@@ -104,9 +104,9 @@ def test_each_rank_has_its_own_slice_and_the_blocks_that_it_needs(group: WorkerG
     index = RowIndex({name: (blocks[place], row) for name, (place, row) in
                       {"a": (1, 5), "b": (0, 0), "c": (1, 2), "d": (2, 4)}.items()},
                      {block: BlockOrigin(f"node {number}") for number, block in enumerate(blocks, 1)})
-    packs = [RankPack(number, (), tuple(Sample(name, 1) for name in names), (), 1.0)
+    packs = [Pack((), (), 1.0, index=number, samples=tuple(Sample(name, 1) for name in names))
              for number, names in enumerate(("ab", "cd", "c"))]
-    slices = PlanSlices(1, 0, (), tuple(packs), ([], [0, 2], [1]), ([], [], []))
+    slices = [RankPlan(1, 0, (), ()), RankPlan(1, 1, (), (packs[0], packs[2])), RankPlan(1, 2, (), (packs[1],))]
     assert group.collect(group.prefetch(slices, index)) == [
         {}, {"node 2": "second [2, 5]", "node 1": "first [0]"}, {"node 2": "second [2]", "node 3": "third [4]"}]
 
@@ -177,8 +177,8 @@ def test_what_cannot_be_passed_on_is_told(group: WorkerGroup) -> None:
         group.call("no_such_method")
 
 
-def test_slices_that_cannot_be_cut_are_told(group: WorkerGroup) -> None:
-    for_two = PlanSlices(1, 0, (), (), ([], []), ([], []))
+def test_slices_that_cannot_be_sent_are_told(group: WorkerGroup) -> None:
+    for_two = [RankPlan(1, rank, (), ()) for rank in range(2)]
     with pytest.raises(GroupError, match=r"^the relay of ranks 1 to 2: zip\(\) argument 2 is shorter"):
         group.collect(group.prefetch(for_two, RowIndex({}, {})))
     assert group.call("run", 1) == [0, 1, 2]

@@ -18,7 +18,7 @@ from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import GroupPlan, Pack, Plan, RankPlan, Sample, encoded_images, planned_samples
+from dhp_ray.planner.plan.types import Pack, Plan, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker import prefetch
 from dhp_ray.runtime.worker.prefetch import Patches, encoded_grids, futures_of, load_inputs, num_decoders, payload_of
@@ -78,7 +78,7 @@ def many_rows(folder: Path) -> tuple[pa.Table, list[int]]:
 def plan_apart(samples: list[Sample]) -> Plan:
     """Two packs on ranks 0 and 1 and one on rank 0, their images encoded apart from them by three ranks."""
     packs = (((0, 1), range(5)), ((0,), range(5, 9)), ((1, 0), range(9, 12)))
-    groups = tuple(GroupPlan(ranks, Pack(tuple(rows)), 1.0, encoders=tuple(
+    groups = tuple(Pack(ranks, tuple(rows), 1.0, encoders=tuple(
         ranks[0] for row in rows for _ in samples[row].vision_grids)) for ranks, rows in packs)
     plan = with_images_apart(Plan("listed", "step", ClusterSpec(3, 3, 10**5), tuple(samples), groups, 1.0, 1.0))
     plan.validate()
@@ -202,7 +202,7 @@ def test_of_an_image_in_parts_a_rank_keeps_its_own(tmp_path: Path) -> None:
     record, adapter = film_record(tmp_path, max_image_tokens=0), rough_model()
     sample = sample_of(record)
     assert sample.vision_grids == ((1, 6, 4), (4, 4, 6))
-    groups = (GroupPlan((0,), Pack((0,)), 1.0, encoders=(0, 0)),)
+    groups = (Pack((0,), (0,), 1.0, encoders=(0, 0)),)
     plan = with_images_apart(Plan("listed", "step", ClusterSpec(3, 3, 10**5), (sample,), groups, 1.0, 1.0))
     plan = with_splits(plan, {1: (2, 0, 1)})
     whole, found = payload_of(record, (True, True), PROCESSOR).pixels[1], []
