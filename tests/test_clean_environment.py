@@ -26,8 +26,9 @@ NEED_MORE = ["tests/train/test_placeholders.py", "tests/train/test_random_plans.
              "tests/train/test_random_plans_apart.py", "tests/train/test_greedy.py", "tests/train/test_lora_plans.py",
              "tests/train/state/test_failed_saves.py", "tests/train/test_unused_parts.py",
              "tests/train/test_activation_offload_plans.py", "tests/train/test_layer_recomputation.py",
-             "tests/model/test_merge.py", "tests/planner/test_figures.py", "tests/planner/test_plan_job.py"]
-"""They configure a run, by OmegaConf, or draw, by matplotlib."""
+             "tests/model/test_merge.py", "tests/model/test_build.py", "tests/planner/test_figures.py",
+             "tests/planner/test_plan_job.py"]
+"""They configure a run, by OmegaConf, evaluate a model, which reads images, or draw, by matplotlib."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"--ignore={path}" for path in NEED_MORE)]
 COMMANDS = {
     "planner": [*PYTEST, "tests/planner"],
