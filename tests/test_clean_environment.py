@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCH, TRANSFORMERS = "2.11.0", "5.17.0"
-PACKAGES = [f"transformers=={TRANSFORMERS}", "numpy", "numba", "pyarrow", "safetensors", "pyyaml"]
+PACKAGES = [f"transformers=={TRANSFORMERS}", "numpy", "numba", "msgspec", "pyarrow", "safetensors", "pyyaml"]
 FOR_TESTS = ["pytest>=9", "pytest-timeout", "hypothesis", "peft>=0.19"]
 NEEDED_GB = 8
 """With CUDA's libraries, which the registry's torch brings along: 2.7 GB to fetch, and 5 GB installed."""

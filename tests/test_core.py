@@ -8,7 +8,7 @@ import grimp
 import pytest
 
 CORE = ("planner", "comm", "model", "train", "compatibility")
-ALLOWED = {"torch", "transformers", "numpy", "numba", "pyarrow", "safetensors", "yaml"}
+ALLOWED = {"torch", "transformers", "numpy", "numba", "msgspec", "pyarrow", "safetensors", "yaml"}
 DEVICES = {"torch_npu", "liger_kernel", "triton", "cuda"}
 """Imported only on the device that it is for."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.planner import PLANNERS, ClusterSpec, CostModel, Sample, plan_batch
-from dhp_ray.schema import PLANNERS as NAMES
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.schema import PLANNERS
 from tests.checkout import job_of
 
 JOB = Path(__file__).parents[2] / "jobs" / "plan.py"
@@ -103,7 +103,6 @@ def test_fixed_costs_are_printed_and_are_not_idle(lengths, tmp_path, capsys):
 
 
 def test_help_names_every_planner():
-    assert tuple(PLANNERS) == NAMES
     text = subprocess.run([sys.executable, str(JOB), "--help"], check=True, capture_output=True, text=True).stdout
     assert all(name in text for name in (*PLANNERS, *(f"{key}=" for key in job.DEFAULTS)))
 
