@@ -67,7 +67,7 @@ class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
 class Machine(NamedTuple):
     """The cluster and its costs (`CostModel.rates`).
 
-    uniform: all ranks have speed 1. slowest, fastest: the speeds of these ranks. tokens_per_rank: for packs of several
+    uniform: all ranks have speed 1. tokens_per_rank: for packs of several
     sequences (`cheap_tokens`). most_tokens_per_rank: for a single sequence.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
@@ -81,8 +81,6 @@ class Machine(NamedTuple):
     tokens_per_rank: int
     most_tokens_per_rank: int
     uniform: bool
-    slowest: float
-    fastest: float
     rates: Rates
 
 
@@ -270,33 +268,25 @@ class Problem:
             self.cluster.most_tokens_per_rank if self.joins_most else cheap_tokens(self.cost, self.cluster),
             self.cluster.most_tokens_per_rank,
             bool((speeds == 1.0).all()),
-            float(speeds.min()),
-            float(speeds.max()),
             self.cost.rates(len(speeds), self.cluster.layer_share),
         )
 
     @cached_property
     def nominal_machine(self) -> Machine:
         """The cluster without its speeds, for planners that ignore them."""
-        return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True, slowest=1.0, fastest=1.0)
+        return self.machine._replace(speeds=np.ones(self.cluster.num_ranks), uniform=True)
 
 
-def packed(problem: Problem, packs: Packs, deals_images: bool = True) -> Items:
-    """Make every pack of sequences an item. `deals_images`: its images are dealt to ranks as they will be; if false,
-    they count as dealt out evenly, which is quicker.
-    """
+def packed(problem: Problem, packs: Packs) -> Items:
+    """Make every pack of sequences an item, whose images count as dealt out evenly."""
     items, first = problem.items, packs.first[:-1]
     tokens, language, attention, vision, host = (
         np.add.reduceat(array[packs.rows], first)
         for array in (items.tokens, items.language_s, items.attention_s, items.vision_s, items.host_s)
     )
     image = np.maximum.reduceat(items.image_s[packs.rows], first)
-    if deals_images:
-        fullest = _fullest_s(packs.rows, packs.first, problem.first_image, problem.all_image_s,
-                             problem.all_image_patches, problem.cluster.num_ranks)
-    else:
-        fullest = _evenly_s(vision, image)
-    return items_of(tokens, language, attention, vision, image, host, fullest, problem.cluster.most_tokens_per_rank)
+    return items_of(tokens, language, attention, vision, image, host, _evenly_s(vision, image),
+                    problem.cluster.most_tokens_per_rank)
 
 
 def _fullest_s(

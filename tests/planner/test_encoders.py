@@ -90,7 +90,7 @@ def test_a_member_takes_neighbouring_entries_of_a_video():
 @given(st.lists(st.lists(st.sampled_from([0, 1, 4, 5, 16]), max_size=20), min_size=1, max_size=8),
        st.integers(1, DEGREES + 3), st.booleans(), st.randoms(use_true_random=False))
 def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree, has_vision_cost, random):
-    """Of single sequences and of packs, up to DEGREES ranks. On more the search takes images as dealt out evenly."""
+    """Single sequences on up to DEGREES ranks. On more, and of packs, baselines take images as dealt out evenly."""
     vision_s = 3e-3 if has_vision_cost else 0.0
     cost = CostModel(1e-9, 1e-4, 100.0, 0.0, {2: 1e6}, encoder_pass_s=0.01 * has_vision_cost, vision_linear_s=vision_s)
     samples = [Sample(str(row), random.randint(1, 90), 0, tuple((1, 1, patches) for patches in of_sample))
@@ -105,7 +105,7 @@ def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree
         schedule = Schedule(rows, begins, np.tile(np.arange(degree), count), firsts_of([degree] * count),
                             np.zeros(count, dtype=np.int64))
         found, priced = times_at(items, degree, problem.machine), times_of(problem, schedule).pack_s
-        if degree <= DEGREES:
+        if degree <= DEGREES and items is problem.items:
             np.testing.assert_allclose(found, priced, rtol=1e-12)
         else:
             assert (found <= priced * (1 + 1e-12)).all()

@@ -243,7 +243,7 @@ def test_resident_bytes_by_hand() -> None:
     assert model("3B", world_size=2, sync="micro_batch").resident()["parameters"] == 4 * half
     frozen = model("3B", world_size=2, frozen=("language",)).resident()
     assert frozen["parameters"] == 2 * size
-    assert frozen["gradients"] == 6 * model("3B").shape.parameters_by_part()["vision"]
+    assert frozen["gradients"] == 6 * model("3B").shape.num_parameters(without=["language"])
 
 
 def test_the_loss_holds_what_the_memory_model_counts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
 
@@ -30,8 +30,12 @@ def slow_fill(problem: Problem, limit_s: float, least: int) -> list[tuple[int, l
                 if sum(tokens[one] for one in [*rows, row]) <= degree * cluster.tokens_per_rank
                 and seconds([*rows, row], degree) <= limit_s]
         if fits:
-            rooms = [min((limit_s - seconds(pack[1], pack[0])) * pack[0], cost.linear_s * max(tokens)) for pack in fits]
-            fits[max(place for place, room in enumerate(rooms) if room == min(rooms))][1].append(row)
+            rooms = [min((limit_s - seconds(rows, degree)) / seconds([row], degree) * cost.linear_s * tokens[row],
+                         cost.linear_s * max(tokens)) for degree, rows in fits]  # the work that they have time for
+            least_room = min(rooms)
+            if least_room < cost.linear_s * max(tokens) and sum(room < least_room + 1e-9 for room in rooms) > 1:
+                reject()  # which of two equal sums is less is a matter of rounding
+            fits[max(place for place, room in enumerate(rooms) if room == least_room)][1].append(row)
             continue
         left = cluster.num_ranks - sum(degree for degree, _ in packs)
         for degree in range(max(1, min(least, left)), left + 1):

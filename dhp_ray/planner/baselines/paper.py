@@ -35,7 +35,7 @@ def paper_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
     """The published planner with packs of at most `pack_cap` tokens a rank and minimum degrees from `degree_cap`."""
     cluster, tokens = problem.cluster, problem.items.tokens
     packs = best_fit_decreasing(tokens, capacities(tokens, degrees_at(tokens, degree_cap, cluster.num_ranks), pack_cap))
-    items = packed(problem, packs, deals_images=False)
+    items = packed(problem, packs)
     degrees = degrees_at(items.tokens, degree_cap, cluster.num_ranks)
     items.minimum_degree = degrees
     return dealt(problem, packs, items, first_fit(degrees, cluster.num_ranks)[0])

@@ -19,7 +19,6 @@ import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, powers_of_two, tuned
 from dhp_ray.planner.baselines.paper import dealt, first_fit
-from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
@@ -63,20 +62,9 @@ def by_length_at(runs: int, rounded: bool, problem: Problem, pack_cap: int, degr
         micro_batch.append(count + of_pack)
         count += added
     packs = Packs(np.concatenate(all_rows), firsts_of(np.concatenate(sizes)))
-    items = packed(problem, packs, deals_images=False)
+    items = packed(problem, packs)
     items.minimum_degree = _powers(items.tokens, degree_cap, cluster.num_ranks)
     return dealt(problem, packs, items, np.concatenate(micro_batch), powers=True)
-
-
-def packed_to(problem: Problem, cap: int) -> list[Schedule]:
-    """The schedules of baselines that take little time, with packs of `cap` tokens a rank: powers of two; and static
-    layouts with the least degree, and with two and four times that inside a node, since sequences leave less of their
-    memory unused.
-    """
-    memory, least = problem.cluster.tokens_per_rank, least_degree_of([problem])
-    degrees = [factor * least for factor in (1, 2, 4)
-               if factor == 1 or factor * least <= min(problem.machine.ranks_per_node, problem.cluster.num_ranks)]
-    return [*(uniform(problem, Layout(degree, cap)) for degree in degrees), pow2_at(problem, cap, memory)]
 
 
 def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
@@ -90,7 +78,7 @@ def pow2_at(problem: Problem, pack_cap: int, degree_cap: int) -> Schedule:
         packs = packs._replace(rows=rows[packs.rows])
         all_rows.append(packs.rows)
         sizes.append(np.diff(packs.first))
-        times.append(times_at(packed(problem, packs, deals_images=False), each, machine))
+        times.append(times_at(packed(problem, packs), each, machine))
         degree.append(np.full(len(sizes[-1]), each))
     seconds, need = np.concatenate(times), np.concatenate(degree)
     order = np.lexsort((-need, -seconds))

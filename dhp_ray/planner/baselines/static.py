@@ -72,7 +72,7 @@ def uniform(problem: Problem, layout: Layout) -> Schedule:
     cluster, by_micro_batch, degree = problem.cluster, problem.sync == "micro_batch", layout.degree
     num_groups = cluster.num_ranks // degree
     packs = best_fit_decreasing(problem.items.tokens, capacities(problem.items.tokens, degree, layout.pack_cap))
-    times = times_at(packed(problem, packs, deals_images=False), degree, problem.nominal_machine)
+    times = times_at(packed(problem, packs), degree, problem.nominal_machine)
     order = np.argsort(-times, kind="stable")
     count = np.arange(len(order))
     # packs are sorted by time, so those of a micro-batch take about the same time

@@ -12,26 +12,11 @@ member with the fewest patches always has room for one more image.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.schedule import Schedule
-
-
-class Images(NamedTuple):
-    """Seconds of images on a nominal rank: those of sequence i from `first[i]` on, longest first."""
-
-    first: np.ndarray
-    seconds: np.ndarray
-
-
-def longest_first(first_image: np.ndarray, all_image_s: np.ndarray) -> Images:
-    """The images of a batch: those of sequence i are given from `first_image[i]` on."""
-    row = np.repeat(np.arange(len(first_image) - 1), np.diff(first_image))
-    return Images(first_image, all_image_s[np.lexsort((-all_image_s, row))])
 
 
 @compiled

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,6 @@ class ModelShape:
     def num_parameters(self, without: Collection[str] = ()) -> int:
         """Number of all parameters, or of those in parts that are not in `without`."""
         return sum(unit.num_parameters * unit.count for unit in self.units() if unit.part not in without)
-
-    def parameters_by_part(self) -> Mapping[str, int]:
-        return {part: self.num_parameters(without={"vision", "language"} - {part}) for part in ("vision", "language")}
 
 
 def _checked(kind: type, tree: Any, where: str) -> dict[str, Any]:

@@ -140,6 +140,19 @@ def _judge(batch: Batch, state: State, now: np.ndarray, one: int, other: int) ->
 
 
 @inner
+def _pays(batch: Batch, state: State, now: np.ndarray, a: int, b: int) -> bool:
+    """Time two changed packs again; if that is not better, they have their former seconds again."""
+    of_a, of_b = (state.time[a], state.encode[a], state.rest[a]), (state.time[b], state.encode[b], state.rest[b])
+    retime(batch, state, a)
+    retime(batch, state, b)
+    if _judge(batch, state, now, a, b):
+        return True
+    state.time[a], state.encode[a], state.rest[a] = of_a
+    state.time[b], state.encode[b], state.rest[b] = of_b
+    return False
+
+
+@inner
 def _exchange(batch: Batch, state: State, now: np.ndarray, row: int, pack: int, other: int) -> bool:
     """Give a sequence to a pack, for `other` (-1: for nothing), if that is better."""
     giver = state.pack_of[row]
@@ -148,20 +161,14 @@ def _exchange(batch: Batch, state: State, now: np.ndarray, row: int, pack: int, 
         return False
     if state.sums[giver, TOKENS] - tokens > state.degree[giver] * batch.capacity:
         return False
-    mine = state.time[giver], state.encode[giver], state.rest[giver]
-    others = state.time[pack], state.encode[pack], state.rest[pack]
     put(batch, state, row, pack)
     if other >= 0:
         put(batch, state, other, giver)
-    retime(batch, state, giver)
-    retime(batch, state, pack)
-    if _judge(batch, state, now, giver, pack):
+    if _pays(batch, state, now, giver, pack):
         return True
     put(batch, state, row, giver)
     if other >= 0:
         put(batch, state, other, pack)
-    state.time[giver], state.encode[giver], state.rest[giver] = mine
-    state.time[pack], state.encode[pack], state.rest[pack] = others
     return False
 
 
@@ -211,15 +218,8 @@ def _take_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray,
     most = state.degree[other] - least
     number = 1 + (_below(random, most) if _below(random, 3) == 0 else 0)
     _hand_over(batch, state, random, other, pack, number)
-    if state.sums[other, TOKENS] <= state.degree[other] * batch.capacity:
-        mine = state.time[pack], state.encode[pack], state.rest[pack]
-        others = state.time[other], state.encode[other], state.rest[other]
-        retime(batch, state, pack)
-        retime(batch, state, other)
-        if _judge(batch, state, now, pack, other):
-            return True
-        state.time[pack], state.encode[pack], state.rest[pack] = mine
-        state.time[other], state.encode[other], state.rest[other] = others
+    if state.sums[other, TOKENS] <= state.degree[other] * batch.capacity and _pays(batch, state, now, pack, other):
+        return True
     for _ in range(number):  # the last ones were handed over
         state.degree[pack] -= 1
         state.ranks[other, state.degree[other]] = state.ranks[pack, state.degree[pack]]
@@ -236,16 +236,10 @@ def _swap_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray,
         return False
     own, others = state.ranks[pack], state.ranks[other]
     place, of_other = _below(random, state.degree[pack]), _below(random, state.degree[other])
-    mine_s = state.time[pack], state.encode[pack], state.rest[pack]
-    others_s = state.time[other], state.encode[other], state.rest[other]
     own[place], others[of_other] = others[of_other], own[place]
-    retime(batch, state, pack)
-    retime(batch, state, other)
-    if _judge(batch, state, now, pack, other):
+    if _pays(batch, state, now, pack, other):
         return True
     own[place], others[of_other] = others[of_other], own[place]
-    state.time[pack], state.encode[pack], state.rest[pack] = mine_s
-    state.time[other], state.encode[other], state.rest[other] = others_s
     return False
 
 
