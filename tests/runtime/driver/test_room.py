@@ -1,4 +1,4 @@
-"""What has to fit before training (strategy.py), reckoned by hand, and held against what a real rank keeps and saves."""
+"""What has to fit before training (strategy.py), reckoned by hand and held against what a real rank keeps and saves."""
 
 from __future__ import annotations
 
