@@ -48,7 +48,7 @@ def test_sequences_of_several_ranks_are_placed_like_the_slow_ones(
     samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
     problem = bounded(problem_of(samples, ClusterSpec(num_ranks, num_ranks, 8000), cost, "step"))
     target_s = problem.lower_bound_s * over
-    end_s = build(batch_of(problem), target_s, 2, False, NO_GROUPS, 0.0)[-1]
+    end_s = build(batch_of(problem), target_s, np.inf, 2, False, NO_GROUPS, 0.0)[-1]
     assert end_s == pytest.approx(slow_end_s(problem, target_s, 2))
 
 
@@ -65,7 +65,7 @@ def test_a_plan_holds_each_sequence_once_in_memory_and_takes_the_seconds_of_the_
         return
     problem = bounded(problem_of(samples, cluster, cost, "step"))
     batch, bound_s, least = batch_of(problem), problem.lower_bound_s - cost.fixed_s, min(least, num_ranks)
-    schedule = shortest_under_targets(batch, bound_s, np.inf, least, False)
+    schedule, _ = shortest_under_targets(batch, bound_s, np.inf, least, False)
     assert schedule is not None
     assert sorted(schedule.rows.tolist()) == list(range(len(samples)))
     held = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
@@ -73,5 +73,5 @@ def test_a_plan_holds_each_sequence_once_in_memory_and_takes_the_seconds_of_the_
     assert (np.diff(schedule.first_rank) >= least).all()
     seconds = time_of(problem, schedule) - cost.fixed_s
     assert seconds >= bound_s * (1 - 1e-9)
-    shorter = shortest_under_targets(batch, bound_s, seconds * 0.999, least, True)
+    shorter, _ = shortest_under_targets(batch, bound_s, seconds * 0.999, least, True)
     assert shorter is None or time_of(problem, shorter) - cost.fixed_s <= seconds

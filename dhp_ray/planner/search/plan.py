@@ -38,7 +38,7 @@ NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
 STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
-"""Sequences x ranks of all starts, and sequences x limits of their micro-batches."""
+"""Sequences x ranks of all trials that make starts, and sequences x limits of their micro-batches."""
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
@@ -144,8 +144,6 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     best: tuple[Problem, Batch, int, bool] | None = None
 
     def is_open(way: Problem) -> bool:
-        nonlocal left
-        left -= len(problem.items) * problem.cluster.num_ranks
         may_start = left > 0 or best_s == np.inf
         return best_s > target_s and way.lower_bound_s < best_s and may_start
 
@@ -158,10 +156,13 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         return True
 
     def under_targets(way: Problem, batch: Batch, least: int, loose: bool) -> None:
-        nonlocal best
-        below_s = (best_s - fixed_s) * (1 - SHORTER)
-        if is_open(way) and add(shortest_under_targets(batch, way.lower_bound_s - fixed_s, below_s, least, loose)):
-            best = way, batch, least, loose
+        nonlocal best, left
+        if is_open(way):
+            bound_s, below_s = way.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)
+            made, trials = shortest_under_targets(batch, bound_s, below_s, least, loose)
+            left -= trials * len(problem.items) * problem.cluster.num_ranks
+            if add(made):
+                best = way, batch, least, loose
 
     searches = [Rounds(way, way.machine) for way in ways]
     for least, each in product(least_degrees(problem), searches):

@@ -26,29 +26,32 @@ def with_groups_of_the_pool(
     batch: Batch, target_s: float, pool: CachedGroups, reuse_s: float
 ) -> Schedule | None:
     """A plan under a target in which a group of the pool may waste `reuse_s` more rank-seconds than other ranks."""
-    built = build(batch, target_s, 1, False, pool, reuse_s)
-    return _schedule_of(*built[:-1]) if built[-1] <= target_s * (1 + 1e-9) else None
+    latest_s = target_s * (1 + 1e-9)
+    built = build(batch, target_s, latest_s, 1, False, pool, reuse_s)
+    return _schedule_of(*built[:-1]) if built[-1] <= latest_s else None
 
 
 def shortest_under_targets(
     batch: Batch, bound_s: float, below_s: float, least: int, loose: bool
-) -> Schedule | None:
+) -> tuple[Schedule | None, int]:
     """The shortest plan of a bisection of the target, whose packs have at least `least` ranks (`loose`: or one, if that
-    ends by the target); none if one trial finds nothing shorter than `below_s`."""
-    low_s, high_s, found = bound_s, below_s, None
+    ends by the target); none if one trial finds nothing shorter than `below_s`. And the number of trials."""
+    low_s, high_s, found, trials = bound_s, below_s, None, 0
     target_s = bound_s * (1 + FIRST) if below_s == np.inf else below_s
-    for step in range(STEPS):
-        built = build(batch, target_s, least, loose, NO_GROUPS, 0.0)
+    while found is None or trials < STEPS:
+        trials += 1
+        next_s = bound_s * (1 + FIRST * 4**trials)  # if all is later, it is tried next
+        built = build(batch, target_s, min(high_s, max(target_s, next_s)), least, loose, NO_GROUPS, 0.0)
         if built[-1] < high_s:
             found, high_s = built, built[-1]
         if found is None and below_s < np.inf:
-            return None
+            break
         if built[-1] > target_s * (1 + 1e-9):
             low_s = target_s
         if low_s * (1 + TOLERANCE) >= high_s:
             break
-        target_s = min((low_s + high_s) / 2, bound_s * (1 + FIRST * 4 ** (step + 1)))
-    return None if found is None else _schedule_of(*found[:-1])
+        target_s = min((low_s + high_s) / 2, next_s)
+    return (None if found is None else _schedule_of(*found[:-1])), trials
 
 
 def _schedule_of(
@@ -63,9 +66,10 @@ def _schedule_of(
 
 @compiled
 def build(
-    batch: Batch, target_s: float, least: int, loose: bool, pool: CachedGroups, reuse_s: float
+    batch: Batch, target_s: float, latest_s: float, least: int, loose: bool, pool: CachedGroups, reuse_s: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """All packs under a target, and their makespan."""
+    """All packs under a target, and their makespan: infinite, and the rest left out, once a sequence cannot end by
+    `latest_s`."""
     num_ranks, count = len(batch.speeds), len(batch.by_work)
     # rooms: the ends of the ranks, and gaps before packs of several ranks
     size = num_ranks + 64
@@ -93,9 +97,10 @@ def build(
                     late, late_s = room, end_s
         room = best
         if room < 0:
-            most = late_s if late >= 0 else np.inf
             found_d, start_s, end_s = _ranks(
-                batch, row, at[:num_ranks], target_s, most, least, pool, reuse_s, chosen)
+                batch, row, at[:num_ranks], target_s, min(late_s, latest_s), least, pool, reuse_s, chosen)
+            if found_d == 0 and late_s > latest_s:
+                break
             if found_d > 0:
                 if len(ranks) < first[num_packs] + found_d:
                     ranks = np.concatenate((ranks, np.zeros(len(ranks) + found_d, np.int64)))
@@ -109,7 +114,7 @@ def build(
                         rank_of[num_rooms], at[num_rooms], until[num_rooms] = rank, at[rank], start_s
                         pack_at[num_rooms] = pack_at[rank]
                         num_rooms += 1
-                    at[rank], pack_at[rank] = end_s, num_packs if found_d == 1 else -1
+                    at[rank], pack_at[rank] = end_s, -1
                 pack_of[row], start[num_packs], degree[num_packs] = num_packs, start_s, found_d
                 tokens[num_packs] = item.tokens
                 num_packs += 1
@@ -128,8 +133,8 @@ def build(
             first[num_packs] = first[num_packs - 1] + 1
         pack_of[row], tokens[pack] = pack, tokens[pack] + item.tokens
         at[room] += alone_s
-    return (pack_of, start[:num_packs], degree[:num_packs], first[: num_packs + 1], ranks[: first[num_packs]],
-            at[:num_ranks].max())
+    seconds = at[:num_ranks].max() if (pack_of >= 0).all() else np.inf
+    return pack_of, start[:num_packs], degree[:num_packs], first[: num_packs + 1], ranks[: first[num_packs]], seconds
 
 
 @inner
@@ -146,29 +151,36 @@ def _ranks(
     batch: Batch, row: int, free: np.ndarray, target_s: float, late_s: float, least_degree: int, pool: CachedGroups,
     reuse_s: float, chosen: np.ndarray
 ) -> tuple[int, float, float]:
-    """(degree, start, end) of a sequence on several ranks, which are written to `chosen`; degree 0 if one rank, on
-    which it ends at `late_s`, is no later than any several."""
+    """(degree, start, end) of a sequence on several ranks, which are written to `chosen`; degree 0 if it ends on none
+    by the target or before `late_s`."""
     item, num_ranks, fastest = batch.items[row], len(free), batch.speeds.max()
     by_free = ascending(free)
+    by_node, so_far = by_free[ascending(batch.node[by_free])], 0
     num_nodes = batch.node.max() + 1 if batch.nodes_matter else 0
-    least_d = max(1 if late_s == np.inf else 2, item.minimum_degree, least_degree)
-    from_d = max(least_d, int(item.language_s / (target_s * fastest)))
+    least_d = max(2, item.minimum_degree, least_degree)
+    from_d, most_d = num_ranks + 1, 0  # the first degree that may end by the target, the last that may be of use
+    for degree in range(least_d, num_ranks + 1):
+        across = batch.nodes_matter and degree > batch.node_size
+        soonest_s = free[by_free[degree - 1]] + time_s(item, degree, across, fastest, batch.rates[degree])
+        if soonest_s <= target_s or soonest_s < late_s:
+            most_d = degree
+        if soonest_s <= target_s:
+            from_d = min(from_d, degree)
     least, best_d, best_start, best_end, late = np.inf, 0, 0.0, 0.0, True
     start_of, slowest_of = np.zeros(num_ranks), np.zeros(num_ranks)
     listed, alike = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     speed, before = np.zeros(num_ranks + 1), np.zeros(num_ranks + 1)  # sums: of speeds, and of work before each is free
-    for number in range(num_nodes + (1 if batch.uniform else 2)):
+    for number in range(0 if batch.uniform else -1, num_nodes + 1):
         size = num_ranks
-        if number == 0:
-            listed[:] = by_free
-        elif number > num_nodes:
+        if number < 0:
             listed[:] = ascending(-batch.speeds)
+        elif number == 0:
+            listed[:] = by_free
         else:
             size = 0
-            for rank in by_free:
-                if batch.node[rank] == number - 1:
-                    listed[size] = rank
-                    size += 1
+            while so_far < num_ranks and batch.node[by_node[so_far]] == number - 1:
+                listed[size] = by_node[so_far]
+                size, so_far = size + 1, so_far + 1
         for place in range(size):
             rank = listed[place]
             speed[place + 1] = speed[place] + batch.speeds[rank]
@@ -176,9 +188,10 @@ def _ranks(
             same = place > 0 and batch.node[listed[place]] == batch.node[listed[place - 1]]
             alike[place] = alike[place - 1] + 1 if same else 1
         first_d = least_d if late else from_d
-        for degree in range(first_d, size + 1):
+        for degree in range(first_d, min(size, most_d) + 1):
             rate = batch.rates[degree]
-            inside_s = time_s(item, degree, False, fastest, rate)
+            across_s = time_s(item, degree, batch.nodes_matter, fastest, rate)
+            inside_s = across_s if degree > batch.node_size else time_s(item, degree, False, fastest, rate)
             if not late and degree >= from_d and degree * inside_s * fastest >= least:
                 break
             for last in range(size - 1, size if batch.uniform else degree - 2, -1):  # of so many ranks up to this one
@@ -195,7 +208,9 @@ def _ranks(
             for last in range(degree - 1, size):
                 start_s, slowest = (free[listed[last]], 1.0) if batch.uniform else (start_of[last], slowest_of[last])
                 crosses = batch.nodes_matter and alike[last] < degree
-                seconds = time_s(item, degree, crosses, slowest, rate) if crosses or slowest != fastest else inside_s
+                seconds = across_s if crosses else inside_s
+                if slowest != fastest:
+                    seconds = time_s(item, degree, crosses, slowest, rate)
                 end_s = start_s + seconds
                 if end_s <= target_s:
                     first = last + 1 - degree
@@ -207,7 +222,9 @@ def _ranks(
                 if late and end_s < late_s:
                     late_s, best_d, best_start, best_end = end_s, degree, start_s, end_s
                     chosen[:degree] = listed[last - degree + 1 : last + 1]
-                if batch.uniform and not batch.nodes_matter:
+                # the soonest end of this window, and of all after it where ranks are listed as they become free
+                soonest_s = start_s + inside_s
+                if number >= 0 and soonest_s > target_s and (not late or soonest_s >= late_s):
                     break
     for group in range(len(pool.first) - 1):
         ranks = pool.ranks[pool.first[group] : pool.first[group + 1]]
