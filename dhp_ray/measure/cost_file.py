@@ -9,7 +9,6 @@ several ranks are derived from the model's shape and what is known of the device
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -172,11 +171,14 @@ def measured_cost(
         errors["rings"] = _of_packs(ring)
         fits["packs on several ranks"] = ring
     constants["group_s"] = derived.group_s
-    if group_s := _group_s(results.get("groups", ())):
-        constants["group_s"] = shown["group_s"] = statistics.median(group_s)
+    if groups := [result.group_s for result in results.get("groups", ()) if result.group_s]:
+        slowest_s = np.array(groups).max(axis=0)  # of the members, in each repeat
+        constants["group_s"] = shown["group_s"] = float(np.median(slowest_s))
     else:
         not_measured.append("group_s")
-    constants |= _memory(results.get("memory", ()), memory)
+    pack_bytes = sum(memory.memory(memory.worst_load(spec.sizes.max_tokens)).pack.values())
+    constants |= {"resident_bytes": float(sum(memory.resident().values())),
+                  "memory_bytes_per_token": pack_bytes / spec.sizes.max_tokens}
     cost = CostModel(**constants, name=name, communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory),
                      source=f"jobs/measure.py on {device_words(origin.device)}")
     apart = with_encoder_apart(cost, memory, spec.sizes.max_tokens)
@@ -215,26 +217,6 @@ def _bandwidth(links: Links, ring: Fit | None, derived: CostModel) -> tuple[dict
         found["inter"] = {degree: min(rate, max(rate * across / inside, across / slowness))
                           for degree, rate in found["intra"].items()}
     return {"intra": found.get("intra", found["inter"]), "inter": found["inter"]}, missing
-
-
-def _group_s(results: Sequence[PartResult]) -> list[float]:
-    """For the smallest groups, the seconds of the slowest member in each repeat."""
-    tables = [result.group_s for result in results if result.group_s]
-    if not tables:
-        return []
-    degree = min(min(table) for table in tables)
-    return np.array([table[degree] for table in tables if degree in table]).max(axis=0).tolist()  # type: ignore[no-any-return]
-
-
-def _memory(results: Sequence[PartResult], memory: MemoryModel) -> dict[str, Any]:
-    """Bytes of a token from the highest peak of the largest pack on any rank; the resident state is the memory model's.
-    """
-    found: dict[str, Any] = {"resident_bytes": float(sum(memory.resident().values()))}
-    peaks = [result.peaks for result in results if result.peaks]
-    if peaks:
-        tokens, highest = peaks[0][-1][0], max(of_rank[-1][1] for of_rank in peaks)
-        found["memory_bytes_per_token"] = highest / tokens
-    return found
 
 
 def _version(package: str) -> str:

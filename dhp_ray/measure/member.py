@@ -1,15 +1,13 @@
-"""One rank that measures: it runs rounds, passes messages, makes process groups, and reads its peak memory."""
+"""One rank that measures: it runs rounds, passes messages and makes process groups."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, zip_longest
 from math import prod
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +17,7 @@ from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.progress import StreamTimestamp
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import GroupPool
-from dhp_ray.measure.rounds import TEXT_BESIDE_IMAGES, Exchanged, PartResult, Spec, StepTiming
+from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.loss import IGNORED
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.cost.work import BACKWARD, ENCODE
@@ -63,8 +61,6 @@ class Member:
                 return PartResult(exchanged=self._exchanges())
             case "groups":
                 return PartResult(group_s=self._group_seconds())
-            case "memory":
-                return PartResult(peaks=self._peaks())
         rounds, found = self.spec.rounds(part), []
         for number, plan in enumerate(rounds, 1):
             found.append(self.repeats(plan))
@@ -121,35 +117,18 @@ class Member:
             times.append(StreamTimestamp(device).since_s(begin))
         return statistics.median(times[2:])
 
-    def _group_seconds(self) -> dict[int, list[float]]:
-        """Measure the seconds that this rank takes to make a group of each degree, with its first exchange."""
-        found: dict[int, list[float]] = {}
-        for degree in self.spec.degrees() or [2]:
-            groups = self.spec.groups(degree)[:1] or self.spec.pairs_across()[:1]
-            times = []
-            for _ in range(GROUP_TIMES):
-                pool = GroupPool(1, self.timeout, self.accelerator, self.stepper.engine.progress)
-                self._of_all(0.0)
-                begin = perf_counter()
-                pool.prepare(groups)
-                times.append(perf_counter() - begin)
-                pool.clear()
-            if any(self.rank in ranks for ranks in groups):
-                found[degree] = times
-        return found
-
-    def _peaks(self) -> list[tuple[int, float]]:
-        """Measure packs of growing size: (tokens, peak bytes of a step above those held before it). Empty if the system
-        does not report memory.
-        """
-        most, device, found = self.spec.sizes.max_tokens, self.stepper.device, []
-        for tokens in (max(1, most // 4), most) if most > TEXT_BESIDE_IMAGES else (most,):
-            before = _reset_peak(device)
-            if before is None:
-                return []
-            self.repeats(self.spec.plan_of([((rank,), ((tokens, ()),)) for rank in range(self.spec.num_ranks)]))
-            found.append((tokens, max(0.0, _peak(device) - before)))
-        return found
+    def _group_seconds(self) -> list[float]:
+        """Measure the seconds that this rank takes to make a group of two, with its first exchange."""
+        groups = (self.spec.groups(2) or self.spec.pairs_across())[:1]
+        times = []
+        for _ in range(GROUP_TIMES):
+            pool = GroupPool(1, self.timeout, self.accelerator, self.stepper.engine.progress)
+            self._of_all(0.0)
+            begin = perf_counter()
+            pool.prepare(groups)
+            times.append(perf_counter() - begin)
+            pool.clear()
+        return times if self.rank in groups[0] else []
 
 
 def payload_of(sample: Sample, adapter: VisionLanguageModel, encoded_here: Sequence[bool]) -> Payload:
@@ -169,27 +148,3 @@ def payload_of(sample: Sample, adapter: VisionLanguageModel, encoded_here: Seque
               for grid, here in zip(sample.vision_grids, encoded_here)]
     return Payload(input_ids=ids.astype(np.int32), labels=labels.astype(np.int32),
                    grids=np.array(sample.vision_grids, np.int64).reshape(-1, 3), pixels=list(pixels))
-
-
-def _reset_peak(device: torch.device) -> float | None:
-    """Reset the peak and return the bytes held now; None if the system does not report them."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.reset_peak_memory_stats()
-        return float(module.memory_allocated())
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM becomes VmRSS
-        return _status("VmRSS")
-    return None
-
-
-def _peak(device: torch.device) -> float:
-    """Peak bytes since `_reset_peak`."""
-    if device.type != "cpu":
-        return float(torch.get_device_module(device).max_memory_allocated())
-    return _status("VmHWM")
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -33,8 +33,8 @@ MIXED, MIXED_QUICK = 14, 6
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups", "memory")
-"""What is measured; the last three have no rounds (`member.py`)."""
+PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups")
+"""What is measured; the last two have no rounds (`member.py`)."""
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
 """A pack: for each of its sequences, the number of text tokens and the grids of its images."""
@@ -181,14 +181,11 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class PartResult:
-    """What one rank reports of a part: the repeats of each round; or its exchanges, seconds to make groups by degree,
-    or (tokens, peak bytes) of packs.
-    """
+    """What one rank reports of a part: the repeats of each round; or its exchanges, or the seconds to make a group."""
 
     rounds: list[list[StepTiming]] = field(default_factory=list)
     exchanged: list[Exchanged] = field(default_factory=list)
-    group_s: dict[int, list[float]] = field(default_factory=dict)
-    peaks: list[tuple[int, float]] = field(default_factory=list)
+    group_s: list[float] = field(default_factory=list)
 
 
 def text_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:

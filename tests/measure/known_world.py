@@ -37,8 +37,7 @@ def results_of(spec: Spec, noise: float = 0.0, seed: int = 0) -> dict[str, list[
         found[part] = [PartResult(rounds=[round_[rank] for round_ in rounds]) for rank in range(spec.num_ranks)]
     for rank in range(spec.num_ranks):
         own = {"exchanges": PartResult(exchanged=_exchanged(spec, draw, noise)),
-               "groups": PartResult(group_s={2: [TRUE.group_s * (1 + place / 10) for place in range(-2, 3)]}),
-               "memory": PartResult(peaks=[(128, 2e6), (512, 1e7 + rank)])}
+               "groups": PartResult(group_s=[TRUE.group_s * (1 + place / 10) for place in range(-2, 3)])}
         for part, result in own.items():
             if part in found:
                 found[part][rank] = result

@@ -167,7 +167,7 @@ def _collected(
 
 
 def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[str]:
-    """Return the parts of session `number`; links and memory are measured only in the first one."""
+    """Return the parts of session `number`; links are measured only in the first one."""
     parts = spec.parts()
     if number == 0:
         return parts
