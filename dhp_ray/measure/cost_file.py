@@ -1,6 +1,6 @@
 """Makes a cost file from measurements: the constants, their origin, and how certain they are.
 
-    session (sync=step)          packs, images, apart, rings, ... -> constants of compute, ring, fixed_s
+    session (sync=step)          packs, images, rings, ... -> constants of compute, ring, fixed_s
     session (sync=micro_batch)   images (else packs), rings       -> fixed_s, update_s and latency_s of micro_batch
 
 If only one mode is measured, all constants are those of this mode. If there is only one rank, the constants that need
@@ -138,9 +138,7 @@ def measured_cost(
     errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute)}
     not_measured = ["forward"]
     constants |= {"forward": forward_pass_share(memory), "vision_forward": vision_forward_share(memory)}
-    if main.forward_shares:
-        constants["vision_forward"] = shown["vision_forward"] = float(np.median(main.forward_shares))
-    elif memory.shape.vision:
+    if memory.shape.vision:
         not_measured.append("vision_forward")
     fixed = {sync: fixed_of_micro_batch(of_mode.packs, compute) if sync == "micro_batch" else of_mode.fixed_s
              for sync, of_mode in seen.items()}

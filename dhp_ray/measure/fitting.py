@@ -23,7 +23,7 @@ from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.planner.cost.rates import pairs_of
 from dhp_ray.planner.cost.refit import bounded_least_squares, weighted_median
-from dhp_ray.planner.cost.work import BACKWARD, ENCODE, IMAGES, TERMS, work_of
+from dhp_ray.planner.cost.work import IMAGES, TERMS, work_of
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.results import PackTime
 
@@ -79,13 +79,11 @@ class PackSeconds:
 @dataclass
 class Observations:
     """All observations of a session. `rest_s`: for each round, the seconds of its step before and after its packs.
-    `forward_shares`: for each round with images apart, the share of the encoder's first phase in the time of both.
     `spreads`: of each median over repeats, how far the middle half of them lies apart, as a share of it.
     """
 
     packs: list[PackSeconds] = field(default_factory=list)
     rest_s: list[float] = field(default_factory=list)
-    forward_shares: list[float] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
     num_repeats: int = 0
 
@@ -112,11 +110,7 @@ def observed(spec: Spec, results: dict[str, Sequence[PartResult]]) -> Observatio
             timings = [result.rounds[number] for result in by_rank]
             found.rest_s.append(float(np.median([_rest_s(steps) for steps in zip(*timings)])))
             times = [[{time.index: time for time in step.packs} for step in of_rank] for of_rank in timings]
-            if part == "apart":
-                found.forward_shares.append(float(np.median(
-                    [_forward_share(of_rank, found) for of_rank in times if ENCODE in of_rank[0]])))
-            else:
-                _add_packs(found, plan, times)
+            _add_packs(found, plan, times)
     return found
 
 
@@ -125,13 +119,6 @@ def _rest_s(steps: Sequence[StepTiming]) -> float:
     times = [time for step in steps for time in step.packs]
     span_s = max(time.end_s for time in times) - min(time.start_s for time in times)
     return max(0.0, max(step.step_s for step in steps) - span_s)
-
-
-def _forward_share(of_rank: Sequence[dict[int, PackTime]], found: Observations) -> float:
-    forward_s, backward_s = (
-        found.median([repeat[phase].busy_s for repeat in of_rank]) if phase in of_rank[0] else 0.0
-        for phase in (ENCODE, BACKWARD))
-    return forward_s / (forward_s + backward_s)
 
 
 def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[int, PackTime]]]) -> None:

@@ -20,7 +20,6 @@ from dhp_ray.comm.transport import GroupPool
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.loss import IGNORED
 from dhp_ray.model.vision_language_model import VisionLanguageModel
-from dhp_ray.planner.cost.work import BACKWARD, ENCODE
 from dhp_ray.planner.plan.types import Plan, Sample, encoded_images
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import RankStep
@@ -71,7 +70,7 @@ class Member:
         """Run a round as often as there is time for, equally often on every rank."""
         of_rank, device = plan.rank_plan(1, self.rank), self.stepper.device
         payloads = {sample.id: payload_of(sample, self.stepper.adapter, here)
-                    for pack in (*of_rank.packs, *of_rank.encoded)
+                    for pack in of_rank.packs
                     for sample, here in zip(pack.samples, encoded_images(pack, self.rank))}
         inputs = collated(of_rank, payloads, self.stepper.adapter, self.precision, device.type != "cpu")
         if not self.warm:  # the first steps of a process take longer
@@ -85,8 +84,7 @@ class Member:
 
     def _run(self, inputs: StepInputs) -> StepTiming:
         result = self.stepper.run(inputs, 0.0)  # learning rate 0 leaves the weights unchanged
-        phases = [seen._replace(index=number) for number, seen in zip((ENCODE, BACKWARD), result.encoder_times)]
-        return StepTiming(result.step_time_s, (*result.pack_times, *phases))
+        return StepTiming(result.step_time_s, result.pack_times)
 
     def _of_all(self, number: float) -> list[float]:
         """Gather a number from every rank, in order of ranks. Every rank waits here for all others."""

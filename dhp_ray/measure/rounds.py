@@ -1,7 +1,6 @@
 """What is measured, packs from small to large in rounds (plans like those of a run), and what ranks report of them.
 
     packs, images     every rank runs the same packs, at the same time, each alone
-    apart             every rank encodes the same images in the phases around its packs (sync=step)
     rings             neighbours on a node run packs together, in groups of 2, 4, 8, ..., all
     rings across      pairs of ranks on different nodes run packs together
 
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.plan.cluster import ClusterSpec
-from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, VisionPlan
+from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample
 from dhp_ray.train.results import PackTime
 
 SHORTEST = 32
@@ -33,7 +32,7 @@ MIXED, MIXED_QUICK = 14, 6
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "apart", "rings", "rings across", "exchanges", "groups")
+PARTS = ("packs", "images", "rings", "rings across", "exchanges", "groups")
 """What is measured; the last two have no rounds (`member.py`)."""
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
@@ -96,9 +95,8 @@ class Spec:
     def parts(self) -> list[str]:
         """The parts of PARTS that can be measured here."""
         several, images = self.num_ranks > 1, bool(self.sizes.grids)
-        left_out = {"images": not images, "apart": not images or self.sync == "micro_batch",
-                    "rings": not self.degrees(), "rings across": len(set(self.nodes)) == 1, "exchanges": not several,
-                    "groups": not several}
+        left_out = {"images": not images, "rings": not self.degrees(), "rings across": len(set(self.nodes)) == 1,
+                    "exchanges": not several, "groups": not several}
         return [part for part in PARTS if not left_out.get(part)]
 
     def rounds(self, part: str) -> list[Plan]:
@@ -108,10 +106,6 @@ class Spec:
             return self._rounds(alone, text_loads(self.sizes, self.quick))
         if part == "images":
             return self._rounds(alone, image_loads(self.sizes, self.quick))
-        if part == "apart":
-            loads = [load for load in image_loads(self.sizes, self.quick) if sum(len(grids) for _, grids in load) > 1]
-            return [self.plan_of([(ranks, load) for ranks in alone], VisionPlan("world"))
-                    for load in loads[-(3 if self.quick else 8) :]]
         if part == "rings":
             return [plan for degree in self.degrees()
                     for plan in self._rounds(self.groups(degree), self._ring_loads(degree), degree)]
@@ -119,7 +113,7 @@ class Spec:
             return self._rounds(self.pairs_across(), self._ring_loads(2), 2)
         return []
 
-    def plan_of(self, packs: Sequence[tuple[tuple[int, ...], Load]], vision: VisionPlan | None = None) -> Plan:
+    def plan_of(self, packs: Sequence[tuple[tuple[int, ...], Load]]) -> Plan:
         """A plan of packs in this order. Packs of the same load have the same sequences and are in the same
         micro-batch; their images are dealt out to the ranks in turn.
         """
@@ -136,8 +130,7 @@ class Spec:
             micro_batch = list(rows).index(load) if self.sync == "micro_batch" else 0
             groups.append(Pack(ranks, rows[load], 0.0, 0.0, micro_batch, encoders))
         cluster = ClusterSpec.of_nodes(self.nodes, self.sizes.max_tokens)
-        return Plan("measured", self.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0,
-                    vision=vision or VisionPlan())
+        return Plan("measured", self.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0)
 
     def _ring_loads(self, degree: int) -> list[Load]:
         """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with
@@ -163,9 +156,7 @@ class Spec:
 
 
 class StepTiming(NamedTuple):
-    """One rank's account of one run of a round. The index of a pack's time is its number in the plan, that of an
-    encoder's phase its number in `planner/cost/work.py`.
-    """
+    """One rank's account of one run of a round. The index of a pack's time is its number in the plan."""
 
     step_s: float
     packs: tuple[PackTime, ...]

@@ -39,13 +39,13 @@ def test_a_file_that_is_written_is_read_as_it_was_fitted(tmp_path: Path) -> None
     read = CostFile.load(tmp_path / "new" / "cost.yaml")
     assert read.origin is not None
     assert difference(read.origin, origin()) == ""
-    for name in ("quadratic_s", "linear_s", "pack_s", "vision_forward"):
+    for name in ("quadratic_s", "linear_s", "pack_s"):
         assert getattr(read.cost, name) == pytest.approx(getattr(TRUE, name), rel=0.2)
     assert read.cost.comm_bytes_per_token == 3 * 2 * 2 * 128 * (2 + 2 + 4)  # layers, keys and values, heads, widths
     assert read.cost.group_s == TRUE.group_s
     assert not read.cost.estimated
     tree = yaml.safe_load((tmp_path / "new" / "cost.yaml").read_text())
-    assert tree["measured"]["derived"] == ["bandwidth_bytes_per_s.inter", "forward"]
+    assert tree["measured"]["derived"] == ["bandwidth_bytes_per_s.inter", "forward", "vision_forward"]
     inside, across = tree["bandwidth_bytes_per_s"]["intra"], tree["bandwidth_bytes_per_s"]["inter"]
     assert across == inside  # slower than what is known of those across
     assert 0 < tree["measured"]["spread"] < 0.1
@@ -78,15 +78,15 @@ def test_the_table_has_every_constant_that_was_measured() -> None:
     assert lines[0] == "known: 2 ranks of cuda NVIDIA H100, sync=step, bf16, packs of up to 2048 tokens"
     values = {words[0]: words[1:] for words in map(str.split, lines[2:-3])}
     assert set(found.constants) < set(values)
-    assert {"linear_s", "vision_forward", "latency_s.step", "group_s", "overlap"} < set(found.constants)
+    assert {"linear_s", "latency_s.step", "group_s", "overlap"} < set(found.constants)
     assert values["linear_s"] == [f"{found.cost.linear_s:.4g}", f"{100 * found.sections['errors']['linear_s']:.1f}",
                                   "%"]
     assert float(values["fixed_s.micro_batch"][0]) == pytest.approx(GATHER_S, rel=0.2)
     assert float(values["bandwidth_bytes_per_s.inter.2"][0]) == pytest.approx(1e8, rel=0.1)
     assert lines[-2].startswith(f"{found.sections['measured']['packs']} packs, ")
     assert measured(nodes=(0,)).table().splitlines()[-1] == (
-        "not measured here, but derived: bandwidth_bytes_per_s.intra, bandwidth_bytes_per_s.inter, forward, latency_s, "
-        "overlap, group_s")
+        "not measured here, but derived: bandwidth_bytes_per_s.intra, bandwidth_bytes_per_s.inter, forward, "
+        "vision_forward, latency_s, overlap, group_s")
 
 
 def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
@@ -95,14 +95,14 @@ def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
     assert (cost.bandwidth_bytes_per_s, cost.latency_s, cost.overlap, cost.group_s) == (
         KNOWN.bandwidth_bytes_per_s, KNOWN.latency_s, KNOWN.overlap, KNOWN.group_s)
     assert found.sections["measured"]["derived"] == ["bandwidth_bytes_per_s.intra", "bandwidth_bytes_per_s.inter",
-                                                     "forward", "latency_s", "overlap", "group_s"]
+                                                     "forward", "vision_forward", "latency_s", "overlap", "group_s"]
 
 
 def test_links_across_nodes_are_their_own() -> None:
     found = measured(nodes=(0, 0, 1, 1))
     assert found.cost.bandwidth_bytes_per_s["intra"][2] == pytest.approx(5e8, rel=0.1)
     assert found.cost.bandwidth_bytes_per_s["inter"][2] == pytest.approx(1e8, rel=0.1)
-    assert found.sections["measured"]["derived"] == ["forward"]
+    assert found.sections["measured"]["derived"] == ["forward", "vision_forward"]
 
 
 @pytest.mark.parametrize(("intra", "inter", "over"), [(3e9, 2e8, 0.4), (1e8, 5e7, 0.5), (1e9, 1e9, 1.0)])
@@ -122,7 +122,7 @@ def test_a_frozen_encoder_has_no_backward_pass() -> None:
     assert found.cost.vision_forward == 1.0
 
 
-def test_shares_of_the_forward_pass_that_are_not_measured_follow_from_the_passes() -> None:
+def test_shares_of_the_forward_pass_follow_from_the_passes() -> None:
     again = MemoryModel(MEMORY.shape, replace(MEMORY.settings, recomputes=True, frozen=("language",)))
     of_mode = replace(SPEC, sync="micro_batch")
     found = measured_cost([Session(of_mode, results_of(of_mode))], origin(), again, KNOWN, "known")

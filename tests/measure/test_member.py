@@ -11,7 +11,6 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
 from dhp_ray.measure.member import MESSAGE_BYTES
 from dhp_ray.measure.rounds import PartResult, Sizes, Spec
-from dhp_ray.planner.cost.work import BACKWARD, ENCODE
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.measuring import member_with
 from dhp_ray.runtime.worker.rank import Rank
@@ -43,19 +42,17 @@ def measured(
 
 def test_two_ranks_measure_every_part() -> None:
     of = spec(sizes=SMALL)
-    parts = ["packs", "apart", "rings", "exchanges", "groups"]
+    parts = ["packs", "rings", "exchanges", "groups"]
     by_rank = run_processes(measured, 2, of, [], parts, timeout_s=240)
     for found, moved in by_rank:
         assert moved == 0.0
-        for part in ("packs", "apart", "rings"):
+        for part in ("packs", "rings"):
             rounds = of.rounds(part)
             assert len(found[part].rounds) == len(rounds)
             for repeats in found[part].rounds:
                 assert len(repeats) >= 3
                 for step in repeats:
                     assert all(pack.end_s <= step.step_s for pack in step.packs)
-                    numbers = [pack.index for pack in step.packs]
-                    assert {ENCODE, BACKWARD} <= set(numbers) if part == "apart" else min(numbers) >= 0
         assert all(pack.blocked_s > 0 for step in found["rings"].rounds[0] for pack in step.packs)
         exchanged, = found["exchanges"].exchanged
         assert (exchanged.degree, exchanged.across) == (2, False)
@@ -72,15 +69,10 @@ def test_two_ranks_measure_every_part() -> None:
     ("step", ["train.freeze=[vision]"])])
 def test_every_way_to_train_is_measured(sync: str, overrides: list[str]) -> None:
     of = spec(sync=sync, sizes=SMALL)
-    parts = ["packs", "images", "rings"] + ["apart"] * (sync == "step")
-    frozen = "train.freeze=[vision]" in overrides
-    for found, moved in run_processes(measured, 2, of, overrides, parts, timeout_s=300):
+    for found, moved in run_processes(measured, 2, of, overrides, ["packs", "images", "rings"], timeout_s=300):
         assert moved == 0.0
         for step in found["images"].rounds[0]:
             assert [pack.index for pack in step.packs] == sorted(pack.index for pack in step.packs)
-        if "apart" in parts:
-            phases = [[pack.index for pack in step.packs if pack.index < 0] for step in found["apart"].rounds[0]]
-            assert phases[0] == ([ENCODE] if frozen else [ENCODE, BACKWARD])
 
 
 @pytest.mark.slow

@@ -56,8 +56,8 @@ def test_rings_have_small_packs_with_and_without_images() -> None:
 
 @pytest.mark.parametrize(("changed", "left_out"), [
     ({}, {"rings across"}), ({"num_ranks": 1}, {"rings", "rings across", "exchanges", "groups"}),
-    ({"sync": "micro_batch"}, {"rings across", "apart"}),
-    ({"sizes": SIZES._replace(grids=())}, {"rings across", "images", "apart"}),
+    ({"sync": "micro_batch"}, {"rings across"}),
+    ({"sizes": SIZES._replace(grids=())}, {"rings across", "images"}),
     ({"nodes": (0, 1)}, {"rings"})])
 def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, left_out: set[str]) -> None:
     assert set(PARTS) - set(spec(**changed).parts()) == left_out
@@ -67,13 +67,6 @@ def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:
     for plan in spec(sync="micro_batch").rounds("images"):
         assert len({(group.micro_batch, group.sequences) for group in plan.groups}) == len(plan.groups) // 2
         assert plan.rank_plan(1, 1).num_micro_batches == len(plan.groups) // 2
-
-
-def test_images_apart_are_encoded_by_the_rank_that_has_them() -> None:
-    for plan in spec().rounds("apart"):
-        assert plan.vision.apart
-        for group in plan.groups:
-            assert set(group.encoders) == set(group.ranks)
 
 
 @pytest.mark.parametrize("quick", [True, False])
