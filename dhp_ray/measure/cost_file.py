@@ -153,9 +153,10 @@ def measured_cost(
             rings[sync] = fit_ring(packs, compute, ring_bytes_per_token(memory), links,
                                    fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync))
     ring = rings.get(main_sync)
-    bandwidth, missing = _bandwidth(links, ring, derived)
+    bandwidth = _bandwidth(links, ring.constants["slowness"] if ring else 1.0, derived)
     constants["bandwidth_bytes_per_s"] = bandwidth
-    not_measured = missing + not_measured
+    not_measured = [f"bandwidth_bytes_per_s.{kind}" for kind in links._fields
+                    if not getattr(links, kind)] + not_measured
     if ring is None:
         constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
         not_measured += ["latency_s", "overlap"]
@@ -179,8 +180,7 @@ def measured_cost(
                   "memory_bytes_per_token": pack_bytes / spec.sizes.max_tokens}
     cost = CostModel(**constants, name=name, communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory),
                      source=f"jobs/measure.py on {device_words(origin.device)}")
-    apart = with_encoder_apart(cost, memory, spec.sizes.max_tokens)
-    cost = replace(cost, feature_bytes=apart.feature_bytes, vision_forward=apart.vision_forward)
+    cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, spec.sizes.max_tokens).feature_bytes)
     return Measured(cost, origin.to_json() | {
         "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
         "measured": {"max_tokens": spec.sizes.max_tokens, "quick": spec.quick, "packs": len(main.packs),
@@ -198,23 +198,15 @@ def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
     return of_images or packs
 
 
-def _bandwidth(links: Links, ring: Fit | None, derived: CostModel) -> tuple[dict[str, Any], list[str]]:
-    """The bandwidths of the file, divided by the slowness of rings, and the names of those that were not measured. If
-    only links inside a node were, those across nodes are as fast as described, or as much slower as described,
-    whichever is faster, but never faster than those inside; if only those across were, links inside count as them.
+def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, dict[int, float]]:
+    """The bandwidths of the file, divided by the slowness of rings. Links that were not measured are as described, but
+    those across nodes are not faster than the measured ones inside.
     """
-    inside, across = (min(table.values()) for table in links_of(derived.bandwidth_bytes_per_s))
-    slowness = ring.constants["slowness"] if ring else 1.0
-    found: dict[str, Any] = {kind: {degree: rate / slowness for degree, rate in table.items()}
-                             for kind, table in links._asdict().items() if table}
-    missing = [f"bandwidth_bytes_per_s.{kind}" for kind in links._fields if kind not in found]
-    if not found:
-        known = derived.bandwidth_bytes_per_s
-        return {kind: known.get(kind, known) for kind in links._fields}, missing
-    if "inter" not in found:
-        found["inter"] = {degree: min(rate, max(rate * across / inside, across / slowness))
-                          for degree, rate in found["intra"].items()}
-    return {"intra": found.get("intra", found["inter"]), "inter": found["inter"]}, missing
+    inside, across = (measured or known for measured, known in zip(links, links_of(derived.bandwidth_bytes_per_s)))
+    if links.intra and not links.inter:
+        across = {degree: min(rate, max(inside.values())) for degree, rate in across.items()}
+    return {kind: {degree: rate / slowness for degree, rate in table.items()}
+            for kind, table in (("intra", inside), ("inter", across))}
 
 
 def _version(package: str) -> str:
