@@ -9,7 +9,6 @@
                     the error
     ranks=1,2       each with a cost file of its own, measured just before as jobs/measure.py does
     sync=step,micro_batch
-    quick=false     true: costs of a short measurement
     out=            write every plan and what its runs took, for others to compare with (JSON)
 
 With these settings of MALLOC glibc keeps the memory of large tensors, as a device's allocator does. Without them each
@@ -48,11 +47,11 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.step_inputs import collated
 from tests.ranks import run_processes
 
-DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "out": "", "quick": "false"}
+DEFAULTS = {"batches": "50", "runs": "3", "ranks": "1,2", "sync": "step,micro_batch", "out": ""}
 TOKENS = (4096, 1400)
 """Tokens that a rank holds, in turns: with the fewer ones long sequences need both ranks. A batch with a sequence
 that does not fit on all ranks with the fewer uses the more."""
-ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS, "quick": ("true", "false")}
+ALLOWED = {"ranks": ("1", "2"), "sync": SYNCS}
 MOST_MEAN, MOST_OF_ONE = 0.05, 0.15
 """Errors allowed: of the mean (or twice the runs' own spread, if that is more), and of any one batch."""
 
@@ -195,7 +194,7 @@ def settings_of(words: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{word}: not understood; allowed: {', '.join(f'{name}=' for name in DEFAULTS)}")
         found[name] = value
     for name, allowed in ALLOWED.items():
-        if not set(found[name].split(",") if name in ("ranks", "sync") else [found[name]]) <= set(allowed):
+        if not set(found[name].split(",")) <= set(allowed):
             raise ValueError(f"{name}: got {found[name]}; allowed: {', '.join(allowed)}")
     for name in ("batches", "runs"):
         if not found[name].isdecimal() or int(found[name]) < 1:
@@ -218,8 +217,7 @@ def main(words: Sequence[str]) -> int:
           "mean allowed % |\n|" + "---|" * 7)
     for num_ranks in map(int, settings["ranks"].split(",")):
         config = load(["model.preset=tiny", "run.dir=unused", "planner.sync=auto"])
-        request = Request("reality", num_ranks, quick=settings["quick"] == "true")
-        cost = measure_here(config, request, partial(say, f"costs on {num_ranks} ranks")).cost
+        cost = measure_here(config, Request("reality", num_ranks), partial(say, f"costs on {num_ranks} ranks")).cost
         for sync in settings["sync"].split(","):
             cases = cases_of(batches, num_ranks, sync, cost.in_mode(sync))
             one = replace(config, planner=replace(config.planner, sync=sync))

@@ -21,11 +21,10 @@ measured. No data is read: packs are random tokens and images.
 
   name=               name of the cost, and of its file conf/cost/NAME.yaml; empty: the device's kind and the model
   out=                write the file here instead
-  quick=false         true: fewer packs and repeats, under a minute for a small model
   ranks=              ranks that measure at a time, one a device; empty: all, cluster.num_workers at most
   max_tokens=         tokens of the largest pack on a rank; empty: 4096 on the CPU, 32768 elsewhere, or what fits"""
 
-OWN = {"name": "", "out": "", "quick": "false", "ranks": "", "max_tokens": ""}
+OWN = {"name": "", "out": "", "ranks": "", "max_tokens": ""}
 KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
         r"|train\.(prec|freeze|lora|act)")
 
@@ -60,8 +59,6 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             own[name] = value
         else:
             rest.append(word)
-    if own["quick"] not in ("true", "false"):
-        raise ConfigError(f"quick: got {own['quick']!r}; allowed: true, false")
     for name, least in (("ranks", 1), ("max_tokens", 64)):
         if own[name] and not (own[name].isascii() and own[name].isdigit() and int(own[name]) >= least):
             raise ConfigError(f"{name}: got {own[name]!r}; allowed: a whole number of at least {least}")
@@ -102,7 +99,7 @@ def measure(config: Config, own: dict[str, str]) -> int:
         raise ConfigError(str(error)) from None
     name = own["name"] or f"{kind}_{model_name(config)}"
     target = target if own["out"] else CONF / "cost" / f"{name}.yaml"
-    request = Request(name, int(own["ranks"] or 0), int(own["max_tokens"] or 0), own["quick"] == "true")
+    request = Request(name, int(own["ranks"] or 0), int(own["max_tokens"] or 0))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
                TimeRemainingColumn())
     console = Console(stderr=True)

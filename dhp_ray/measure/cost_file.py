@@ -183,7 +183,7 @@ def measured_cost(
     cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, spec.sizes.max_tokens).feature_bytes)
     return Measured(cost, origin.to_json() | {
         "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
-        "measured": {"max_tokens": spec.sizes.max_tokens, "quick": spec.quick, "packs": len(main.packs),
+        "measured": {"max_tokens": spec.sizes.max_tokens, "packs": len(main.packs),
                      "packs_left_out": compute.left_out, "repeats": main.num_repeats,
                      "spread": float(np.median(main.spreads)), "derived": not_measured},
         "errors": errors}, fits, shown)

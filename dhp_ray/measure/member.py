@@ -25,7 +25,7 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 
-LONG_S, QUICK_S = 6.0, 1.5
+REPEATED_S = 3.0
 """Seconds for which a round is repeated, if that allows at least LEAST repeats."""
 LEAST, MOST = 3, 9
 """The least and the most repeats of a round."""
@@ -34,7 +34,7 @@ SLOW_S = 15.0
 MESSAGE_BYTES = tuple(2**power for power in range(12, 25, 2))
 LARGE_BYTES = 2**26
 """Also passed on a device, whose links need messages of this size to reach their bandwidth."""
-TIMES, TIMES_QUICK = 25, 9
+TIMES = 12
 """The number of times that a message is passed; the first two do not count."""
 GROUP_TIMES = 5
 
@@ -79,7 +79,7 @@ class Member:
         first = self._run(inputs)
         slowest_s = max(self._of_all(first.step_s))
         least = 1 if slowest_s > SLOW_S else LEAST
-        times = min(MOST, max(least, int((QUICK_S if self.spec.quick else LONG_S) / max(slowest_s, 1e-6))))
+        times = min(MOST, max(least, int(REPEATED_S / max(slowest_s, 1e-6))))
         return [first, *(self._run(inputs) for _ in range(times - 1))]
 
     def _run(self, inputs: StepInputs) -> StepTiming:
@@ -109,7 +109,7 @@ class Member:
         device, link, times = self.stepper.device, self.stepper.transport.link(ranks, 0), []
         there = torch.zeros(size // 4, device=device)
         here = torch.empty_like(there)
-        for _ in range(TIMES_QUICK if self.spec.quick else TIMES):
+        for _ in range(TIMES):
             begin = StreamTimestamp(device)
             link.exchange([(there, (link.index + 1) % link.size)], [(here, (link.index - 1) % link.size)]).wait()
             times.append(StreamTimestamp(device).since_s(begin))

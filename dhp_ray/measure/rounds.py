@@ -27,7 +27,7 @@ from dhp_ray.train.results import PackTime
 SHORTEST = 32
 """Text tokens of the shortest sequence."""
 TEXT_BESIDE_IMAGES = 40
-MIXED, MIXED_QUICK = 14, 6
+MIXED = 8
 """Number of packs that are mixed at random."""
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
@@ -57,14 +57,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to measure, the same on all ranks: how they synchronise, the node of each rank (by number), what packs hold;
-    `quick`: fewer packs and fewer repeats.
+    """What to measure, the same on all ranks: how they synchronise, the node of each rank (by number), what packs hold.
     """
 
     sync: str
     nodes: tuple[int, ...]
     sizes: Sizes
-    quick: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -103,9 +101,9 @@ class Spec:
         """The rounds of a part; in each of them, a rank runs several packs, one after the other."""
         alone = [(rank,) for rank in range(self.num_ranks)]
         if part == "packs":
-            return self._rounds(alone, text_loads(self.sizes, self.quick))
+            return self._rounds(alone, text_loads(self.sizes))
         if part == "images":
-            return self._rounds(alone, image_loads(self.sizes, self.quick))
+            return self._rounds(alone, image_loads(self.sizes))
         if part == "rings":
             return [plan for degree in self.degrees()
                     for plan in self._rounds(self.groups(degree), self._ring_loads(degree), degree)]
@@ -136,9 +134,8 @@ class Spec:
         """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with
         images, the exchange of encoded features.
         """
-        text = text_loads(self.sizes, True, degree)
-        images, every = image_loads(self.sizes, True, degree), 2 if degree > 2 and self.quick else 1
-        return list(dict.fromkeys([*text[::every], *images[::every]]))
+        every = 2 if degree > 2 else 1
+        return [*text_loads(self.sizes, degree)[::every], *image_loads(self.sizes, degree)[::every]]
 
     def _rounds(self, groups: Sequence[tuple[int, ...]], loads: Sequence[Load], degree: int = 1) -> list[Plan]:
         return [self.plan_of([(ranks, load) for load in few for ranks in groups]) for few in self._cut(loads, degree)]
@@ -179,32 +176,32 @@ class PartResult:
     group_s: list[float] = field(default_factory=list)
 
 
-def text_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
+def text_loads(sizes: Sizes, degree: int = 1) -> list[Load]:
     """Packs without images for `degree` ranks together."""
     most = degree * sizes.max_tokens
-    spaced = np.geomspace(min(SHORTEST * degree, most), most, 5 if quick else 8)
+    spaced = np.geomspace(min(SHORTEST * degree, most), most, 6)
     lengths = list(dict.fromkeys(spaced.round().astype(int).tolist()))
     found: list[Load] = [((length, ()),) for length in lengths]
     for count in (4, 16):
-        found += [((length // count, ()),) * count for length in lengths[2 if quick else 1 :: 2] if length >= 8 * count]
-    return list(dict.fromkeys([*found, *_mixed_loads(sizes, quick, False, degree)]))
+        found += [((length // count, ()),) * count for length in lengths[1::2] if length >= 8 * count]
+    return list(dict.fromkeys([*found, *_mixed_loads(sizes, False, degree)]))
 
 
-def image_loads(sizes: Sizes, quick: bool, degree: int = 1) -> list[Load]:
+def image_loads(sizes: Sizes, degree: int = 1) -> list[Load]:
     """Packs with images for `degree` ranks together; none if the model has no encoder."""
     found: list[Load] = [((TEXT_BESIDE_IMAGES, (grid,) * count),)
-                         for grid in sizes.grids for count in ((1, 6) if quick else (1, 3, 9))]
+                         for grid in sizes.grids for count in (1, 6)]
     if sizes.grids:
-        found += _mixed_loads(sizes, quick, True, degree)
+        found += _mixed_loads(sizes, True, degree)
     return list(dict.fromkeys(load for load in found if sizes.tokens(load) <= degree * sizes.max_tokens
                               and any(grids for _, grids in load)))
 
 
-def _mixed_loads(sizes: Sizes, quick: bool, images: bool, degree: int) -> list[Load]:
+def _mixed_loads(sizes: Sizes, images: bool, degree: int) -> list[Load]:
     """Random packs of one to sixteen sequences, most of them short; equal arguments give equal packs."""
     drawn = random.Random(f"{sizes} {images} {degree}")
     found: list[Load] = []
-    for number in range(MIXED_QUICK if quick else MIXED):
+    for number in range(MIXED):
         room = degree * sizes.max_tokens * (0.25, 0.5, 1.0)[number % 3]
         wanted = (1, 2, 3, 5, 8, 16)[number % 6]
         load: Load = ()

@@ -25,7 +25,7 @@ BESIDE_GATHERS_S = 0.02
 
 
 def spec(num_ranks: int = 2, **changed: Any) -> Spec:
-    return Spec(**{"sync": "step", "nodes": (0,) * num_ranks, "sizes": SIZES, "quick": True} | changed)
+    return Spec(**{"sync": "step", "nodes": (0,) * num_ranks, "sizes": SIZES} | changed)
 
 
 def results_of(spec: Spec, noise: float = 0.0, seed: int = 0) -> dict[str, list[PartResult]]:

@@ -20,7 +20,7 @@ from tests.published_configs import shape_of
 MEMORY = MemoryModel(shape_of("3B", 3), MemorySettings(sync="step", world_size=2, precision="bf16", recomputes=False))
 KNOWN = CostModel(1e-9, 1e-6, 1.0, 0.5, {"intra": 3e11, "inter": 4e10}, communication="ring", latency_s=0.25,
                   overlap=0.75, group_s=0.125)
-SPEC = spec(quick=False, sizes=spec().sizes._replace(max_tokens=2048))
+SPEC = spec(sizes=spec().sizes._replace(max_tokens=2048))
 
 
 def origin() -> Origin:

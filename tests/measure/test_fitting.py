@@ -24,7 +24,7 @@ from dhp_ray.planner.cost.work import IMAGES, TERMS
 from dhp_ray.train.results import PackTime
 from tests.measure.known_world import FIRST_MESSAGE_S, GATHER_S, REPEATS, TRUE, UPDATE_S, results_of, spec
 
-FULL = spec(quick=False, sizes=spec().sizes._replace(max_tokens=4096, grids=((1, 4, 4), (1, 8, 12), (1, 32, 32))))
+FULL = spec(sizes=spec().sizes._replace(max_tokens=4096, grids=((1, 4, 4), (1, 8, 12), (1, 32, 32))))
 
 
 def seen(noise: float = 0.0, seed: int = 0) -> Observations:

@@ -32,7 +32,7 @@ def measured(
     before = member.engine.full_parameters()
     found = {}
     for part in parts:
-        with mock.patch.object(member_module, "QUICK_S", member_module.QUICK_S if part == "packs" else 0.0):
+        with mock.patch.object(member_module, "REPEATED_S", member_module.REPEATED_S if part == "packs" else 0.0):
             found[part] = member_with(member, of).measure(part)
     after = member.engine.full_parameters()
     moved = max((float((after[name] - value).abs().max()) for name, value in before.items()), default=0.0)

@@ -45,7 +45,7 @@ def test_rings_are_of_neighbours_inside_a_node_and_of_pairs_across_two() -> None
 
 def test_rings_have_small_packs_with_and_without_images() -> None:
     """What every pack of several ranks takes shows in small ones."""
-    plans = spec(quick=False).rounds("rings")
+    plans = spec().rounds("rings")
     packs = [[plan.samples[row] for row in group.sequences] for plan in plans for group in plan.groups]
     for images in (False, True):
         tokens = [sum(sample.num_tokens for sample in pack) for pack in packs
@@ -69,20 +69,18 @@ def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:
         assert plan.rank_plan(1, 1).num_micro_batches == len(plan.groups) // 2
 
 
-@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_packs_fit_and_are_always_the_same_ones(quick: bool, degree: int) -> None:
-    loads = [*text_loads(SIZES, quick, degree), *image_loads(SIZES, quick, degree)]
+def test_packs_fit_and_are_always_the_same_ones(degree: int) -> None:
+    loads = [*text_loads(SIZES, degree), *image_loads(SIZES, degree)]
     assert all(0 < SIZES.tokens(load) <= degree * SIZES.max_tokens for load in loads)
     assert len(set(loads)) == len(loads)
-    assert loads == [*text_loads(SIZES, quick, degree), *image_loads(SIZES, quick, degree)]
+    assert loads == [*text_loads(SIZES, degree), *image_loads(SIZES, degree)]
     assert max(map(SIZES.tokens, loads)) > 0.9 * degree * SIZES.max_tokens
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_packs_tell_all_constants_apart(quick: bool) -> None:
+def test_packs_tell_all_constants_apart() -> None:
     """The matrix of what each constant is multiplied with has full rank, also with packs of text alone."""
-    found = [work_of(plan).amounts for part in ("packs", "images") for plan in spec(quick=quick).rounds(part)]
+    found = [work_of(plan).amounts for part in ("packs", "images") for plan in spec().rounds(part)]
     scaled = np.concatenate(found) / np.concatenate(found).max(axis=0)
     assert np.linalg.cond(scaled) < 100
     assert scaled.shape[1] == len(TERMS)
@@ -90,11 +88,11 @@ def test_packs_tell_all_constants_apart(quick: bool) -> None:
 
 def test_no_pack_is_empty_on_ranks_with_hardly_any_memory() -> None:
     for max_tokens in (8, 16, 24):
-        assert all(text_loads(SIZES._replace(max_tokens=max_tokens), True))
+        assert all(text_loads(SIZES._replace(max_tokens=max_tokens)))
 
 
 def test_without_an_encoder_there_are_no_images() -> None:
-    assert image_loads(Sizes(512, (), 4), quick=True) == []
+    assert image_loads(Sizes(512, (), 4)) == []
 
 
 @pytest.mark.parametrize("preset", sorted(PATCH_DIMS))

@@ -49,7 +49,6 @@ class Request(NamedTuple):
     name: str
     ranks: int = 0
     max_tokens: int = 0
-    quick: bool = False
 
 
 def measure_here(config: Config, request: Request, progress: Progress = lambda what, share: None) -> Measured:
@@ -64,7 +63,7 @@ def measure_here(config: Config, request: Request, progress: Progress = lambda w
     syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)
     memory = memory_here(config, size, accelerator, syncs[0], num_ranks)
     tokens = max_tokens(request, memory, accelerator)
-    specs = [spec_of(config, size.shape, sync, ["here"] * num_ranks, tokens, request.quick) for sync in syncs]
+    specs = [spec_of(config, size.shape, sync, ["here"] * num_ranks, tokens) for sync in syncs]
     try:
         known = known_cost(config, memory, accelerator)
     except PlanError as error:
@@ -115,7 +114,7 @@ def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) 
                           f"ranks, which have {memory_bytes / 2**30:.3g} GiB; allowed: fewer ranks, or a smaller model")
     if request.max_tokens > fitting:
         raise ConfigError(f"max_tokens: got {request.max_tokens}; allowed: at most {fitting}, which fit on a rank")
-    return request.max_tokens or min(fitting, MAX_TOKENS[accelerator.name] // (2 if request.quick else 1))
+    return request.max_tokens or min(fitting, MAX_TOKENS[accelerator.name])
 
 
 def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) -> CostModel:

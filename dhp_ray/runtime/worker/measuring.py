@@ -19,9 +19,7 @@ MeasuredPart = tuple[Spec, PartResult | None]
 """What is measured, and a rank's result of one part (None: there is nothing of it to measure)."""
 
 MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}
-"""Longer packs are not measured, even if a rank would hold them: their time follows from the others. `measure_here`
-halves this if it is to be quick.
-"""
+"""Longer packs are not measured, even if a rank would hold them: their time follows from the others."""
 SMALLEST_SIDE = 56
 """Pixels of the smallest image's sides."""
 NUM_SIDES = 4
@@ -29,14 +27,12 @@ WIDE = (5, 2)
 """Width and height of one more image are in this ratio."""
 
 
-def spec_of(
-    config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], max_tokens: int, quick: bool = False
-) -> Spec:
+def spec_of(config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], max_tokens: int) -> Spec:
     """Return what is measured for a run of this configuration; `nodes`: the node of each rank, by any name."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     grids = image_grids(config, shape, max_tokens) if shape.vision else ()
     return Spec(sync=sync, nodes=tuple(numbers[node] for node in nodes),
-                sizes=Sizes(max_tokens, grids, shape.merge_area), quick=quick)
+                sizes=Sizes(max_tokens, grids, shape.merge_area))
 
 
 def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
@@ -55,14 +51,14 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
 
 def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
     """Return the result of a part on a run's rank that has joined its generation: for packs of as many tokens as it
-    holds, but at most MAX_TOKENS. It measures quickly, because a run is waiting. Every rank calls this alike.
+    holds, but at most MAX_TOKENS. Every rank calls this alike.
     """
     assert rank is not None
     membership = rank.membership
     nodes = membership.nodes or ("",) * membership.world_size
     shape = rank.adapter.shape
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
-    spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens, quick=True)
+    spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens)
     if part not in spec.parts():
         return spec, None
     return spec, member_with(rank, spec).measure(part)
