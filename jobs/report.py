@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         return 2
     from dhp_ray.planner import PlanError
     from dhp_ray.report.page import page
-    from dhp_ray.report.run_files import NoRunError, read_run
+    from dhp_ray.report.run_files import read_run
     from dhp_ray.storage import Folder, StorageError
 
     try:
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
             raise StorageError(f"{run.folder.uri}: the run has not finished a step yet; there is nothing to report")
         run.folder.probe()
         run.folder.write("report.html", page(run).encode())
-    except NoRunError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (StorageError, PlanError) as error:

@@ -13,7 +13,6 @@ from dhp_ray.credentials import MOST_OF_ERROR, Uri, concealed, full_uri, masked
 from dhp_ray.data.errors import DataError
 from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.model.files import ModelError
-from dhp_ray.report.run_files import NoRunError
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.storage import StorageError
 from tests.test_config import refused
@@ -53,7 +52,7 @@ def test_a_long_text_is_searched_once(text: str) -> None:
     assert time.process_time() - begun < 5
 
 
-@pytest.mark.parametrize("kind", [DataError, MeasureError, ModelError, NoRunError, RunError, StorageError])
+@pytest.mark.parametrize("kind", [DataError, MeasureError, ModelError, RunError, StorageError])
 def test_errors_are_one_line_without_what_a_terminal_obeys(kind: type[Exception]) -> None:
     """Their messages hold names of files, and what others say about them."""
     error = kind(f"a\x1b]0;title\x07\u202e\nb s3://KEY:SECRET@bucket {'c' * 10_000}")

@@ -81,20 +81,21 @@ def gains_picture(gains: Gains) -> bytes:
 
 def degrees_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
     """Packs of each degree as shares of a step's packs; if there are many steps, one bar shows several of them."""
+    from matplotlib import colormaps
+
     degrees = sorted({int(degree) for line in metrics for degree in line["degrees"]})
-    groups = [list(part) for part in np.array_split(np.arange(len(metrics)), min(len(metrics), MAX_BARS))]
+    rows = np.linspace(0, len(metrics), min(len(metrics), MAX_BARS), endpoint=False).astype(int)  # each bar's first
+    counts = np.array([[line["degrees"].get(str(degree), 0) for line in metrics] for degree in degrees])
+    counts = np.add.reduceat(counts.reshape(-1, len(metrics)), rows, axis=1)
+    shares = counts / np.maximum(counts.sum(axis=0), 1)
+    edges = np.array([*(metrics[row]["step"] for row in rows), metrics[-1]["step"] + 1]) - 0.5
     with svg(10, 3.5) as (axes, stream):
-        below = np.zeros(len(groups))
-        totals = np.array([sum(sum(metrics[row]["degrees"].values()) for row in rows) for rows in groups], float)
-        left = [metrics[rows[0]]["step"] - 0.5 for rows in groups]
-        widths = [metrics[rows[-1]]["step"] + 0.5 - start for rows, start in zip(groups, left)]
-        colours = _shades(len(degrees))
-        for degree, colour in zip(degrees, colours):
-            counts = [sum(metrics[row]["degrees"].get(str(degree), 0) for row in rows) for rows in groups]
-            shares = np.array(counts) / np.maximum(totals, 1)
-            axes.bar(left, shares, widths, below, align="edge", color=colour, label=f"{degree}")
-            below += shares
-        axes.set(xlabel="step", ylabel="share of packs", ylim=(0, 1), xlim=(left[0], left[-1] + widths[-1]))
+        below = np.zeros(len(rows))
+        for degree, share, place in zip(degrees, shares, np.linspace(0.05, 0.95, len(degrees))):
+            axes.bar(edges[:-1], share, np.diff(edges), below, align="edge", color=colormaps["viridis"](place),
+                     label=f"{degree}")
+            below += share
+        axes.set(xlabel="step", ylabel="share of packs", ylim=(0, 1), xlim=(edges[0], edges[-1]))
         if len(degrees) <= 16:
             axes.legend(title="degree", loc="center left", bbox_to_anchor=(1, 0.5))
     return stream.getvalue()
@@ -131,9 +132,3 @@ def kind_of(sample: Sample) -> str:
 def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     axes.plot([step for step, _ in points], [value for _, value in points], label=label, **({"linewidth": 1.2} | style))
-
-
-def _shades(count: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](place) for place in np.linspace(0.05, 0.95, count)]

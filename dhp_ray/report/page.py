@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from io import BytesIO
@@ -17,7 +18,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.report import figures
-from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, other_mode, spread
+from dhp_ray.report.gains import OTHERS, RUN, Gains, compare, spread
 from dhp_ray.report.run_files import RunFiles
 from dhp_ray.report.step_picture import draw_plan
 
@@ -111,24 +112,25 @@ def curves(run: RunFiles) -> str:
 
 
 def planning(run: RunFiles, gains: Gains) -> str:
-    if not gains.steps:
+    if not gains.ran:
         return section("What planning gained", "<p>This run's folder holds no plans.</p>")
-    planners, ran = gains.planners(), [step.plan for step in gains.steps]
+    planners, ran = gains.planners(), gains.ran
     modes = ", ".join(sorted({plan.sync for plan in ran}))
     memory = ", ".join(f"{tokens:,}" for tokens in sorted({plan.cluster.tokens_per_rank for plan in ran}))
     most = max(plan.cluster.most_tokens_per_rank for plan in ran)
     if most > min(plan.cluster.tokens_per_rank for plan in ran):
         how = "activations in host memory" if any(plan.cluster.offload.share for plan in ran) else "recomputed layers"
         memory += f", up to {most:,} of one pack with {how},"
-    own, by = gains.total_s(RUN), ", ".join(f"{count} by {name}" for name, count in gains.ran().items())
+    own = gains.total_s(RUN)
+    by = ", ".join(f"{count} by {name}" for name, count in Counter(plan.planner for plan in ran).items())
     rows = [(name, OTHERS.get(name, by), _number(gains.total_s(name)), f"{gains.total_s(name) / own:.2f}",
              f"{100 * gains.idle(name):.0f} %")
             for name in planners]
     rows.append(("lower bound", "no plan is shorter", _number(gains.lower_bound_s()),
                  f"{gains.lower_bound_s() / own:.2f}", ""))
-    missing = sorted(set().union(*(step.times_s for step in gains.steps)) - set(planners))
+    missing = sorted(name for name in OTHERS if name not in planners and any(gains.plans[name]))
     note = (
-        f"<p>Modelled: {len(gains.steps)} of {len(run.plan_steps)} batches, spread over the run, planned again by each "
+        f"<p>Modelled: {len(ran)} of {len(run.plan_steps)} batches, spread over the run, planned again by each "
         f"baseline at its best pack cap: on the same ranks, in the same mode (sync={text(modes)}), with the same "
         f"memory ({memory} tokens a rank), under the same cost model. These are the model's seconds; none of the "
         "baselines has run. The run's own row has the plans that ran, late ones included.</p>"
@@ -137,21 +139,7 @@ def planning(run: RunFiles, gains: Gains) -> str:
         note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
     times = picture(figures.gains_picture(gains), "modelled time of each planner")
     times += table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
-    return section("What planning gained", note + times + mode_gain(gains) + measured(run))
-
-
-def mode_gain(gains: Gains) -> str:
-    """The modelled gain of this run's mode alone: both modes are planned by `dhp`, whatever planner the run had."""
-    last = gains.steps[-1].plan
-    (other, tokens), there_s = other_mode(last), gains.other_mode_s()
-    words = (f"The mode itself, modelled: dhp with sync={other} on devices of the same memory "
-             "(resident_bytes plus the cost's bytes a token: ")
-    words += f"{max(tokens, 0):,} tokens a rank there, {last.cluster.tokens_per_rank:,} here)"
-    if there_s is None:
-        words += " cannot hold every batch."
-    else:
-        words += f" takes {there_s / gains.total_s('dhp'):.2f} of dhp's seconds here."
-    return f"<p>{text(words)}</p>"
+    return section("What planning gained", note + times + measured(run))
 
 
 def measured(run: RunFiles) -> str:

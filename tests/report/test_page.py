@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dhp_ray.planner import plan_batch
-from dhp_ray.report.gains import compare, other_mode
-from dhp_ray.report.page import curves, mode_gain, page, planning, summary, text
+from dhp_ray.report.gains import compare
+from dhp_ray.report.page import curves, page, planning, summary, text
 from dhp_ray.report.run_files import read_run
 from dhp_ray.storage import Folder
 from tests.report.browser import open_page
-from tests.report.runs import COST, plan_of, write_run
+from tests.report.runs import write_run
 
 EVIL = "</td><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"&"
 
@@ -95,22 +93,10 @@ def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
     assert "in the same mode (sync=step), with the same memory (480 tokens a rank)" in gained
     modelled, _, clock = gained.partition("Measured:")
     assert re.search(r"this run 3 by dhp [\d.]+ 1\.00", modelled)
-    assert all(name in modelled for name in ("static", "static_best", "pow2", "dhp_paper",
-                                             "resident_bytes plus the cost"))
+    assert all(name in modelled for name in ("static", "static_best", "pow2", "dhp_paper"))
     late, in_time = (sum(line["step_time_s"] for line in lines if line["late"] is kind) for kind in (True, False))
     assert f"dhp in time 2 {in_time:.4g}" in clock
     assert f"quick late 1 {late:.4g}" in clock
-
-
-def test_what_the_mode_gains_is_no_gain_of_the_planner() -> None:
-    """A run of a baseline: both modes are compared by `dhp`."""
-    plan = plan_of(1)
-    tree = plan_batch(plan.samples, plan.cluster, COST, planner="static").to_json()
-    mode, tokens = other_mode(plan)
-    there = plan_batch(plan.samples, replace(plan.cluster, tokens_per_rank=tokens), COST, sync=mode)
-    assert f"takes {there.predicted_time_s / plan.predicted_time_s:.2f} of dhp&#x27;s seconds here" in mode_gain(
-        compare([1], lambda step: tree)
-    )
 
 
 def test_pictures_are_in_the_page_and_whole(content: str) -> None:

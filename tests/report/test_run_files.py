@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.report.run_files import NoRunError, read_run
+from dhp_ray.report.run_files import read_run
+from dhp_ray.schema import ConfigError
 from dhp_ray.storage import Folder, StorageError
 from tests.report.runs import write_run
 
@@ -32,9 +33,9 @@ def test_a_line_that_is_being_written_is_left_out_and_the_file_left_alone(tmp_pa
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("metrics.jsonl", "[1]\n", "metrics.jsonl: line 1 is not a JSON object"),
     ("events.jsonl", '{"kind": "a"}\nx\n', "events.jsonl: line 2 is not a JSON object"),
-    ("cluster.json", "{", "cluster.json: not JSON"),
-    ("plans/step_000002.json", "nothing", "plans/step_000002.json: not JSON"),
-    ("plans/step_000002.json", "[]", "plans/step_000002.json: not a plan")])
+    ("cluster.json", "{", "cluster.json: not a JSON object"),
+    ("plans/step_000002.json", "nothing", "plans/step_000002.json: not a JSON object"),
+    ("plans/step_000002.json", "[]", "plans/step_000002.json: not a JSON object")])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
     write_run(tmp_path, 2)
     (tmp_path / name).write_text(content)
@@ -43,5 +44,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str, words:
 
 
 def test_no_run_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NoRunError, match=r"run\.dir: no run in .*absent \(it has no config\.yaml\)"):
+    with pytest.raises(ConfigError, match=r"run\.dir: no run in .*absent \(it has no config\.yaml\)"):
         read_run(Folder(str(tmp_path / "absent")))
