@@ -132,14 +132,6 @@ class Generation:
         return slot // self.ranks_per_node
 
 
-class HeldState(NamedTuple):
-    """The state of a generation as far as these slots still hold it, with the copies that had arrived at `time_s`."""
-
-    generation: Generation
-    slots: frozenset[int]
-    time_s: float
-
-
 def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool) -> Generation:
     """The group of these slots in slot order, so that the ranks of a node are neighbours."""
     ordered = tuple(sorted(slots))
@@ -147,53 +139,43 @@ def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: 
                       mirrors)
 
 
-def held_by(survivors: Sequence[int], states: Sequence[HeldState]) -> list[list[HeldShards]]:
-    """The shard versions that each of these slots holds, of some states. The copies that a generation began with count
-    once it has taken a step, which waits for them.
+def held_by(survivors: Sequence[int], generation: Generation, time_s: float) -> list[list[HeldShards]]:
+    """The shard versions that each of these slots of a generation holds, with the copies that had arrived at `time_s`.
     """
-    found: list[list[HeldShards]] = [[] for _ in survivors]
-    for generation, holders, time_s in states:
-        rank_of = {slot: rank for rank, slot in enumerate(generation.slots) if slot in holders}
-        own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
-        arrived = [step for step, arrived_s in generation.mirrored if arrived_s <= time_s]
-        twice = set(sorted(arrived)[-KEPT:]) if generation.newest > generation.first else set[int]()
-        replicas: dict[int, list[int]] = {}
-        for owner, rank in enumerate(generation.replica_ranks() if twice else ()):
-            replicas.setdefault(rank, []).append(owner)
-        for place, slot in enumerate(survivors):
-            if slot in rank_of:
-                rank = rank_of[slot]
-                versions = {rank: sorted(own | twice)} | {owner: sorted(twice) for owner in replicas.get(rank, ())}
-                found[place].append(HeldShards(generation.number, generation.size, versions))
-    return found
+    rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
+    own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
+    twice = set(sorted(step for step, arrived_s in generation.mirrored if arrived_s <= time_s)[-KEPT:])
+    replicas: dict[int, list[int]] = {}
+    for owner, rank in enumerate(generation.replica_ranks() if twice else ()):
+        replicas.setdefault(rank, []).append(owner)
+    return [[HeldShards(generation.number, generation.size,
+                        {rank: sorted(own | twice)} | {owner: sorted(twice) for owner in replicas.get(rank, ())})]
+            for rank in map(rank_of.__getitem__, survivors)]
 
 
 Formed = tuple[Generation, float, str]
 """A generation, when it is formed, and why."""
-NextFault = Callable[[float], Fault | None]
-"""Returns the next fault if it strikes before a time."""
 
 
 @dataclass
 class Recovery:
     """What a run can continue with: workers that come back, and checkpoints.
 
-    `saves`: (step, time at which its checkpoint is complete). `holds`: whether this many ranks hold the waiting
-    sequences.
+    `mirrors`: whether ranks copy their state. `holds`: whether this many ranks hold the waiting sequences. `another`:
+    takes the next fault if it strikes before a time. `saves`: (step, time at which its checkpoint is complete).
     """
 
     faults: FaultSettings
     num_ranks: int
+    mirrors: bool
     holds: Callable[[int], bool]
+    another: Callable[[float], Fault | None]
     saves: list[tuple[int, float]] = field(default_factory=list)
     _coming: dict[int, float] = field(default_factory=dict)  # when each of these slots can join
     _evicted: set[int] = field(default_factory=set)
-    _before: HeldState | None = None  # of the generation before; counts until the present one has taken a step
     _failures: Failures = field(default_factory=Failures)
 
-    def changed(
-        self, generation: Generation, now_s: float, slow: Collection[int], mirrors: bool, another: NextFault
-    ) -> Formed | None:
+    def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
         """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
         to be replaced, each slot once at most (none where all restart together). If too few are left for the sequences
         that wait, or fewer than `faults.min_workers`, the run waits for those that come back. None: nothing changes.
@@ -209,28 +191,26 @@ class Recovery:
         for slot in leaving:
             self._coming[slot] = now_s + self.faults.worker.return_s
         why = [f"{len(leaving)} leave, which are slow"] if leaving else []
-        if leaving and mirrors:  # their state is copied, or saved, before they leave
+        if leaving and self.mirrors:  # their state is copied, or saved, before they leave
             generation.mirrored.append((generation.newest, now_s))
         elif leaving:
             self.saves.append((generation.newest, now_s))
-        stands_s, fault = self._stands_s(now_s, stay, another)
+        stands_s, fault = self._stands_s(now_s, stay)
         if fault:
-            return self._after_fault(generation, fault, max(now_s, stands_s), mirrors, another, why)
+            return self._after_fault(generation, fault, max(now_s, stands_s), why)
         joining = self._ready(stands_s)
         why = [f"{len(joining)} join"] * bool(joining) + why
-        formed = self._formed(generation, stay, now_s, stands_s, generation.newest, mirrors)
+        formed = self._formed(generation, stay, stands_s, generation.newest)
         return formed, stands_s + self.faults.join_s, " and ".join(why)
 
-    def recovered(
-        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault
-    ) -> Formed:
+    def recovered(self, generation: Generation, fault: Fault, now_s: float) -> Formed:
         """The generation that follows a fault in a step.
 
         Raises:
             PlanError: the run cannot go on.
         """
         self._failed(generation.newest + 1)
-        return self._after_fault(generation, fault, now_s, mirrors, another, [])
+        return self._after_fault(generation, fault, now_s, [])
 
     def lost_by(self, generation: Generation, fault: Fault) -> set[int]:
         """The slots that a fault takes: members that are there (all of them, where all restart together), and with a
@@ -248,9 +228,7 @@ class Recovery:
             case _:
                 return {generation.slot_of(fault)} & there
 
-    def _after_fault(
-        self, generation: Generation, fault: Fault, now_s: float, mirrors: bool, another: NextFault, why: list[str]
-    ) -> Formed:
+    def _after_fault(self, generation: Generation, fault: Fault, now_s: float, why: list[str]) -> Formed:
         """The generation that follows a fault. Slots that have left the group already are not among its survivors."""
         broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
         driver_back_s, following = 0.0, fault
@@ -267,10 +245,10 @@ class Recovery:
             for slot in lost:
                 self._coming[slot] = max(self._coming.get(slot, 0.0), seen_s + kind.return_s)
             formed_s = max(seen_s, driver_back_s) + kind.form_s
-            now_s, another_fault = self._stands_s(formed_s, survivors, another)
-            if another_fault is None:
+            now_s, another = self._stands_s(formed_s, survivors)
+            if another is None:
                 break
-            following = another_fault
+            following = another
             seen.append(following.kind)
             if following.time_s < formed_s:
                 self._failed(generation.newest + 1)
@@ -279,7 +257,7 @@ class Recovery:
         step = self._surviving_step(generation, survivors, broken_s)
         if step < saved:
             step, now_s = saved, now_s + self.faults.load_s
-        formed = self._formed(generation, sorted(survivors), broken_s, now_s, step, mirrors)
+        formed = self._formed(generation, sorted(survivors), now_s, step)
         return formed, now_s, " and ".join([*why, f"{', '.join(seen)} lost"])
 
     def _failed(self, step: int) -> None:
@@ -296,16 +274,13 @@ class Recovery:
         """The newest step whose state survives in memory; -1: none."""
         if len(survivors) == generation.size:
             return generation.newest
-        states = [HeldState(generation, frozenset(survivors), broken_s)]
-        if generation.newest == generation.first and self._before:  # the one before counts until the first step
-            states.append(self._before)
-        state = surviving_state(held_by(sorted(survivors), states))
+        state = surviving_state(held_by(sorted(survivors), generation, broken_s))
         return state.version if state else -1
 
-    def _stands_s(self, time_s: float, survivors: Collection[int], another: NextFault) -> tuple[float, Fault | None]:
+    def _stands_s(self, time_s: float, survivors: Collection[int]) -> tuple[float, Fault | None]:
         """Return (when there are enough ranks to continue, None), or (when a fault strikes before, this fault)."""
         while True:
-            fault = another(time_s)
+            fault = self.another(time_s)
             if fault:
                 return fault.time_s, fault
             size = len(survivors) + len(self._ready(time_s))
@@ -331,17 +306,11 @@ class Recovery:
     def _ready(self, now_s: float) -> list[int]:
         return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]
 
-    def _formed(
-        self, generation: Generation, stay: list[int], broken_s: float, now_s: float, step: int, mirrors: bool
-    ) -> Generation:
-        """The next generation, of the slots that stay and those that are ready. The one before ended at `broken_s`."""
+    def _formed(self, generation: Generation, stay: list[int], now_s: float, step: int) -> Generation:
+        """The next generation, of the slots that stay and those that are ready."""
         joining = self._ready(now_s)
         for slot in joining:
             del self._coming[slot]
-        if generation.newest > generation.first or self._before is None:
-            self._before = HeldState(generation, frozenset(stay), broken_s)
-        else:  # it has taken no step: the state before it counts still, as far as it survives
-            self._before = self._before._replace(slots=self._before.slots & {*stay})
         slots = [*stay, *joining]
         return generation_of(generation.number + 1, slots, generation.ranks_per_node, step,
-                             mirrors and len(slots) > 1)
+                             self.mirrors and len(slots) > 1)

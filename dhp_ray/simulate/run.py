@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,8 +144,10 @@ class SimulatedRun:
         self.step_times_s: deque[float] = deque(maxlen=RECENT)
         self.now_s, self.saved_s, self.last_read, self.attempts = 0.0, 0.0, 0, 0
         self.ended_s = 0.0  # the last step ended then, or the group was formed
-        self.recovery = Recovery(faults, self.settings.cluster.num_ranks, self._holds)
-        self.generation = self._entered(generation_of(1, range(num_ranks), self._node_size, 0, self._mirrors))
+        self._mirrors = self.mirroring.auto or self.mirroring.every > 0
+        self.recovery = Recovery(faults, num_ranks, self._mirrors, self._holds, self._another)
+        self.generation = self._entered(
+            generation_of(1, range(num_ranks), self.settings.cluster.ranks_per_node, 0, self._mirrors))
 
     def simulate(self) -> RunRecord:
         """Run to the end. A run that cannot go on ends early, with `error` in its record."""
@@ -155,14 +158,6 @@ class SimulatedRun:
             self.record.error = str(error)
         self.record.time_s = self.now_s
         return self.record
-
-    @property
-    def _node_size(self) -> int:
-        return self.settings.cluster.ranks_per_node
-
-    @property
-    def _mirrors(self) -> bool:
-        return self.mirroring.auto or self.mirroring.every > 0
 
     def _done(self) -> bool:
         if self.settings.duration_s:
@@ -202,9 +197,9 @@ class SimulatedRun:
             end_s = self._end_s(prepared.step, sent.ready_s + step.time_s)
             is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
             following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
-            fault, broken_s = self._fault_in_step(end_s)
-            if fault and broken_s is not None:
-                return self._broken(fault, broken_s)
+            fault = self._fault_before(end_s)
+            if fault and fault.kind != "driver":  # without the driver workers end the step
+                return self._broken(fault)
             if self.settings.duration_s and end_s > self.settings.duration_s:
                 self.now_s = self.settings.duration_s
                 return self._note(fault)
@@ -223,31 +218,15 @@ class SimulatedRun:
         return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
 
     def _fault_before(self, time_s: float) -> Fault | None:
-        """Take the next fault if it strikes before `time_s`."""
-        fault = self._coming_before(time_s)
-        if fault:
-            self.next_fault = next(self.faults, None)
-        return fault
-
-    def _coming_before(self, time_s: float) -> Fault | None:
-        """The next fault if it strikes before `time_s` and the run's end. Those that strike nobody are passed over."""
+        """Take the next fault if it strikes before `time_s` and the run's end. Those that strike nobody are passed
+        over.
+        """
         time_s = min(time_s, self.settings.duration_s or time_s)
         while (fault := self.next_fault) and fault.time_s < time_s:
+            self.next_fault = next(self.faults, None)
             if fault.kind == "driver" or self.recovery.lost_by(self.generation, fault):
                 return fault
-            self.next_fault = next(self.faults, None)
         return None
-
-    def _fault_in_step(self, end_s: float) -> tuple[Fault | None, float | None]:
-        """Take the first fault before the end of a step, and say when the step breaks off. None: it ends; workers do
-        that without the driver.
-        """
-        fault = self._fault_before(end_s)
-        if fault is None or fault.kind != "driver":
-            return fault, fault and fault.time_s
-        while (also := self._coming_before(end_s)) and also.kind == "driver":
-            self._another(end_s)
-        return fault, also and also.time_s
 
     def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
@@ -313,18 +292,16 @@ class SimulatedRun:
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps; if so, the next generation has been entered."""
         slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
-        formed = self.recovery.changed(self.generation, self.now_s, slow, self._mirrors, self._another)
+        formed = self.recovery.changed(self.generation, self.now_s, slow)
         return formed is not None and self._formed(*formed)
 
-    def _broken(self, fault: Fault, broken_s: float = 0.0) -> None:
-        """Continue after a fault with the ranks that are left, once there are enough of them. `broken_s`: when the step
-        broke off, if later than the fault.
-        """
+    def _broken(self, fault: Fault) -> None:
+        """Continue after a fault with the ranks that are left, once there are enough of them."""
         self._note(fault)
         if fault.kind != "driver":  # a checkpoint that was waited for, or staged, is given up
             self.now_s = min(self.now_s, max(self.ended_s, fault.time_s))
-        begun_s = max(self.now_s, fault.time_s, broken_s)
-        self._formed(*self.recovery.recovered(self.generation, fault, begun_s, self._mirrors, self._another))
+        begun_s = max(self.now_s, fault.time_s)
+        self._formed(*self.recovery.recovered(self.generation, fault, begun_s))
 
     def _another(self, time_s: float) -> Fault | None:
         """Take the next fault if it strikes before `time_s`, and record it."""
@@ -404,8 +381,7 @@ def prepared(settings: Simulation) -> Simulated:
 def simulated(simulation: Simulated, progress: Progress = lambda planner, step, now_s: None) -> Iterator[RunRecord]:
     """Run the planners one after the other, and yield the record of each when it ends."""
     for planner in simulation.settings.planners:
-        run = SimulatedRun(planner, simulation.machine, simulation.batches,
-                           lambda step, now_s, planner=planner: progress(planner, step, now_s))  # type: ignore[misc]
+        run = SimulatedRun(planner, simulation.machine, simulation.batches, partial(progress, planner))
         simulation.records.append(run.simulate())
         yield simulation.records[-1]
 

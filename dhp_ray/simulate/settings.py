@@ -116,8 +116,8 @@ class TrainSettings:
 @dataclass(kw_only=True)
 class PlanningSettings:
     encoder: str = key("auto", "where images are encoded, as in planner.encoder", choices=("group", "world", "auto"))
-    item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch, as "
-                        "benchmarks/planner.py time measures them", minimum=0, maximum=1)
+    item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch",
+                        minimum=0, maximum=1)
     last_resort_item_s: float = key(5e-6, "the same for the planner that runs if a plan is late", minimum=0,
                                     maximum=1)
     between_s: float = key(0.0, "seconds from the end of a step to the start of the next, if nothing is late",
@@ -213,7 +213,7 @@ class Simulation:
                             maximum=YEARS_S)
     global_samples: int = key(512, "samples of a batch", minimum=1, maximum=10**7)
     seed: int = key(0, "seed of samples, faults and speeds", minimum=0, maximum=2**32 - 1)
-    out: str = key("", "folder for results.json, a picture, a trace and a page; empty: only the table is printed",
+    out: str = key("", "folder for results.json, a picture and a trace; empty: only the table is printed",
                    path="folder")
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -243,17 +243,12 @@ def check_simulation(settings: Simulation) -> None:
     for name in settings.planners:
         if name not in PLANNERS:
             raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
-    _check_device(settings)
+    if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":  # a run refuses this too
+        raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
+                          "fp32 kernel)")
     if len(set(settings.train.freeze)) == 2:
         raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two")
     _check_faults(settings)
-
-
-def _check_device(settings: Simulation) -> None:
-    """Refuse what a run refuses too (`dhp_ray/config.py`)."""
-    if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":
-        raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
-                          "fp32 kernel)")
 
 
 def _check_faults(settings: Simulation) -> None:

@@ -1,4 +1,4 @@
-"""One step of a plan at the true speeds of the ranks, priced by the planner's own formulas.
+"""One step of a plan at the true speeds of the ranks: packs take what the plan says, and what ranks compute longer.
 
 sync=step         | make groups | (encode, features) | packs, each as soon as its ranks are free | (backward) | update |
 sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhp_ray.planner.cost.rates import encoding_s, running_s
 from dhp_ray.planner.cost.work import PAID_ONCE, Work, work_of
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.primitives.list_schedule import list_schedule, list_schedule_from
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule, crosses_nodes, firsts_of, flat, gathered
+from dhp_ray.planner.schedule import firsts_of, flat
 from dhp_ray.planner.timeline import EncoderTimeline, PackTimes, micro_batches_s, timeline_apart
 from dhp_ray.train.results import PackTime, StepResult
 
@@ -102,18 +101,22 @@ def simulate_step(
     compute is longer than the cost says.
     """
     factor = np.ones(len(plan.groups)) if stretch is None else stretch
-    cost, schedule, work = problem.cost, _schedule_of(plan), work_of(plan)
+    cost, work = problem.cost, work_of(plan)
     work = Work(*(column[work.group >= 0] for column in work))  # without the phases of images apart
-    own_s = work.seconds(cost) - (once_s := work.seconds(cost, PAID_ONCE))
-    own_s = own_s * factor[work.group] / problem.speeds[work.rank] + once_s
-    times, exchange_s = _times(plan, problem, schedule, factor)
+    once_s = work.seconds(cost, PAID_ONCE)
+    scaled_s = work.seconds(cost) - once_s
+    planned_s = scaled_s / np.array(plan.cluster.speeds)[work.rank] + once_s
+    own_s = scaled_s * factor[work.group] / problem.speeds[work.rank] + once_s
+    times, exchange_s = _times(plan, work.group, planned_s, own_s)
+    ranks, degrees = flat([group.ranks for group in plan.groups])
+    micro_batch = np.array([group.micro_batch for group in plan.groups], dtype=np.int64)
     made_s = _made_s(made, problem)
     begin_s = float(made_s.max())
     apart = timeline_apart(plan, problem, times.pack_s) if plan.vision.apart else None
     fixed_s, end_s = cost.fixed_s, begin_s + apart.makespan_s if apart else 0.0
     if plan.sync == "micro_batch":
-        number = np.unique(schedule.micro_batch, return_inverse=True)[1]
-        seconds = micro_batches_s(schedule.micro_batch, times)
+        number = np.unique(micro_batch, return_inverse=True)[1]
+        seconds = micro_batches_s(micro_batch, times)
         if apart:
             begin_s, end_s = begin_s + fixed_s, end_s + fixed_s
             starts_s = begin_s + apart.starts_s
@@ -127,46 +130,27 @@ def simulate_step(
         time_s = end_s + cost.update_s
     else:
         starts_s = (begin_s + apart.starts_s if apart else
-                    list_schedule_from(made_s, schedule.ranks, schedule.first_rank, times.pack_s)[0])
+                    list_schedule_from(made_s, ranks, firsts_of(degrees), times.pack_s)[0])
         left_s = starts_s + times.pack_s
         end_s = end_s or float(left_s.max())
         time_s = end_s + fixed_s
     return SimulatedStep(plan, work, own_s, made_s, starts_s, left_s, exchange_s, apart, end_s, fixed_s, time_s)
 
 
-def _schedule_of(plan: Plan) -> Schedule:
-    """The groups of a plan as flat arrays."""
-    rows, num_rows = flat([group.sequences for group in plan.groups])
-    ranks, degrees = flat([group.ranks for group in plan.groups])
-    micro_batch = np.array([group.micro_batch for group in plan.groups], dtype=np.int64)
-    return Schedule(rows, firsts_of(num_rows), ranks, firsts_of(degrees), micro_batch)
-
-
-def _times(plan: Plan, problem: Problem, schedule: Schedule, factor: np.ndarray) -> tuple[PackTimes, np.ndarray]:
-    """The times of each group, and the seconds that its exchanges add. Images are encoded by the ranks of the plan
-    (`pricing.times_of` deals them anew).
+def _times(
+    plan: Plan, group: np.ndarray, planned_s: np.ndarray, own_s: np.ndarray
+) -> tuple[PackTimes, np.ndarray]:
+    """The times of each group, and the seconds that its exchanges add: as planned, but longer by what the busiest
+    member computes longer. `group`, `planned_s` and `own_s`: by row of work.
     """
-    first_rank, degree = schedule.first_rank[:-1], np.diff(schedule.first_rank)
-    items, rates = problem.items, problem.machine.rates[degree]
-    host_s = problem.cost.host_s(items.tokens) if plan.vision.apart else items.host_s
-    tokens, language, attention, host = (np.add.reduceat(array[schedule.rows], schedule.first_row[:-1])
-                                         for array in (items.tokens, items.language_s, items.attention_s, host_s))
-    speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
-    encode_s = np.zeros(len(degree))
-    encoder, num_images = flat([group.encoders for group in plan.groups])
-    if len(encoder) and not plan.vision.apart:
-        image_s = gathered(problem.all_image_s, problem.first_image, schedule.rows)[0] / problem.speeds[encoder]
-        member, place = np.unique(np.repeat(np.arange(len(degree)), num_images) * problem.cluster.num_ranks + encoder,
-                                  return_inverse=True)
-        np.maximum.at(encode_s, member // problem.cluster.num_ranks, np.bincount(place, image_s))
-        encode_s = factor * encode_s + rates.encoder_pass_s * (encode_s > 0) / speed
-    transfer_s = np.where(crosses_nodes(schedule, np.array(problem.cluster.nodes)), rates.across_s, rates.inside_s)
-    of_packs = (factor * language, factor * attention, encode_s, host, tokens, degree, speed)
-    seconds = running_s(*of_packs, transfer_s, rates)
-    rates.overhead_s = np.full(len(degree), problem.cost.pack_s)  # without what each step of a ring takes
-    exchange_s = seconds - running_s(*of_packs, np.zeros(len(degree)), rates)
-    encode_s = encoding_s(encode_s, tokens, rates)
-    return PackTimes(np.maximum(rates.least_s, seconds), encode_s, seconds - encode_s), exchange_s
+    planned = PackTimes.of(plan.groups)
+    expected_s, busiest_s = np.zeros((2, len(plan.groups)))
+    np.maximum.at(expected_s, group, planned_s)
+    np.maximum.at(busiest_s, group, own_s)
+    together_s = planned.encode_s + planned.rest_s
+    least_s = np.where(planned.pack_s > (1 + 1e-9) * together_s, planned.pack_s, 0.0)  # for its layers' parameters
+    seconds, encode_s = together_s + busiest_s - expected_s, planned.encode_s * busiest_s / expected_s
+    return PackTimes(np.maximum(least_s, seconds), encode_s, seconds - encode_s), together_s - expected_s
 
 
 def _made_s(made: Sequence[tuple[int, ...]], problem: Problem) -> np.ndarray:

@@ -7,20 +7,14 @@ from functools import partial
 import pytest
 
 from dhp_ray.runtime.driver.elastic import surviving_state
-from dhp_ray.runtime.messages import HeldShards
-from dhp_ray.simulate.faults import Fault, Generation, HeldState, Recovery, generation_of, held_by
+from dhp_ray.simulate.faults import Fault, Recovery, generation_of, held_by
 from dhp_ray.simulate.settings import FaultSettings
-
-
-def held(survivors: list[int], *generations: Generation, time_s: float = 9.0) -> list[list[HeldShards]]:
-    """What they hold if all of them are still what they were in these generations."""
-    return held_by(survivors, [HeldState(one, frozenset(survivors), time_s) for one in generations])
 
 
 def test_whom_a_fault_strikes() -> None:
     generation = generation_of(1, [0, 1, 2, 4, 5, 9], 4, 0, mirrors=True)
     assert generation.nodes == (0, 0, 0, 1, 1, 2)
-    lost_by = partial(Recovery(FaultSettings(), 12, lambda size: True).lost_by, generation)
+    lost_by = partial(Recovery(FaultSettings(), 12, True, lambda size: True, lambda time_s: None).lost_by, generation)
     assert lost_by(Fault(0, "worker", 3 / 6)) == {4}
     assert lost_by(Fault(0, "stopped", 0.999)) == {9}
     assert lost_by(Fault(0, "node", 0.0)) == {0, 1, 2}
@@ -42,30 +36,16 @@ def test_what_survives(lost: list[int], version: int | None) -> None:
     if lost == [0, 4]:
         lost = [0, replica[0]]  # owner and replica
     survivors = [slot for slot in range(8) if slot not in lost]
-    state = surviving_state(held(survivors, generation, time_s=35.0))
+    state = surviving_state(held_by(survivors, generation, 35.0))
     assert (state.version if state else None) == version
     if version == 7:  # version 5 is the other one that was mirrored; older ones are gone
-        assert all(set(versions) <= {5, 7, 8, 9} for found in held(survivors, generation, time_s=35.0)
+        assert all(set(versions) <= {5, 7, 8, 9} for found in held_by(survivors, generation, 35.0)
                    for shards in found
                    for versions in shards.versions.values())
-
-
-def test_the_state_before_counts_until_a_step_has_been_taken() -> None:
-    before = generation_of(1, range(4), 2, 0, mirrors=True)
-    before.newest, before.mirrored = 5, [(5, 1.0)]
-    now = generation_of(2, [0, 1, 2], 2, 5, mirrors=True)
-    now.mirrored = [(5, 2.0)]  # which counts once the first step has waited for it
-    assert surviving_state(held([0, 1], now)) is None
-    state = surviving_state(held([1, 2, 3], now, before))
-    assert state is not None
-    assert state.version == 5
-    # a worker that was lost since, and is there again, no longer has it; copies that came later do not count
-    assert surviving_state(held_by([1, 2, 3], [HeldState(before, frozenset({1, 3}), 9.0)])) is None
-    assert surviving_state(held_by([1, 2, 3], [HeldState(before, frozenset({1, 2, 3}), 0.5)])) is None
 
 
 def test_without_mirroring_nothing_survives_a_loss() -> None:
     generation = generation_of(1, range(4), 2, 0, mirrors=False)
     generation.newest = 3
-    assert surviving_state(held([0, 1, 2], generation)) is None
-    assert surviving_state(held([0, 1, 2, 3], generation)).version == 3  # type: ignore[union-attr]
+    assert surviving_state(held_by([0, 1, 2], generation, 9.0)) is None
+    assert surviving_state(held_by([0, 1, 2, 3], generation, 9.0)).version == 3  # type: ignore[union-attr]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dhp_ray.simulate.faults import generation_of
 from dhp_ray.simulate.run import RunRecord
 from tests.simulate.simulations import QUICK, events_of, run_of, within
 
@@ -30,29 +29,6 @@ def test_a_generation_copies_the_state_that_it_began_with() -> None:
     second = in_generation(once, 2, 6)
     record = run_of(*SELDOM, faults((first, "worker", 5), (second, "worker", 1)))
     assert events_of(record)[1] == "3: worker lost; 6 ranks go on with step 5, 1 steps run again"
-
-
-def test_copies_that_a_generation_began_with_count_once_it_has_taken_a_step() -> None:
-    """Before, what the generation before kept counts alone: of slot 5's shard that was worker 1's copy."""
-    first = within(run_of(*TWICE), 5)
-    once = run_of(*TWICE, faults((first, "worker", 5)))
-    assert events_of(once)[0] == "2: worker lost; 7 ranks go on with step 5"
-    assert generation_of(1, range(8), 4, 0, mirrors=True).replica_ranks()[5] == 1
-    second = in_generation(once, 2, 5)
-    record = run_of(*TWICE, faults((first, "worker", 5), (second, "worker", 1)))
-    assert events_of(record)[1] == "3: worker lost; 6 ranks go on with step 1, 4 steps run again"
-    other = run_of(*TWICE, faults((first, "worker", 5), (second, "worker", 2)))
-    assert events_of(other)[1] == "3: worker lost; 6 ranks go on with step 5"
-
-
-def test_who_was_lost_has_nothing_of_the_state_before() -> None:
-    first = within(run_of(*TWICE), 5)
-    once = run_of(*TWICE, faults((first, "all", 0)))
-    assert events_of(once)[0].endswith("8 ranks go on with step 1, 4 steps run again")
-    second = in_generation(once, 2, 1)
-    record = run_of(*TWICE, faults((first, "all", 0), (second, "worker", 1)))
-    assert events_of(record)[1] == "3: worker lost; 7 ranks go on with step 1"
-    assert [step.step for step in record.steps] == list(range(1, 9))
 
 
 def test_copies_that_a_fault_cut_off_never_arrive() -> None:
@@ -106,22 +82,6 @@ def test_a_driver_is_back_once_the_step_has_ended_and_it_was_missed() -> None:
     assert early.steps[2].begin_s == pytest.approx(max(step.end_s, step.begin_s + 0.01 + 4) + 3, abs=0.1)
     late = run_of(faults((step.end_s - 0.01, "driver", 0)), *QUICK)
     assert late.steps[2].begin_s == pytest.approx(step.end_s - 0.01 + 4 + 3, abs=0.1)
-    # and a step in which a worker is lost too does not end
-    both = run_of(faults((step.begin_s + 0.01, "driver", 0), (step.end_s - 0.01, "worker", 3)), *QUICK,
-                  "faults.mirror_every_steps='1'")
-    assert events_of(both)[0] == "2: driver, worker lost; 7 ranks go on with step 2"
-    assert both.steps[1].begin_s == pytest.approx(max(step.end_s - 0.01 + 1, step.begin_s + 0.01 + 4) + 2, abs=0.1)
-    # also where another driver is lost in between, or a worker that is lost already
-    words = [(step.begin_s + 0.01, "driver", 0), (step.begin_s + 0.02, "driver", 0), (step.end_s - 0.01, "worker", 3)]
-    thrice = run_of(faults(*words), *QUICK, "faults.mirror_every_steps='1'")
-    assert thrice.steps[1].step == 2
-    assert thrice.steps[1].num_ranks == 7
-    assert sum(event.kind == "fault" for event in thrice.events) == 3
-    # it is missed at once, and the group that forms without the worker waits until it is back
-    soon = run_of(faults((step.begin_s + 0.01, "driver", 0), (step.begin_s + 0.02, "worker", 3)), *QUICK,
-                  "faults.mirror_every_steps='1'")
-    first = next(one for one in soon.steps if one.generation == 2)
-    assert first.begin_s == pytest.approx(step.begin_s + 0.01 + 4 + 2, abs=0.1)
 
 
 def test_what_strikes_after_the_end_costs_nothing() -> None:
