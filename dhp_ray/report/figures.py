@@ -12,7 +12,9 @@ import numpy as np
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.report.gains import Gains
 
-MAX_BARS = 80
+MAX_BARS, MAX_MARKS = 80, 200
+Panel = tuple[str, tuple[float | None, float | None], dict[str, str]]
+"""Curves that share an axis: its words and limits, and the label of each field of the metrics that is drawn."""
 KINDS = ("text only", "with images", "with video")
 
 
@@ -28,39 +30,17 @@ def svg(width: float, height: float, *shape: int) -> Iterator[tuple[Any, BytesIO
         figure.savefig(stream, format="svg", metadata={"Date": None})
 
 
-def loss_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """Loss of every step, and of the held-out samples if there are any."""
-    with svg(10, 3.5) as (axes, stream):
-        _curve(axes, metrics, "loss", "training")
-        if any(line.get("eval_loss") is not None for line in metrics):
-            _curve(axes, metrics, "eval_loss", "held out", marker="o", linestyle="--")
-        axes.set(xlabel="step", ylabel="loss a token")
-        axes.legend()
-    return stream.getvalue()
-
-
-def throughput_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """Tokens per second, and the idle share of the ranks' time."""
-    with svg(10, 4.5, 2, 1) as ((above, below), stream):
-        rates = [{"step": line["step"], "rate": line["num_tokens"] / line["step_time_s"]}
-                 for line in metrics if line["step_time_s"]]
-        _curve(above, rates, "rate", "tokens a second")
-        _curve(below, metrics, "idle_fraction", "idle share of rank time", color="tab:orange")
-        above.set(ylabel="tokens/s", ylim=(0, None))
-        below.set(xlabel="step", ylabel="idle share", ylim=(0, 1))
-    return stream.getvalue()
-
-
-def prediction_picture(metrics: Sequence[dict[str, Any]]) -> bytes:
-    """The planned and the measured makespan, and the error of the packs' costs where it is known."""
-    with svg(10, 4.5, 2, 1) as ((above, below), stream):
-        _curve(above, metrics, "measured_makespan_s", "measured")
-        _curve(above, metrics, "predicted_makespan_s", "predicted", linestyle="--")
-        above.set(ylabel="makespan [s]", ylim=(0, None))
-        above.legend()
-        known = [line for line in metrics if line.get("cost_error") is not None]
-        _curve(below, known, "cost_error", "median error of a pack", color="tab:orange")
-        below.set(xlabel="step", ylabel="cost error", ylim=(0, None))
+def curves_picture(lines: Sequence[dict[str, Any]], panels: Sequence[Panel]) -> bytes:
+    """Curves of a run's metrics over its steps, in panels one below the other."""
+    with svg(10, 1.2 + 1.8 * len(panels), len(panels), 1) as (axes, stream):
+        for place, (words, limits, curves) in zip(np.atleast_1d(axes), panels):
+            for name, label in curves.items():
+                points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+                place.plot([step for step, _ in points], [value for _, value in points], label=label, linewidth=1.2,
+                           marker="." if len(points) <= MAX_MARKS else None)
+            place.set(ylabel=words, ylim=limits)
+            place.legend()
+        place.set(xlabel="step")
     return stream.getvalue()
 
 
@@ -127,8 +107,3 @@ def kind_of(sample: Sample) -> str:
     if not sample.vision_grids:
         return KINDS[0]
     return KINDS[2] if any(time > 1 for time, _, _ in sample.vision_grids) else KINDS[1]
-
-
-def _curve(axes: Any, lines: Sequence[dict[str, Any]], name: str, label: str, **style: Any) -> None:
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    axes.plot([step for step, _ in points], [value for _, value in points], label=label, **({"linewidth": 1.2} | style))

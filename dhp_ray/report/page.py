@@ -102,9 +102,19 @@ def summary(run: RunFiles, gains: Gains) -> str:
 
 
 def curves(run: RunFiles) -> str:
-    loss = picture(figures.loss_picture(run.metrics), "loss of each step")
-    throughput = picture(figures.throughput_picture(run.metrics), "tokens a second and idle share of each step")
-    prediction = picture(figures.prediction_picture(run.metrics), "predicted and measured makespan of each step")
+    lines = [line | {"rate": line["num_tokens"] / line["step_time_s"] if line["step_time_s"] else None}
+             for line in run.metrics]
+    evaluated = {"eval_loss": "held out"} if any(line.get("eval_loss") is not None for line in lines) else {}
+    loss = picture(figures.curves_picture(lines, [
+        ("loss a token", (None, None), {"loss": "training"} | evaluated)]), "loss of each step")
+    throughput = picture(figures.curves_picture(lines, [
+        ("tokens/s", (0, None), {"rate": "tokens a second"}),
+        ("idle share", (0, 1), {"idle_fraction": "idle share of rank time"})]),
+        "tokens a second and idle share of each step")
+    prediction = picture(figures.curves_picture(lines, [
+        ("makespan [s]", (0, None), {"measured_makespan_s": "measured", "predicted_makespan_s": "predicted"}),
+        ("cost error", (0, None), {"cost_error": "median error of a pack"})]),
+        "predicted and measured makespan of each step")
     note = ("<p class=note>Idle is rank time without a pack, or blocked in an exchange. "
             "Predicted is what the plan said, the end of the step included. Cost error: of the parts of a step's "
             "packs, predicted compute against measured, waiting left out.</p>")

@@ -24,35 +24,26 @@ FIXED = "gainsboro"
 """Colour of what every rank pays once: reduction, gather, update."""
 
 
-def draw_plan(plan: Plan, target: str | Path | IO[bytes]) -> None:
-    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, min(3 + plan.cluster.num_ranks / 12, 14)), layout="constrained")
-    axes = figure.subplots()
-    scale = _colours(plan)
-    draw_planned(axes, plan, scale.to_rgba)
-    figure.colorbar(scale, ax=axes, label="longest sequence of the pack [tokens]")
-    figure.savefig(target, dpi=120)
-
-
-def draw_step(
-    plan: Plan, results: Sequence[StepResult], target: str | Path | IO[bytes], told: str = "measured"
+def draw_plan(
+    plan: Plan, target: str | Path | IO[bytes], results: Sequence[StepResult] | None = None, told: str = "measured"
 ) -> None:
     """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
 
-    Each half has its own time axis: seconds of the cost model above, seconds of the clock below. `told`: where the
-    times of the results come from.
+    `results`: of the step that ran the plan; they are drawn below it. Each half has its own time axis: seconds of the
+    cost model above, seconds of the clock below. `told`: where the results come from.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, min(6 + plan.cluster.num_ranks / 6, 18)), layout="constrained")
-    above, below = figure.subplots(2, 1)
+    num_ranks, alone = plan.cluster.num_ranks, results is None
+    height = min(3 + num_ranks / 12, 14) if alone else min(6 + num_ranks / 6, 18)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1 if alone else 2, 1))
     scale = _colours(plan)
-    draw_planned(above, plan, scale.to_rgba)
-    _draw_measured(below, plan, results, scale.to_rgba, told)
-    figure.colorbar(scale, ax=[above, below], label="longest sequence of the pack [tokens]")
-    figure.savefig(target, dpi=100)
+    draw_planned(axes[0], plan, scale.to_rgba)
+    if results is not None:
+        _draw_measured(axes[1], plan, results, scale.to_rgba, told)
+    figure.colorbar(scale, ax=list(axes), label="longest sequence of the pack [tokens]")
+    figure.savefig(target, dpi=120 if alone else 100)
 
 
 def _colours(plan: Plan) -> Any:

@@ -4,7 +4,7 @@ stragglers and faults.
     settings -> workload -> batches                      samples of a step, the same for all planners
              -> machine -> place                         ranks, mode, tokens and costs of a membership
     SimulatedRun: dispatcher -> plan -> simulate_step -> record       for each batch, through generations
-    records -> summary -> table, results.json, picture, trace, page
+    records -> summary -> table, results.json, picture, trace
 
 Everything is modelled and nothing is measured; the same settings give the same result (not with `planning.measured`).
 """

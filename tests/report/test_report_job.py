@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.storage import Folder
-from tests.checkout import job_of
+from tests.checkout import ROOT, job_of
 from tests.report.runs import write_run
 
-ROOT = Path(__file__).resolve().parents[2]
 main = job_of("report").main
 
 

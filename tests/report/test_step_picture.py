@@ -11,7 +11,7 @@ from PIL import Image
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.report.step_picture import draw_plan, draw_planned, draw_step
+from dhp_ray.report.step_picture import draw_plan, draw_planned
 from tests.report.runs import plan_of, results_of
 
 
@@ -19,7 +19,7 @@ from tests.report.runs import plan_of, results_of
 def test_plan_and_measured_times_are_drawn(sync: str) -> None:
     plan = plan_of(1, sync=sync)
     stream = BytesIO()
-    draw_step(plan, results_of(plan, 1), stream)
+    draw_plan(plan, stream, results_of(plan, 1))
     picture = np.asarray(Image.open(stream).convert("RGB"))
     above, below = np.array_split(picture, 2)
     for half in (above, below):
@@ -33,7 +33,7 @@ def test_images_encoded_apart_are_orange() -> None:
     for encoder in ("group", "world"):
         plan = plan_of(3, encoder=encoder)
         stream = BytesIO()
-        draw_step(plan, results_of(plan, 3), stream)
+        draw_plan(plan, stream, results_of(plan, 3))
         picture = np.asarray(Image.open(stream).convert("RGB")).astype(int)
         orange = (abs(picture - np.array([255, 127, 14])).max(axis=2) < 8).mean(axis=1)
         shares.append([half.mean() for half in np.array_split(orange, 2)])
@@ -43,7 +43,7 @@ def test_images_encoded_apart_are_orange() -> None:
 
 def test_no_results_leave_the_lower_half_empty() -> None:
     stream = BytesIO()
-    draw_step(plan_of(1), [], stream)
+    draw_plan(plan_of(1), stream, [])
     assert Image.open(stream).size[0] > 500
 
 

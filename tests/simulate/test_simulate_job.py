@@ -12,10 +12,9 @@ import pytest
 from dhp_ray.simulate.results import text_of
 from dhp_ray.simulate.run import prepared, simulated
 from dhp_ray.simulate.settings import load_simulation
-from tests.checkout import job_of
+from tests.checkout import ROOT, job_of
 from tests.simulate.simulations import SMALL
 
-ROOT = Path(__file__).parents[2]
 job = job_of("simulate")
 WORDS = [*SMALL, "num_batches=4", "global_samples=12", "planners=[dhp,static]"]
 
@@ -37,10 +36,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     packs = [event for event in trace["traceEvents"] if event.get("cat") == "pack"]
     assert min(event["ts"] for event in packs) >= 0
     assert max(event["ts"] + event["dur"] for event in packs) > 1e6 * tree["steps"]["dhp"][2]["begin_s"]
-    page = (tmp_path / "page.html").read_text()
-    assert "<script" not in page
-    assert "All of it is modelled, nothing measured." in page
-    assert "worker lost; 7 ranks go on with step" in page
+    assert any("worker lost; 7 ranks go on with step" in event["text"] for event in tree["events"]["dhp"])
     again = tmp_path / "again"
     assert job.main([*WORDS, f"out={again}", fault, "faults.worker.return_s=50"]) == 0
     other = json.loads((again / "results.json").read_text())

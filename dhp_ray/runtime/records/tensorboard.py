@@ -223,12 +223,12 @@ class StepPictures:
             self._thread.join(timeout_s)
 
     def _show(self, step: int, plan: Plan, results: Sequence[StepResult], scalars: ScalarLog) -> None:
-        from dhp_ray.report.step_picture import draw_step  # matplotlib takes a second to import
+        from dhp_ray.report.step_picture import draw_plan  # matplotlib takes a second to import
 
         try:
             self._folder.write(trace_file(step), (json_text(trace_of(plan, results)) + "\n").encode())
             picture = BytesIO()
-            draw_step(plan, results, picture)
+            draw_plan(plan, picture, results)
             scalars.image(PICTURE, picture.getvalue(), step)
         except Exception as error:  # a failure to show a step must not end the run; the ledger does not depend on it
             print(f"step {step} is not shown: {type(error).__name__}: {error}", file=sys.stderr)
