@@ -1,7 +1,7 @@
-"""The planner's figures: modelled step times beside its peers' and the baselines', planning times, reuse of groups.
+"""The planner's figures: modelled step times beside its peers' and the baselines', reuse of groups.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
-    python benchmarks/planner.py [peers] [cases] [time] [pool]    (none: all)
+    python benchmarks/planner.py [peers] [cases] [pool]    (none: all)
 
 FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8
 ranks a node, unless said otherwise. The baselines are in benchmarks/comparisons.py.
@@ -18,7 +18,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -144,37 +144,6 @@ def cases(cost: CostModel) -> None:
               f"{statistics.mean(alone):.4f} | {max(alone):.4f} |", flush=True)
 
 
-def time_it(cost: CostModel) -> None:
-    print("\n## Planning time, median (least) of 20 after the first call [ms]\n")
-    print(
-        f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. With images: four a sequence. Last resort: "
-        "the planner for when time is up.\n"
-    )
-    print(
-        "| sequences/ranks | step | micro_batch | allowed | step: 5 % spread of speeds | step: with images | step: a "
-        "pool of 32 groups "
-        "| last resort: step / micro_batch | last resort: step, 5 % spread |\n|---|---|---|---|---|---|---|---|---|"
-    )
-    seeing = replace(cost, vision_linear_s=1e-5)
-    for count, num_ranks, allowed in ((512, 64, 3), (2048, 512, 10), (2048, 1024, 20), (16384, 4096, 60)):
-        lengths = bimodal(count, num_ranks)
-        spread = tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3))
-        known = planned(bimodal(count, num_ranks, 1), num_ranks, cost).process_groups()[-32:]
-        cells = [median_ms(lengths, num_ranks, cost), median_ms(lengths, num_ranks, cost, sync="micro_batch"),
-                 str(allowed),
-                 median_ms(lengths, num_ranks, cost, speeds=spread), median_ms(lengths, num_ranks, seeing, images=4),
-                 median_ms(lengths, num_ranks, cost, pool=known),
-                 " / ".join(median_ms(lengths, num_ranks, cost, planner=LAST_RESORT, sync=sync)
-                            for sync in ("step", "micro_batch")),
-                 median_ms(lengths, num_ranks, cost, planner=LAST_RESORT, speeds=spread)]
-        print(f"| {count}/{num_ranks} | {' | '.join(cells)} |")
-
-
-def median_ms(lengths: np.ndarray, num_ranks: int, cost: CostModel, **options: Any) -> str:
-    times = [1e3 * planned(lengths, num_ranks, cost, **options).planning_time_s for _ in range(21)][1:]
-    return f"{statistics.median(times):.1f} ({min(times):.1f})"
-
-
 def pool(cost: CostModel) -> None:
     print("\n## Reuse of groups: 200 batches of Wikipedia lengths, 64 ranks, a pool of 32 (least recently used goes)\n")
     print(
@@ -220,7 +189,7 @@ def weighed(
 ) -> tuple[float, float]:
     """New groups a batch, and seconds of packs and of making those groups, over batches that share a pool of 32;
     `known`: whether the planner knows what making a group takes."""
-    # here: benchmarks/ablation.py plans with older checkouts, too, which have no such modules
+    # here: benchmarks/beside.py plans with older checkouts, too, which have no such modules
     from dhp_ray.planner.primitives.list_schedule import list_schedule
     from dhp_ray.planner.schedule import firsts_of, flat
 
@@ -238,7 +207,7 @@ def weighed(
     return new_groups / batches, time_s / batches
 
 
-TABLES = {"peers": peers, "cases": cases, "time": time_it, "pool": pool}
+TABLES = {"peers": peers, "cases": cases, "pool": pool}
 
 
 def main(names: list[str]) -> int:

@@ -3,7 +3,7 @@
     DHP_RAY_TEST_DATA=FOLDER python benchmarks/planner_cases.py
 
 The process plans with the package that its path names: it reads the number of a row a line, and answers with the row's
-figures as JSON. `benchmarks/ablation.py` runs it on copies of the package, so nothing here knows more of the planner
+figures as JSON. `benchmarks/beside.py` runs it on copies of the package, so nothing here knows more of the planner
 than `plan_batch`.
 """
 

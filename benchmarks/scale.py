@@ -1,20 +1,18 @@
 """The planner beside its baselines at scale, simulated: one mode and one device memory a row, every baseline tuned.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1
-    python benchmarks/scale.py [fair] [headline] [ablation] [peers] [study] [sizes] [planning] [--quick]   (none: all)
+    python benchmarks/scale.py [fair] [headline] [peers] [study] [sizes] [--quick]   (none: all)
 
 fair       64 ranks in lockstep: images and recomputation alike for all planners; 8 samples a rank, and 1
 headline   DHP's published ratios (arXiv 2602.21788: OpenVid 1.35, MSRVTT 1.14)     scale_headline.py
-ablation   what each part of `dhp` is worth                                         scale_headline.py
 peers      `pow2` beside FlexSP's own solver, Megatron's rounds beside its own      scale_sizes.py
 study      64 ranks: nine models, two devices, three mixes, both modes where they fit
 sizes      8 to 4,096 ranks, and whether tokens a second and rank stay              scale_sizes.py
-planning   whether a plan is there when the ranks are, at 4,096                     scale_sizes.py
 
 A row is the sum over one batch of each seed, 8 samples a rank, on nodes of 8. The mode's tokens a rank come from the
 memory model, costs from the model's shape and the device's description; process groups are taken to be there. Images
 are encoded in their packs, for all planners alike; `study` also has `dhp` as it runs by default, with `encoder=auto`.
-`--quick`: one seed in `study` and `ablation`, and the models of QUICK in `study` and `fair`.
+`--quick`: one seed in `study`, and the models of QUICK in `study` and `fair`.
 
 In `fair` every planner encodes images in its packs or apart from them, and recomputes no pack, all packs or each pack
 as far as it must: whatever is shortest for it. One batch a row; `static` is left out, which `static_best` contains.
@@ -22,7 +20,7 @@ as far as it must: whatever is shortest for it. One batch a row; `static` is lef
 In `study` each planner has recomputation on or off, whichever is faster for it; `dhp` also plans it pack by pack, which
 the systems that the baselines follow do not. `static` has one degree and one pack cap for all batches of a row, the
 best for their sum; `static_best`, `pow2`, `dhp_paper` and `megatron` choose a cap (and degrees) for each batch. All
-modelled, but for planning seconds.
+modelled.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.scale_cases import Case, batches_of, opened
-from benchmarks.scale_headline import ablation, headline
-from benchmarks.scale_sizes import peers, planning, sizes
+from benchmarks.scale_headline import headline
+from benchmarks.scale_sizes import peers, sizes
 from dhp_ray.planner import warm_up
 
 BASELINES = ("static", "static_best", "pow2", "dhp_paper", "megatron")
@@ -208,8 +206,8 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-TABLES: dict[str, Callable[[bool], object]] = {"fair": fair, "headline": headline, "ablation": ablation, "peers": peers,
-                                               "study": study, "sizes": sizes, "planning": planning}
+TABLES: dict[str, Callable[[bool], object]] = {"fair": fair, "headline": headline, "peers": peers, "study": study,
+                                               "sizes": sizes}
 
 
 def main(words: Sequence[str]) -> int:

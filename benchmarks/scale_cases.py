@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,11 +55,9 @@ class Case:
 
 
 class Planned(NamedTuple):
-    """Of one planner, all batches together: modelled seconds of the steps, planning seconds on this machine (of CPU:
-    others may be at work), the plans."""
+    """Of one planner, all batches together: modelled seconds of the steps, and the plans."""
 
     time_s: float
-    planning_s: float
     plans: list[Plan]
 
 
@@ -87,16 +84,14 @@ class Opened:
     def num_tokens(self) -> int:
         return sum(sample.num_tokens for batch in self.batches for sample in batch)
 
-    def planned(self, planner: str, *, encoder: str = "group", speeds: tuple[float, ...] = ()) -> Planned:
+    def planned(self, planner: str, *, encoder: str = "group") -> Planned:
         """The plans of a planner. `static` has one degree and one pack cap for all batches, the best for their sum."""
-        cluster, begin = replace(self.cluster, speeds=speeds), time.process_time()
         if planner == "static":
             plans = plan_data_set(self.problems())
         else:
-            plans = [plan_batch(batch, cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
+            plans = [plan_batch(batch, self.cluster, self.cost, planner=planner, sync=self.case.sync, encoder=encoder)
                      for batch in self.batches]
-        planning_s = time.process_time() - begin
-        return Planned(sum(plan.predicted_time_s for plan in plans), planning_s, plans)
+        return Planned(sum(plan.predicted_time_s for plan in plans), plans)
 
     def problems(self) -> list[Problem]:
         """One for each batch."""

@@ -3,12 +3,9 @@ benchmarks/scale.py).
 
 peers      batches of benchmarks/planner.py, 8,192 tokens a rank, the published A800 costs
 sizes      the same 4,096 samples at 8, 64 and 512 ranks, in batches of 8 a rank; at 4,096 eight times as many
-planning   one batch of 32,768 samples; speeds: all equal, or lognormal with a sigma of 0.1
 """
 
 from __future__ import annotations
-
-import numpy as np
 
 from benchmarks.planner import PEERS, bimodal, published_cost
 from benchmarks.scale_cases import SAMPLES_PER_RANK, Case, Opened, batches_of
@@ -60,17 +57,3 @@ def sizes(quick: bool) -> None:
             paper = f"{found.planned('dhp_paper').time_s / ours.time_s:.3f}" if num_ranks <= 512 else "-"
             print(f"| {model}, {found.place.mode} | {num_ranks:,} | {rate:,.0f} | {100 * rate / first:.1f} % | "
                   f"{over:.3f} | {paper} |", flush=True)
-
-
-def planning(quick: bool) -> None:
-    print("\n## Planning at 4,096 H100: 32,768 samples of the video-heavy mix\n")
-    print("| model, mode | speeds | step, modelled [s] | over the lower bound | planning, here [CPU s] | hidden |\n|"
-          + "---|" * 6)
-    for model, sync in SETTINGS:
-        found = Opened(Case(model, "H100", "video_heavy", sync, 4096, (0,)))
-        spread = np.exp(0.1 * np.random.default_rng(0).standard_normal(4096))
-        for name, speeds in (("equal", ()), ("spread", tuple((spread / spread.max()).tolist()))):
-            ours = found.planned("dhp", speeds=speeds)
-            over = ours.plans[0].predicted_time_s / ours.plans[0].lower_bound_s
-            print(f"| {model}, {found.place.mode} | {name} | {ours.time_s:.2f} | {over:.3f} | "
-                  f"{ours.planning_s:.2f} | {'yes' if ours.planning_s < ours.time_s else 'no'} |", flush=True)

@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
+
 TORCH, TRANSFORMERS = "2.11.0", "5.17.0"
 PACKAGES = [f"transformers=={TRANSFORMERS}", "numpy", "numba", "msgspec", "pyarrow", "safetensors", "pyyaml"]
 FOR_TESTS = ["pytest>=9", "pytest-timeout", "hypothesis", "peft>=0.19"]

@@ -16,10 +16,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkout import job_of
+from tests.checkout import ROOT, job_of
 from tests.test_config_fuzz import names, values
 
-ROOT = Path(__file__).parent.parent
 PLAN_ARGUMENTS = ["num_ranks", "ranks_per_node", "nodes", "speeds", "sync", "planner", "cost", "out", "lengths",
                   "replay"]
 texts = st.text(max_size=20) | values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
+
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
 SOURCES = sorted(path for folder in ("dhp_ray", "jobs", "benchmarks", "tests")
                  for path in (ROOT / folder).rglob("*.py"))

@@ -59,5 +59,5 @@ def test_a_fair_gain_gives_every_planner_the_same_choices() -> None:
 
 def test_unknown_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nonsense"]) == 2
-    assert capsys.readouterr().err == ("scale.py: nonsense: no such table; allowed: fair, headline, ablation, peers, "
-                                       "study, sizes, planning, --quick\n")
+    assert capsys.readouterr().err == ("scale.py: nonsense: no such table; allowed: fair, headline, peers, study, "
+                                       "sizes, --quick\n")

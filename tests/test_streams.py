@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.checkout import ROOT
+
 LINES = """
 import sys
 from dhp_ray.streams import run_command
