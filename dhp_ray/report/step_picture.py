@@ -37,7 +37,7 @@ def draw_plan(
     num_ranks, alone = plan.cluster.num_ranks, results is None
     height = min(3 + num_ranks / 12, 14) if alone else min(6 + num_ranks / 6, 18)
     figure = Figure(figsize=(11, height), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(1 if alone else 2, 1))
+    axes = figure.subplots(1 if alone else 2, 1, squeeze=False)[:, 0]
     scale = _colours(plan)
     draw_planned(axes[0], plan, scale.to_rgba)
     if results is not None:
