@@ -41,6 +41,9 @@ from dhp_ray.planner.cost.origin import Origin, device_words
 from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.storage import replacing
 
+WORDS = {"packs": "packs on one rank", "rings": "packs on several ranks"}
+"""What the fits are called."""
+
 
 class Session(NamedTuple):
     """What was measured in one mode: for every part, the results of each rank."""
@@ -86,7 +89,7 @@ class Measured:
         seconds = np.concatenate([fit.measured for fit in self.fits.values()])
         both.plot([seconds.min(), seconds.max()], [seconds.min(), seconds.max()], color="0.7", linewidth=1)
         for kind, fit in self.fits.items():
-            both.scatter(fit.measured, fit.predicted, s=14, label=kind)
+            both.scatter(fit.measured, fit.predicted, s=14, label=WORDS[kind])
             errors.scatter(fit.measured, 100 * (fit.predicted / fit.measured - 1.0), s=14, label=kind)
         both.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title=self.cost.name)
         errors.axhline(0.0, color="0.7", linewidth=1)
@@ -107,11 +110,10 @@ class Measured:
         for name, value in self.constants.items():
             error = f"{100 * errors[name]:.1f} %" if name in errors else ""
             lines.append(f"{name:32}{value:>10.4g}{error:>13}".rstrip())
-        for kind, what in (("packs", "packs on one rank"), ("rings", "packs on several ranks")):
-            if kind in errors:
-                off = errors[kind]
-                lines.append(f"{what}: the fit is off by {100 * off['median']:.1f} % in the median, "
-                             f"{100 * off['mean']:.1f} % in the mean, {100 * off['worst']:.1f} % at worst")
+        for kind in self.fits:
+            off = errors[kind]
+            lines.append(f"{WORDS[kind]}: the fit is off by {100 * off['median']:.1f} % in the median, "
+                         f"{100 * off['mean']:.1f} % in the mean, {100 * off['worst']:.1f} % at worst")
         lines.append(f"{seen['packs']} packs, {seen['packs_left_out']} left out of the fit; {seen['repeats']} repeats, "
                      f"of which the middle half of a pack's lies {100 * seen['spread']:.1f} % apart in the median")
         if seen["derived"]:
@@ -130,22 +132,10 @@ def measured_cost(
     """
     (spec, results), main_sync = sessions[0], sessions[0].spec.sync
     seen = {session.spec.sync: observed(session.spec, session.results) for session in sessions}
-    main = seen[main_sync]
+    main, tokens = seen[main_sync], spec.sizes.max_tokens
     compute = fit_compute([pack for pack in main.packs if pack.degree == 1])
-    fits = {"packs on one rank": compute}
-    shown: dict[str, float] = dict(compute.constants)
-    constants: dict[str, Any] = dict(compute.constants) | {"attention_block": compute.block}
-    errors: dict[str, Any] = dict(compute.errors) | {"packs": _of_packs(compute)}
-    not_measured = ["forward"]
-    constants |= {"forward": forward_pass_share(memory), "vision_forward": vision_forward_share(memory)}
-    if memory.shape.vision:
-        not_measured.append("vision_forward")
     fixed = {sync: fixed_of_micro_batch(of_mode.packs, compute) if sync == "micro_batch" else of_mode.fixed_s
              for sync, of_mode in seen.items()}
-    shown |= {f"fixed_s.{sync}": value for sync, value in fixed.items()}
-    constants |= {"fixed_s": fixed[main_sync], "fixed_s_by_sync": fixed if len(fixed) > 1 else {}}
-    if "micro_batch" in seen:
-        constants["update_s"] = shown["update_s"] = seen["micro_batch"].fixed_s
     links = fit_links([result.exchanged for result in results.get("exchanges", ())])
     rings: dict[str, Fit] = {}
     for sync, of_mode in seen.items():
@@ -154,39 +144,40 @@ def measured_cost(
                                    fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync))
     ring = rings.get(main_sync)
     bandwidth = _bandwidth(links, ring.constants["slowness"] if ring else 1.0, derived)
-    constants["bandwidth_bytes_per_s"] = bandwidth
-    not_measured = [f"bandwidth_bytes_per_s.{kind}" for kind in links._fields
-                    if not getattr(links, kind)] + not_measured
-    if ring is None:
-        constants |= {"latency_s": derived.latency_s, "overlap": derived.overlap}
-        not_measured += ["latency_s", "overlap"]
-    else:
-        latency, overlap = {sync: fit.constants["latency_s"] for sync, fit in rings.items()}, ring.constants["overlap"]
-        shown |= {f"bandwidth_bytes_per_s.{kind}.{degree}": rate for kind, table in links._asdict().items()
-                  if table for degree, rate in bandwidth[kind].items()}
-        shown |= {"overlap": overlap, **{f"latency_s.{sync}": value for sync, value in latency.items()}}
-        constants |= {"latency_s": latency[main_sync], "overlap": overlap,
-                      "latency_s_by_sync": latency if len(latency) > 1 else {}}
-        errors["rings"] = _of_packs(ring)
-        fits["packs on several ranks"] = ring
-    constants["group_s"] = derived.group_s
-    if groups := [result.group_s for result in results.get("groups", ()) if result.group_s]:
-        slowest_s = np.array(groups).max(axis=0)  # of the members, in each repeat
-        constants["group_s"] = shown["group_s"] = float(np.median(slowest_s))
-    else:
-        not_measured.append("group_s")
-    pack_bytes = sum(memory.memory(memory.worst_load(spec.sizes.max_tokens)).pack.values())
-    constants |= {"resident_bytes": float(sum(memory.resident().values())),
-                  "memory_bytes_per_token": pack_bytes / spec.sizes.max_tokens}
-    cost = CostModel(**constants, name=name, communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory),
-                     source=f"jobs/measure.py on {device_words(origin.device)}")
-    cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, spec.sizes.max_tokens).feature_bytes)
+    latency = {sync: fit.constants["latency_s"] for sync, fit in rings.items()}
+    groups = [result.group_s for result in results.get("groups", ()) if result.group_s]
+
+    shown = compute.constants | {f"fixed_s.{sync}": value for sync, value in fixed.items()}
+    if "micro_batch" in seen:
+        shown["update_s"] = seen["micro_batch"].fixed_s
+    shown |= {f"bandwidth_bytes_per_s.{kind}.{degree}": bandwidth[kind][degree]
+              for kind, table in links._asdict().items() for degree in table}
+    if ring:
+        shown["overlap"] = ring.constants["overlap"]
+    shown |= {f"latency_s.{sync}": value for sync, value in latency.items()}
+    if groups:  # of each repeat, the slowest member
+        shown["group_s"] = float(np.median(np.array(groups).max(axis=0)))
+    not_measured = [f"bandwidth_bytes_per_s.{kind}" for kind, table in links._asdict().items() if not table]
+    not_measured += ["forward", *["vision_forward"] * bool(memory.shape.vision)]
+    not_measured += ["latency_s", "overlap"] * (ring is None) + ["group_s"] * (not groups)
+
+    of_compute: dict[str, Any] = dict(compute.constants)
+    cost = CostModel(
+        **of_compute, name=name, source=f"jobs/measure.py on {device_words(origin.device)}",
+        communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory), bandwidth_bytes_per_s=bandwidth,
+        fixed_s=fixed[main_sync], fixed_s_by_sync=fixed if len(fixed) > 1 else {}, update_s=shown.get("update_s", 0.0),
+        latency_s=latency.get(main_sync, derived.latency_s), latency_s_by_sync=latency if len(latency) > 1 else {},
+        overlap=shown.get("overlap", derived.overlap), group_s=shown.get("group_s", derived.group_s),
+        forward=forward_pass_share(memory), vision_forward=vision_forward_share(memory),
+        resident_bytes=float(sum(memory.resident().values())),
+        memory_bytes_per_token=sum(memory.memory(memory.worst_load(tokens)).pack.values()) / tokens)
+    cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, tokens).feature_bytes)
+    fits = {"packs": compute} | ({"rings": ring} if ring else {})
     return Measured(cost, origin.to_json() | {
         "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
-        "measured": {"max_tokens": spec.sizes.max_tokens, "packs": len(main.packs),
-                     "packs_left_out": compute.left_out, "repeats": main.num_repeats,
-                     "spread": float(np.median(main.spreads)), "derived": not_measured},
-        "errors": errors}, fits, shown)
+        "measured": {"max_tokens": tokens, "packs": len(main.packs), "packs_left_out": compute.left_out,
+                     "repeats": main.num_repeats, "spread": float(np.median(main.spreads)), "derived": not_measured},
+        "errors": compute.errors | {kind: _of_packs(fit) for kind, fit in fits.items()}}, fits, shown)
 
 
 def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:

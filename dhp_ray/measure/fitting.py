@@ -21,7 +21,6 @@ import numpy as np
 
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
-from dhp_ray.planner.cost.rates import pairs_of
 from dhp_ray.planner.cost.refit import bounded_least_squares, weighted_median
 from dhp_ray.planner.cost.work import IMAGES, TERMS, work_of
 from dhp_ray.planner.plan.types import Plan
@@ -31,8 +30,6 @@ OUTLYING = 6.0
 """Packs whose error is above 10 % and above so many times the median error are left out and counted."""
 SPARE = 3
 """Different packs that must be measured in addition to one for each constant."""
-BLOCKS = (0.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
-"""Candidates for the number of keys that an attention kernel takes at a time; the one with the least error is used."""
 SLOWNESS = np.geomspace(1.0, 32.0, 41)
 OVERLAP = np.linspace(0.0, 1.0, 21)
 AS_GOOD = 1.05
@@ -55,25 +52,15 @@ class PackSeconds:
 
     degree: int
     across: bool
-    lengths: np.ndarray
+    tokens: float
     amounts: np.ndarray
     busy_s: float
     together_s: float
     whole_s: float
 
     @property
-    def tokens(self) -> float:
-        return float(self.lengths.sum())
-
-    @property
     def has_images(self) -> bool:
         return bool(self.amounts[:, IMAGES].any())
-
-    def amounts_at(self, block: float) -> np.ndarray:
-        """The amounts, for kernels that take `block` keys at a time; (members, terms)."""
-        found = self.amounts.copy()
-        found[:, 0] = pairs_of(self.lengths, block).sum() / self.degree
-        return found
 
 
 @dataclass
@@ -139,15 +126,15 @@ def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[in
             together_s = float(np.median(busy.max(axis=0) + blocked.min(axis=0)))
             seconds.append((busy_s, max(busy_s, together_s), float(np.median(whole.max(axis=0)))))
         group = plan.groups[numbers[0]]
-        lengths = np.array([plan.samples[row].num_tokens for row in group.sequences], dtype=np.float64)
-        found.packs.append(PackSeconds(group.degree, plan.cluster.crosses(group.ranks), lengths,
+        tokens = sum(plan.samples[row].num_tokens for row in group.sequences)
+        found.packs.append(PackSeconds(group.degree, plan.cluster.crosses(group.ranks), tokens,
                                        work.amounts[work.group == numbers[0]], *np.median(seconds, axis=0).tolist()))
 
 
 class Fit(NamedTuple):
     """Constants, and the mean relative error of each: over all measurements, weighted by the share that the constant
-    has in them. `block`: attention_block; `predicted` and `measured`: seconds of each measurement; `left_out`: number
-    of measurements that were left out.
+    has in them. `predicted` and `measured`: seconds of each measurement; `left_out`: number of measurements that were
+    left out.
     """
 
     constants: dict[str, float]
@@ -155,11 +142,10 @@ class Fit(NamedTuple):
     predicted: np.ndarray
     measured: np.ndarray
     left_out: int = 0
-    block: float = 0.0
 
     def seconds(self, pack: PackSeconds) -> float:
         """The seconds of the busiest member's compute by this fit."""
-        return float((pack.amounts_at(self.block) @ np.array(list(self.constants.values()))).max())
+        return float((pack.amounts @ np.array(list(self.constants.values()))).max())
 
     @property
     def relative_errors(self) -> np.ndarray:
@@ -173,17 +159,7 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
     Raises:
         MeasureError: too few packs to separate the constants, or packs that take no longer for more tokens.
     """
-    fits = [_fit_at(block, packs) for block in BLOCKS]
-    best = min(fits, key=lambda fit: float(np.mean(fit.relative_errors)))
-    if best.constants["quadratic_s"] + best.constants["linear_s"] == 0.0:
-        raise MeasureError(f"{len(packs)} packs were measured, and those of more tokens took no longer; allowed: "
-                           "packs that do, as on a machine that others use less")
-    return best
-
-
-def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
-    """Fit the constants for kernels that take `block` keys at a time."""
-    amounts = np.array([pack.amounts_at(block)[0] for pack in packs]).reshape(-1, len(TERMS))
+    amounts = np.array([pack.amounts[0] for pack in packs]).reshape(-1, len(TERMS))
     seconds = np.array([pack.busy_s for pack in packs])
     used = np.any(amounts > 0, axis=0)
     distinct = len(np.unique(amounts, axis=0))
@@ -194,13 +170,16 @@ def _fit_at(block: float, packs: Sequence[PackSeconds]) -> Fit:
     off = np.abs(matrix @ bounded_least_squares(matrix, np.ones(len(matrix))) - 1.0)
     kept = off <= max(OUTLYING * float(np.median(off)), 0.1)
     solved = bounded_least_squares(matrix[kept], np.ones(int(kept.sum())))
+    constants = dict(zip(TERMS, solved.tolist()))
+    if constants["quadratic_s"] + constants["linear_s"] == 0.0:
+        raise MeasureError(f"{len(packs)} packs were measured, and those of more tokens took no longer; allowed: "
+                           "packs that do, as on a machine that others use less")
     parts = amounts * solved
     predicted = parts.sum(axis=1)
     share = parts / np.maximum(predicted[:, None], 1e-300)
     errors = np.abs(predicted / seconds - 1.0) @ share / np.maximum(share.sum(axis=0), 1e-12)
-    return Fit(dict(zip(TERMS, solved.tolist())),
-               dict(zip(np.array(TERMS)[used].tolist(), errors[used].tolist())), predicted, seconds,
-               int((~kept).sum()), block)
+    return Fit(constants, dict(zip(np.array(TERMS)[used].tolist(), errors[used].tolist())), predicted, seconds,
+               int((~kept).sum()))
 
 
 def fixed_of_micro_batch(packs: Sequence[PackSeconds], compute: Fit) -> float:
@@ -252,7 +231,7 @@ def fit_ring(
     bandwidth = np.array([links[pack.across][pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
     own_s = np.array([compute.seconds(pack) for pack in packs])
-    attention = compute.constants["quadratic_s"] * np.array([pack.amounts_at(compute.block)[0, 0] for pack in packs])
+    attention = compute.constants["quadratic_s"] * np.array([pack.amounts[0, 0] for pack in packs])
     hidden = (degree - 1) / degree * attention
 
     def fitted(slowness: float, overlap: float) -> tuple[float, Fit]:

@@ -93,15 +93,14 @@ class Member:
 
     def _exchanges(self) -> list[Exchanged]:
         """Pass messages in all rings that the ranks may form; returns the times of this rank."""
-        spec, found = self.spec, []
-        rings = [(degree, False, spec.groups(degree)) for degree in spec.degrees()]
-        rings += [(2, True, pairs)] if (pairs := spec.pairs_across()) else []
+        found = []
         sizes = MESSAGE_BYTES if self.stepper.device.type == "cpu" else (*MESSAGE_BYTES, LARGE_BYTES)
-        for degree, across, groups in rings:
+        for groups in self.spec.rings():
             self.stepper.transport.prepare(groups)
             own = next((ranks for ranks in groups if self.rank in ranks), None)
             if own is not None:
-                found.append(Exchanged(degree, across, {size: self._message_s(own, size) for size in sizes}))
+                across = len({self.spec.nodes[rank] for rank in own}) > 1
+                found.append(Exchanged(len(own), across, {size: self._message_s(own, size) for size in sizes}))
             self._of_all(0.0)  # ranks without a group wait here
         return found
 
@@ -117,7 +116,7 @@ class Member:
 
     def _group_seconds(self) -> list[float]:
         """Measure the seconds that this rank takes to make a group of two, with its first exchange."""
-        groups = (self.spec.groups(2) or self.spec.pairs_across())[:1]
+        groups = self.spec.rings()[0][:1]
         times = []
         for _ in range(GROUP_TIMES):
             pool = GroupPool(1, self.timeout, self.accelerator, self.stepper.engine.progress)

@@ -1,8 +1,8 @@
 """What is measured, packs from small to large in rounds (plans like those of a run), and what ranks report of them.
 
     packs, images     every rank runs the same packs, at the same time, each alone
-    rings             neighbours on a node run packs together, in groups of 2, 4, 8, ..., all
-    rings across      pairs of ranks on different nodes run packs together
+    rings             neighbours on a node run packs together, in groups of 2, 4, 8, ..., all, and then pairs of ranks
+                      on different nodes
 
 A cost is a sum of terms, and the packs must separate these terms: single sequences of growing length (attention grows
 with the square), as many tokens in short sequences (attention does not), few and many images of several sizes. About
@@ -13,7 +13,7 @@ sync=micro_batch a micro-batch consists of one pack of each rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -32,7 +32,7 @@ MIXED = 8
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "rings", "rings across", "exchanges", "groups")
+PARTS = ("packs", "images", "rings", "exchanges", "groups")
 """What is measured; the last two have no rounds (`member.py`)."""
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
@@ -68,34 +68,24 @@ class Spec:
     def num_ranks(self) -> int:
         return len(self.nodes)
 
-    def degrees(self) -> list[int]:
-        """The degrees of rings inside a node: 2, 4, 8, ... and the largest node's number of ranks; none if that is 1.
+    def rings(self) -> list[list[tuple[int, ...]]]:
+        """All rings, those that run at a time together: of 2, 4, 8, ... and all neighbours on a node (ranks that are
+        left over are in none), and pairs of ranks on the first two nodes.
         """
-        most = max(self.nodes.count(node) for node in self.nodes)
-        return sorted({*(2**power for power in range(1, most.bit_length()) if 2**power <= most), most} - {1})
-
-    def groups(self, degree: int) -> list[tuple[int, ...]]:
-        """Groups of `degree` neighbours inside each node; ranks that are left over are in none."""
-        found = []
-        for node in sorted(set(self.nodes)):
-            ranks = [rank for rank, other in enumerate(self.nodes) if other == node]
-            found += [tuple(ranks[first : first + degree]) for first in range(0, len(ranks) - degree + 1, degree)]
-        return found
-
-    def pairs_across(self) -> list[tuple[int, ...]]:
-        """Pairs of ranks, one of each of the first two nodes; none if there is one node."""
-        names = sorted(set(self.nodes))[:2]
-        if len(names) < 2:
-            return []
-        both = [[rank for rank, node in enumerate(self.nodes) if node == name] for name in names]
-        return [tuple(sorted(pair)) for pair in zip(*both)]
+        numbers = sorted(set(self.nodes))
+        by_node = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
+        most = max(map(len, by_node))
+        degrees = {*(2**power for power in range(1, most.bit_length())), most} - {1}
+        found = [[tuple(ranks[first : first + degree]) for ranks in by_node
+                  for first in range(0, len(ranks) - degree + 1, degree)] for degree in sorted(degrees)]
+        return found + [[tuple(sorted(pair)) for pair in zip(*by_node[:2])]] * (len(by_node) > 1)
 
     def parts(self) -> list[str]:
         """The parts of PARTS that can be measured here."""
-        several, images = self.num_ranks > 1, bool(self.sizes.grids)
-        left_out = {"images": not images, "rings": not self.degrees(), "rings across": len(set(self.nodes)) == 1,
-                    "exchanges": not several, "groups": not several}
-        return [part for part in PARTS if not left_out.get(part)]
+        left_out = {"images"} if not self.sizes.grids else set[str]()
+        if self.num_ranks == 1:
+            left_out |= {"rings", "exchanges", "groups"}
+        return [part for part in PARTS if part not in left_out]
 
     def rounds(self, part: str) -> list[Plan]:
         """The rounds of a part; in each of them, a rank runs several packs, one after the other."""
@@ -105,10 +95,7 @@ class Spec:
         if part == "images":
             return self._rounds(alone, image_loads(self.sizes))
         if part == "rings":
-            return [plan for degree in self.degrees()
-                    for plan in self._rounds(self.groups(degree), self._ring_loads(degree), degree)]
-        if part == "rings across":
-            return self._rounds(self.pairs_across(), self._ring_loads(2), 2)
+            return [plan for groups in self.rings() for plan in self._rounds(groups, self._ring_loads(len(groups[0])))]
         return []
 
     def plan_of(self, packs: Sequence[tuple[tuple[int, ...], Load]]) -> Plan:
@@ -137,19 +124,15 @@ class Spec:
         every = 2 if degree > 2 else 1
         return [*text_loads(self.sizes, degree)[::every], *image_loads(self.sizes, degree)[::every]]
 
-    def _rounds(self, groups: Sequence[tuple[int, ...]], loads: Sequence[Load], degree: int = 1) -> list[Plan]:
-        return [self.plan_of([(ranks, load) for load in few for ranks in groups]) for few in self._cut(loads, degree)]
-
-    def _cut(self, loads: Sequence[Load], degree: int) -> Iterator[list[Load]]:
-        """Cut the loads into pieces whose inputs fit in memory together."""
-        piece: list[Load] = []
+    def _rounds(self, groups: Sequence[tuple[int, ...]], loads: Sequence[Load]) -> list[Plan]:
+        """Rounds in which every group runs each load. The inputs of a round fit in memory together."""
+        pieces: list[list[Load]] = [[]]
         for load in loads:
-            if piece and sum(map(self.sizes.tokens, [*piece, load])) > degree * ROUND_TOKENS * self.sizes.max_tokens:
-                yield piece
-                piece = []
-            piece.append(load)
-        if piece:
-            yield piece
+            room = len(groups[0]) * ROUND_TOKENS * self.sizes.max_tokens
+            if pieces[-1] and sum(map(self.sizes.tokens, [*pieces[-1], load])) > room:
+                pieces.append([])
+            pieces[-1].append(load)
+        return [self.plan_of([(ranks, load) for load in piece for ranks in groups]) for piece in pieces if piece]
 
 
 class StepTiming(NamedTuple):

@@ -18,7 +18,7 @@ SIZES = Sizes(512, ((1, 4, 4), (1, 8, 12), (1, 16, 16)), 4)
 
 TRUE = CostModel(4e-8, 5.5e-5, 4608.0, 0.012, {"intra": {2: 5e8}, "inter": {2: 1e8}}, communication="ring",
                  latency_s=2.5e-3, pack_s=6e-3, group_s=0.004, vision_quadratic_s=1.8e-8, vision_linear_s=2e-5,
-                 encoder_pass_s=3e-3, attention_block=512, vision_forward=0.3)
+                 encoder_pass_s=3e-3, vision_forward=0.3)
 GATHER_S, UPDATE_S, FIRST_MESSAGE_S, REPEATS = 0.03, 0.007, 1e-4, 5
 BESIDE_GATHERS_S = 0.02
 """By which a ring's step takes longer in lockstep."""
@@ -45,7 +45,8 @@ def results_of(spec: Spec, noise: float = 0.0, seed: int = 0) -> dict[str, list[
 
 
 def _exchanged(spec: Spec, draw: np.random.Generator, noise: float) -> list[Exchanged]:
-    kinds = [(degree, False, 5e8) for degree in spec.degrees()] + [(2, True, 1e8)] * bool(spec.pairs_across())
+    kinds = [(len(ring), True, 1e8) if len({spec.nodes[rank] for rank in ring}) > 1 else (len(ring), False, 5e8)
+             for ring, *_ in spec.rings()]
     return [Exchanged(degree, across, {size: (FIRST_MESSAGE_S + size / rate) * (1 + noise * draw.normal())
                                        for size in MESSAGE_BYTES}) for degree, across, rate in kinds]
 

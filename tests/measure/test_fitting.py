@@ -37,7 +37,6 @@ def alone(found: Observations) -> list:
 
 def test_without_noise_the_true_constants_are_found() -> None:
     found = fit_compute(alone(seen()))
-    assert found.block == 512
     assert found.constants == pytest.approx({name: getattr(TRUE, name) for name in TERMS}, rel=1e-6)
     assert found.relative_errors.max() < 1e-6
     assert found.left_out == 0
@@ -143,7 +142,7 @@ def test_the_compute_of_a_pack_is_that_of_one_member() -> None:
     """One member has the larger image, the other one the more patches."""
     amounts = np.zeros((2, len(TERMS)))
     amounts[:, IMAGES] = [[1024.0**2, 1024.0, 1.0], [3 * 400.0**2, 1200.0, 1.0]]
-    pack = PackSeconds(2, False, np.array([100.0]), amounts, 0.07, 0.07, 0.07)
+    pack = PackSeconds(2, False, 100.0, amounts, 0.07, 0.07, 0.07)
     constants = np.zeros(len(TERMS))
     constants[IMAGES] = [1e-8, 5e-5, 0.0]
     fit = Fit(dict(zip(TERMS, constants.tolist())), {}, np.zeros(0), np.zeros(0))

@@ -85,6 +85,6 @@ def test_one_rank_measures_what_it_can() -> None:
 @pytest.mark.slow
 def test_pairs_on_two_nodes_are_links_across() -> None:
     of = spec(nodes=(0, 1), sizes=SMALL)
-    for found, _ in run_processes(measured, 2, of, [], ["exchanges", "rings across"]):
+    for found, _ in run_processes(measured, 2, of, [], ["exchanges", "rings"]):
         assert [(ring.degree, ring.across) for ring in found["exchanges"].exchanged] == [(2, True)]
-        assert found["rings across"].rounds
+        assert found["rings"].rounds

@@ -170,7 +170,7 @@ def parts_of_session(spec: Spec, number: int, accelerator: Accelerator) -> list[
     parts = spec.parts()
     if number == 0:
         return parts
-    return [part for part in parts if part in ("images" if "images" in parts else "packs", "rings", "rings across")]
+    return [part for part in parts if part in ("images" if "images" in parts else "packs", "rings")]
 
 
 def _received(

@@ -118,8 +118,8 @@ def test_a_damaged_file_of_known_costs_is_refused_before_anything_is_measured(
 def test_a_measurement_gives_a_file_that_plans(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "jobs" / "measure.py"), "model=tiny", "cluster.device=cpu",
-         "planner.sync=auto", f"out={tmp_path / 'cost.yaml'}"], cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+         "max_tokens=1024", "planner.sync=auto", f"out={tmp_path / 'cost.yaml'}"], cwd=ROOT, capture_output=True,
+        text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stderr
     parts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("measuring ")]
     assert len(parts) == len(set(parts)) > 2  # a line a part
