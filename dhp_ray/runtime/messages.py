@@ -116,7 +116,8 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's report on itself; it can be asked for at any time.
+    """A worker's report on itself; it can be asked for at any time. If there is none, the worker is `dead`, or has not
+    `answered`.
 
     `generation` is the one that the worker is in or is entering. `call` is the call that its training thread runs
     (empty: idle), `last_mark` the mark that it passed last, in words, `mark_id` the call with the number of that mark,
@@ -133,6 +134,8 @@ class Status:
     held: tuple[HeldShards, ...] = ()
     ran: dict[int, Ran] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
+    dead: bool = False
+    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,9 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """A step is committed. `metrics` is its line in metrics.jsonl, `extra` what only the console and TensorBoard show.
-    """
+    """A step is committed. `metrics` is its line in metrics.jsonl."""
 
     metrics: dict[str, Any]
-    extra: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Commits:
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.current.meter.planned())}
         session.scalars.step(metrics, extra)
         session.watch.step(finished.step, plan, finished.results, session.scalars)
-        session.tell(StepCommitted(metrics, extra))
+        session.tell(StepCommitted(metrics))
         self._note_results(finished.step, finished.results)
 
     def save_when_due(self, step: int, results: Sequence[StepResult], last: bool) -> None:
@@ -319,7 +319,7 @@ def recomputation_metrics(plan: Plan) -> dict[str, Any]:
 
 
 def step_extra(plan: Plan, results: Sequence[StepResult], data_wait_s: float, epoch: int) -> dict[str, Any]:
-    """Return what TensorBoard and the console show in addition to the metrics."""
+    """Return what TensorBoard shows in addition to the metrics."""
     first = results[0]
     return {
         "applied": first.applied, "epoch": epoch,

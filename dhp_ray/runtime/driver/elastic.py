@@ -1,6 +1,6 @@
 """How the group reacts when something happens to it: pure functions from observations to decisions.
 
-    condition_of       the report of one worker                -> healthy, dead, unresponsive, raised, stuck
+    condition_of       the status of one worker                -> healthy, dead, unresponsive, raised, stuck
     ProgressWatchdog   what successive polls show              -> which ranks pass no more marks
     shortage           how many workers, newcomers, bounds     -> wait for capacity, stop, or nothing
     surviving_state    the shard versions that survivors hold  -> the version to go on from, who supplies each shard
@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dhp_ray.runtime.messages import HeldShards
+from dhp_ray.runtime.messages import HeldShards, Status
 
 MAX_FAILURES = 8
 """Generations that may break in one and the same step before the run gives up."""
@@ -31,28 +31,13 @@ class Condition(StrEnum):
     DRAINED = "drained"
 
 
-@dataclass(frozen=True)
-class HealthReport:
-    """What is known of a worker's health.
-
-    `mark_id`: its call and the number of the mark that it passed last; `waits_for_peers`: whether it waits there;
-    `error`: what it raised, unless a lost peer was the cause.
-    """
-
-    dead: bool = False
-    answered: bool = True
-    waits_for_peers: bool = False
-    mark_id: str = ""
-    error: str = ""
-
-
-def condition_of(report: HealthReport, overdue: bool) -> Condition:
+def condition_of(status: Status, overdue: bool) -> Condition:
     """`overdue`: it has passed no mark for longer than ProgressWatchdog allows."""
-    if report.dead:
+    if status.dead:
         return Condition.DEAD
-    if not report.answered:
+    if not status.answered:
         return Condition.UNRESPONSIVE
-    if report.error:
+    if status.error:
         return Condition.RAISED
     return Condition.STUCK if overdue else Condition.HEALTHY
 
@@ -67,10 +52,10 @@ class ProgressWatchdog:
         self._since_s = [now_s] * num_ranks
         self._mark_ids = [""] * num_ranks
 
-    def overdue(self, rank: int, report: HealthReport, now_s: float) -> bool:
+    def overdue(self, rank: int, status: Status, now_s: float) -> bool:
         """Whether a rank has stood still for too long by now; call it at every poll."""
-        if report.waits_for_peers or report.mark_id != self._mark_ids[rank]:
-            self._since_s[rank], self._mark_ids[rank] = now_s, report.mark_id
+        if status.waits_for_peers or status.mark_id != self._mark_ids[rank]:
+            self._since_s[rank], self._mark_ids[rank] = now_s, status.mark_id
         return now_s - self._since_s[rank] >= self.limit_s
 
 

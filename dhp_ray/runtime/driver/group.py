@@ -18,7 +18,7 @@ from dhp_ray.data.blocks import unnoticed
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
-from dhp_ray.runtime.driver.elastic import Condition, HealthReport, ProgressWatchdog, condition_of
+from dhp_ray.runtime.driver.elastic import Condition, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
 from dhp_ray.runtime.strategy import Ranks
@@ -232,12 +232,12 @@ class WorkerGroup:
         while not pending.done() and not enough():
             wait([pending], timeout=0.005)
             if self.look_s is not None and monotonic() - last >= IDLE_LOOK_S:
-                for rank, (report, _) in enumerate(self.poll_health()):
-                    if report.dead:
+                for rank, status in enumerate(self.poll_health()):
+                    if status.dead:
                         raise GroupError(self.words(rank, Condition.DEAD))
                 last = monotonic()
 
-    def poll_health(self, unresponsive: Collection[int] = ()) -> list[tuple[HealthReport, Status]]:
+    def poll_health(self, unresponsive: Collection[int] = ()) -> list[Status]:
         """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Workers of a
         node of which none answers at once are dead if it is gone, which Ray may learn later; `unresponsive` ranks,
         which have just failed to answer a query, get less time. Neither if no rank answers: then this process itself
@@ -251,8 +251,7 @@ class WorkerGroup:
         others = [call for rank, call in left.items() if rank not in unresponsive] or [*left.values()]
         ray.wait(others, num_returns=len(others), timeout=SURVEY_S)
         ray.wait([*left.values()], num_returns=len(left), timeout=AGAIN_S)
-        return [_health_of(call) if rank in left else (HealthReport(dead=True), Status())
-                for rank, call in enumerate(calls)]
+        return [_status_of(call) if rank in left else Status(dead=True) for rank, call in enumerate(calls)]
 
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
@@ -287,27 +286,27 @@ class _HealthMonitor:
 
     def look(self, pending: set[int]) -> None:
         """Raise GroupError for a worker that is gone, or makes no progress with its call (ranks in `pending`)."""
-        reports = [report for report, _ in self.group.poll_health()]
-        unresponsive = [rank for rank, report in enumerate(reports) if not (report.answered or report.dead)]
-        too_long = [report.waits_for_peers
-                    and self.exchange.overdue(rank, replace(report, waits_for_peers=False), monotonic())
-                    for rank, report in enumerate(reports) if rank in pending]
+        statuses = self.group.poll_health()
+        unresponsive = [rank for rank, status in enumerate(statuses) if not (status.answered or status.dead)]
+        too_long = [status.waits_for_peers
+                    and self.exchange.overdue(rank, replace(status, waits_for_peers=False), monotonic())
+                    for rank, status in enumerate(statuses) if rank in pending]
         if too_long and all(too_long):
             raise GroupError(f"all ranks have waited for one another for {self.group.exchange_s:g} s (comm.timeout_s)")
-        for rank, report in enumerate(reports):
-            overdue = rank in pending and self.watchdog.overdue(rank, report, monotonic())
-            condition = condition_of(report, overdue)
+        for rank, status in enumerate(statuses):
+            overdue = rank in pending and self.watchdog.overdue(rank, status, monotonic())
+            condition = condition_of(status, overdue)
             if condition is Condition.STUCK and self.end_stuck:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.HEALTHY:
                 raise GroupError(self.group.words(rank, condition), unresponsive)
 
 
-def _health_of(call: ray.ObjectRef) -> tuple[HealthReport, Status]:
+def _status_of(call: ray.ObjectRef) -> Status:
     try:
         status: Status = ray.get(call, timeout=0)
-        return HealthReport(waits_for_peers=status.waits_for_peers, mark_id=status.mark_id, error=status.error), status
+        return status
     except (GetTimeoutError, RayTaskError):  # no answer, or the status call itself raised
-        return HealthReport(answered=False), Status()
+        return Status(answered=False)
     except RayError:
-        return HealthReport(dead=True), Status()
+        return Status(dead=True)

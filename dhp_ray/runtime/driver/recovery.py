@@ -165,14 +165,14 @@ def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Se
     while True:
         _end_where_saved(session, session.records.last_step)
         workers = []
-        for place, (report, status) in enumerate(group.poll_health([one for one in unresponsive if one not in ended])):
+        for place, status in enumerate(group.poll_health([one for one in unresponsive if one not in ended])):
             # one call at a time: those that wait for it would leave no thread that can answer the next query
             if status.call and (place not in aborts or ray.wait([aborts[place]], timeout=0)[0]):
                 # the ranks that it waits for, to meet or to make a group, may never come
                 aborts[place] = group.members[place].actor.abort_generation.remote(status.generation)
             # there is no rank left for it to wait for
-            overdue = watchdog.overdue(place, replace(report, waits_for_peers=False), monotonic())
-            condition = condition_of(report, overdue and bool(status.call))
+            overdue = watchdog.overdue(place, replace(status, waits_for_peers=False), monotonic())
+            condition = condition_of(status, overdue and bool(status.call))
             if condition is Condition.HEALTHY and place in leaving:
                 condition = leaving[place]
             workers.append(WorkerHealth(group.members[place], condition, status))
@@ -354,9 +354,9 @@ def take_over(
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
     """Drop dead or hung workers; if others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.poll_health()))
-    begun = any(status.generation for _, (_, status) in seen)
-    for member, (report, status) in seen:
-        if report.dead or not report.answered:
+    begun = any(status.generation for _, status in seen)
+    for member, status in seen:
+        if status.dead or not status.answered:
             ray.kill(member.actor)
             group.members.remove(member)
             tell(Replace(member.slot))

@@ -41,7 +41,7 @@ from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
-from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.runtime.records.run_records import RunRecords, compare_config, stored_config
 from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures
 from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
@@ -66,7 +66,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         raise StorageError(f"run.dir: {error}") from None
     records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
-        records.compare_config(config)
+        compare_config(folder, config)
         newest = covered_checkpoint(records, checkpoints, tell)
     last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):
@@ -83,7 +83,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
         tell(Notice(line))
-    stored = records.stored_config()
+    stored = stored_config(folder)
     first_batch: Sequence[Sample] = ()
     if Strategy(config, group.ranks).compares_modes(recorded_sync(config, stored)):
         first_batch = _first_batch(config, group, records, stream, compiled)
@@ -124,14 +124,14 @@ def _go_on(session: Session) -> None:
     records, group = session.records, session.group
     session.history.stream_lost = True
     session.history.refits.restore(records.planned_cost())
-    if not records.stored_config():  # the driver was lost before the first step
+    if not stored_config(records.folder):  # the driver was lost before the first step
         records.write_config(session.config, session.resolved.image_limit)
-    session.current.number = records.generation
+    session.current.number = records.membership()["generation"]
     session.choose_mode()
     session.plan_for_group()
-    session.history.step_times_s.extend(records.last_step_times_s())
+    session.history.step_times_s.extend(records.step_times_s())
     here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
-    for rank in records.ranks:
+    for rank in records.membership()["ranks"]:
         if (rank["node_id"], rank["pid"]) not in here:  # no poll shows those lost with the driver
             records.event("worker_lost", rank=rank["rank"], pid=rank["pid"], node_id=rank["node_id"],
                           condition=str(Condition.DEAD), error="", last_mark="")
@@ -149,7 +149,8 @@ def _begin(session: Session, newest: Manifest | None) -> None:
     if newest:
         session.stream.restore(newest.cursor)
         session.history.refits.restore(newest.cost.get("terms", {}), newest.cost.get("prior"))
-    generation, mode = records.generation + 1, session.choose_mode()  # one after those of earlier starts
+    generation = records.membership()["generation"] + 1  # one after those of earlier starts
+    mode = session.choose_mode()
     if config.planner.cost == MEASURE and not session.history.measured_cost:
         session.history.measured_cost = measure_costs(session, mode, generation)
         generation += 1

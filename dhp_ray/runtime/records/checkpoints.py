@@ -49,20 +49,11 @@ class Checkpoints:
         """Steps that have a folder, oldest first."""
         return sorted(step for name in self.folder.names(CHECKPOINTS_FOLDER) if (step := step_of(name)) is not None)
 
-    def newest(self) -> Manifest | None:
-        """Return the manifest of the newest whole checkpoint; None if there is none.
-
-        Raises:
-            StorageError: the file is not a manifest; one line.
-        """
-        step = self.newest_step()
-        return self.manifest(step) if step else None
-
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of the whole checkpoint of `step`.
 
         Raises:
-            StorageError: as for `newest`.
+            StorageError: the file is not a manifest; one line.
         """
         name = f"{checkpoint_folder(step)}/{MANIFEST_FILE}"
         try:

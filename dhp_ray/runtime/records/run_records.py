@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -37,12 +36,6 @@ from dhp_ray.runtime.waits import LongWait
 from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
 from dhp_ray.storage import Folder, StorageError
 
-METRICS = ("step", "loss", "learning_rate", "gradient_norm", "num_tokens", "num_samples", "step_time_s",
-           "planning_time_s",
-           "predicted_makespan_s", "measured_makespan_s", "idle_fraction", "num_ranks", "generation", "degrees",
-           "planner", "late")
-OPTIONAL_METRICS = ("cost_error", "encoder", "offload", "recomputation", "eval_loss", "eval_exact_match", "eval_anls",
-                    "eval_f1")
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
 
@@ -69,57 +62,25 @@ class RunRecords:
         self._skipped = SpooledLog(folder, SKIPPED_FILE)
         self._events = SpooledLog(folder, EVENTS_FILE)
         self._upload = UploadTimer(UPLOAD_INTERVAL_S)
-        self._last_step = self._check_steps(self._ledger)
-        self._metrics.truncate(lambda line: line["step"] <= self._last_step)
-        if self._check_steps(self._metrics) < self._last_step:
+        self.last_step = self._check_steps(self._ledger)  # the last committed one; 0 before the first
+        self._metrics.truncate(lambda line: line["step"] <= self.last_step)
+        if self._check_steps(self._metrics) < self.last_step:
             raise StorageError(
-                f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self._last_step} steps"
+                f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self.last_step} steps"
             )
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
 
-    @property
-    def last_step(self) -> int:
-        """The last committed step; 0 before the first."""
-        return self._last_step
-
-    @property
-    def holds_run(self) -> bool:
-        """Whether a run has been started in this folder."""
-        return self._last_step > 0 or self.folder.exists(CONFIG_FILE)
-
-    def stored_config(self) -> dict[str, Any]:
-        """See the function `stored_config`."""
-        return stored_config(self.folder)
-
-    def compare_config(self, config: Config) -> None:
-        """See the function `compare_config`."""
-        compare_config(self.folder, config, self.holds_run)
-
     def write_config(self, config: Config, image_limit: int = 0) -> None:
-        """Write the resolved configuration, and what is fixed beside it: the most tokens of an image.
-
-        Raises:
-            ConfigError: as `compare_config` does.
-        """
-        self.compare_config(config)
+        """Write the resolved configuration, and what is fixed beside it: the most tokens of an image."""
         self.folder.write(CONFIG_FILE, f"{dump(config)}{RESOLVED}:\n  image_limit: {image_limit}\n".encode())
 
     def commit(self, step: int, sample_ids: Sequence[str], metrics: Mapping[str, Any]) -> None:
-        """Record that `step` has been applied: one line in metrics.jsonl, then one in ledger.jsonl.
-
-        `metrics` has the fields of METRICS, and any of OPTIONAL_METRICS.
-        """
-        if step != self._last_step + 1:
-            raise ValueError(f"step {step} cannot be committed after step {self._last_step}")
-        line = {"step": step, **metrics}
-        missing, unknown = set(METRICS) - set(line), set(line) - set(METRICS + OPTIONAL_METRICS)
-        if missing or unknown or line["step"] != step:
-            raise ValueError(
-                f"metrics of step {step}: missing {sorted(missing)}, unknown {sorted(unknown)}, step {line['step']}"
-            )
-        self._metrics.append({name: line[name] for name in METRICS + OPTIONAL_METRICS if name in line})
+        """Record that `step` has been applied: `metrics` in metrics.jsonl, then a line in ledger.jsonl."""
+        if step != self.last_step + 1:
+            raise ValueError(f"step {step} cannot be committed after step {self.last_step}")
+        self._metrics.append(dict(metrics))
         self._ledger.append({"step": step, "sample_ids": list(sample_ids)})
-        self._last_step = step
+        self.last_step = step
         if self._upload.due:
             self.flush()
 
@@ -154,7 +115,7 @@ class RunRecords:
 
     def planned_cost(self) -> dict[str, Any]:
         """Return the cost constants of the newest step that is planned or committed; empty if there is none."""
-        for step in (self._last_step + 1, self._last_step):
+        for step in (self.last_step + 1, self.last_step):
             if step and self.folder.exists(plan_file(step)):
                 found: dict[str, Any] = self.read_plan(step)["inputs"]["cost"]
                 return found
@@ -169,25 +130,13 @@ class RunRecords:
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""
-        members = [{name: rank[name] for name in ("rank", "pid", "node_id", "device")} for rank in ranks]
-        self.folder.write(CLUSTER_FILE, (json_text({"generation": generation, "ranks": members}) + "\n").encode())
+        self.folder.write(CLUSTER_FILE, (json_text({"generation": generation, "ranks": ranks}) + "\n").encode())
 
-    @property
-    def generation(self) -> int:
-        """The generation of the membership; 0 before the first."""
-        return int(self._membership()["generation"])
-
-    @property
-    def ranks(self) -> list[dict[str, Any]]:
-        """The membership as `cluster` wrote it; empty before the first."""
-        return list(self._membership()["ranks"])
-
-    def _membership(self) -> dict[str, Any]:
-        tree: dict[str, Any] = (
-            json.loads(self.folder.read(CLUSTER_FILE))
-            if self.folder.exists(CLUSTER_FILE)
-            else {"generation": 0, "ranks": []}
-        )
+    def membership(self) -> dict[str, Any]:
+        """Return the `generation` (0 before the first) and the `ranks` that `cluster` wrote."""
+        if not self.folder.exists(CLUSTER_FILE):
+            return {"generation": 0, "ranks": []}
+        tree: dict[str, Any] = json.loads(self.folder.read(CLUSTER_FILE))
         return tree
 
     def truncate(self, step: int) -> None:
@@ -196,9 +145,9 @@ class RunRecords:
         Raises:
             StorageError: the ledger ends before that step.
         """
-        if step > self._last_step:
+        if step > self.last_step:
             raise StorageError(
-                f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self._last_step}; the checkpoint is of step {step}"
+                f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of step {step}"
             )
         self._ledger.truncate(lambda line: line["step"] <= step)
         self._ledger.flush()  # before anything else goes: the metrics may have more lines, never fewer
@@ -209,16 +158,12 @@ class RunRecords:
             for name in self.folder.names(kind):
                 if (step_of(name, ".json") or 0) > step:
                     self.folder.delete(f"{kind}/{name}")
-        self._last_step = step
+        self.last_step = step
         self.flush()
 
-    def last_step_times_s(self, number: int = 8) -> list[float]:
-        """Return the seconds of the last `number` committed steps."""
-        return [line["step_time_s"] for line in deque(self._metrics.lines(), maxlen=number)]
-
-    def sample_ids(self) -> list[list[str]]:
-        """The ledger: the sample ids of every committed step, from the first."""
-        return [line["sample_ids"] for line in self._ledger.lines()]
+    def step_times_s(self) -> Iterator[float]:
+        """Yield the seconds of the committed steps."""
+        return (line["step_time_s"] for line in self._metrics.lines())
 
     @property
     def has_trained(self) -> bool:
@@ -251,7 +196,7 @@ class RunRecords:
 
 
 def stored_config(folder: Folder) -> dict[str, Any]:
-    """A run folder's config.yaml as dotted keys and values; empty before the first start."""
+    """Return a run folder's config.yaml as dotted keys and values; empty before the first start."""
     if not folder.exists(CONFIG_FILE):
         return {}
     try:
@@ -263,15 +208,14 @@ def stored_config(folder: Folder) -> dict[str, Any]:
     return _dotted(tree)
 
 
-def compare_config(folder: Folder, config: Config, holds_run: bool = False) -> None:
-    """Check that the run of a folder, if there is one, can go on under a configuration. `holds_run`: the folder holds a
-    run even if it has no config.yaml.
+def compare_config(folder: Folder, config: Config) -> None:
+    """Check that the run of a folder, if there is one, can go on under a configuration.
 
     Raises:
         ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
     """
     stored = stored_config(folder)
-    if config.run.resume == "never" and (stored or holds_run):
+    if config.run.resume == "never" and stored:
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
         if not name.startswith(FIXED) or name not in stored:

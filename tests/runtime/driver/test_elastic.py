@@ -14,7 +14,6 @@ from dhp_ray.runtime.driver.elastic import (
     MAX_FAILURES,
     Condition,
     Failures,
-    HealthReport,
     ProgressWatchdog,
     Stop,
     SurvivingState,
@@ -25,31 +24,31 @@ from dhp_ray.runtime.driver.elastic import (
     surviving_state,
 )
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, STUCK_SHARE
-from dhp_ray.runtime.messages import HeldShards
+from dhp_ray.runtime.messages import HeldShards, Status
 
 HEALTHY, DEAD, UNRESPONSIVE, RAISED, STUCK = (
     Condition.HEALTHY, Condition.DEAD, Condition.UNRESPONSIVE, Condition.RAISED, Condition.STUCK)
-COMPUTES = HealthReport(mark_id="run 41")
-WAITS = HealthReport(mark_id="run 42", waits_for_peers=True)
+COMPUTES = Status(mark_id="run 41")
+WAITS = Status(mark_id="run 42", waits_for_peers=True)
 
 
 @pytest.mark.parametrize(
-    ("report", "overdue", "condition"),
+    ("status", "overdue", "condition"),
     [
         (COMPUTES, False, HEALTHY),
         (COMPUTES, True, STUCK),
-        (HealthReport(answered=False), False, UNRESPONSIVE),
-        (HealthReport(dead=True), False, DEAD),
-        (HealthReport(dead=True, answered=False, error="x"), True, DEAD),
-        (HealthReport(error="KeyError: 'x'"), False, RAISED),
-        (HealthReport(error="KeyError: 'x'", waits_for_peers=True), True, RAISED),
+        (Status(answered=False), False, UNRESPONSIVE),
+        (Status(dead=True), False, DEAD),
+        (Status(dead=True, answered=False, error="x"), True, DEAD),
+        (Status(error="KeyError: 'x'"), False, RAISED),
+        (Status(error="KeyError: 'x'", waits_for_peers=True), True, RAISED),
     ],
 )
-def test_the_condition_of_a_worker(report: HealthReport, overdue: bool, condition: Condition) -> None:
-    assert condition_of(report, overdue) is condition
+def test_the_condition_of_a_worker(status: Status, overdue: bool, condition: Condition) -> None:
+    assert condition_of(status, overdue) is condition
 
 
-def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float, look_s: float, end_s: float) -> float:
+def first_overdue_s(marks: Sequence[tuple[float, Status]], limit_s: float, look_s: float, end_s: float) -> float:
     """When a rank is first found to stand still by looks every `look_s` seconds; inf: never until `end_s`. `marks`:
     what it reports from when on.
     """
@@ -64,7 +63,7 @@ def first_overdue_s(marks: Sequence[tuple[float, HealthReport]], limit_s: float,
 @pytest.mark.parametrize("layer_s", [1e-3, 1.0])
 def test_layers_30_times_slower_than_predicted_are_no_watchdog(layer_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
-    marks = [(30 * layer_s * number, HealthReport(mark_id=f"run {number}")) for number in range(40)]
+    marks = [(30 * layer_s * number, Status(mark_id=f"run {number}")) for number in range(40)]
     assert first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, marks[-1][0]) == math.inf
 
 
@@ -72,7 +71,7 @@ def test_layers_30_times_slower_than_predicted_are_no_watchdog(layer_s: float) -
 @pytest.mark.parametrize("begun_s", [0.0, 3.0, 3.76, 100.0])
 def test_an_operation_that_never_ends_is_found(layer_s: float, begun_s: float) -> None:
     found_within_s = max(10.0, 60 * layer_s)
-    marks = [(now_s * begun_s / 100, HealthReport(mark_id=f"run {now_s}")) for now_s in range(101)]
+    marks = [(now_s * begun_s / 100, Status(mark_id=f"run {now_s}")) for now_s in range(101)]
     found_s = first_overdue_s(marks, STUCK_SHARE * found_within_s, 10.0 / LOOKS_PER_HANG, begun_s + 2 * found_within_s)
     assert STUCK_SHARE * found_within_s <= found_s - begun_s <= found_within_s
 

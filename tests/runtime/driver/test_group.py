@@ -131,7 +131,7 @@ def test_a_rank_is_dead_once_the_raylet_of_its_node_is_gone(
     stopped = pids(group)[2]
     os.kill(stopped, signal.SIGSTOP)
     begun = time.monotonic()
-    found = [(report.dead, status.call) for report, status in group.poll_health()]
+    found = [(status.dead, status.call) for status in group.poll_health()]
     took_s = time.monotonic() - begun
     os.kill(stopped, signal.SIGCONT)
     assert found == [(False, "act"), (False, "act"), (True, "")]
@@ -140,7 +140,7 @@ def test_a_rank_is_dead_once_the_raylet_of_its_node_is_gone(
     monkeypatch.setattr(ray, "nodes", lambda: [address | {"NodeID": "b", "Alive": True}])
     monkeypatch.setattr(group_module, "SURVEY_S", 0.5)
     os.kill(pids(group)[0], signal.SIGSTOP)
-    found = [(report.dead, report.answered) for report, _ in group.poll_health()]
+    found = [(status.dead, status.answered) for status in group.poll_health()]
     os.kill(pids(group)[0], signal.SIGCONT)
     assert found == [(False, False), (False, True), (False, True)]
 

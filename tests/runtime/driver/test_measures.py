@@ -51,6 +51,11 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
                 (Pack((0, 1), (0,), 1.0, encoders=(0,)), Pack((2,), (1,), 0.5),
                  Pack((2,), (2,), 0.5)), 1.25, 0.9, 0.002, {"cost": {"fixed_s": 0.25}})
     metrics = step_metrics(plan, [result(0, PackTime(0, 0.0, 2.0, 0.0)), result(1), result(2)], 2.5, 1, late=True)
+    contract = (
+        "step loss learning_rate gradient_norm num_tokens num_samples step_time_s planning_time_s predicted_makespan_s "
+        "measured_makespan_s idle_fraction num_ranks generation degrees planner late"
+    )
+    assert contract.split() == list(metrics)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
     assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)

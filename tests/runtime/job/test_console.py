@@ -15,7 +15,6 @@ METRICS: dict[str, Any] = {"step": 12, "loss": 2.4131, "learning_rate": 9.8e-4, 
                            "predicted_makespan_s": 0.4, "measured_makespan_s": 0.45, "idle_fraction": 0.181,
                            "num_ranks": 4, "generation": 1,
                            "degrees": {"2": 2, "1": 9, "10": 1}, "planner": "dhp", "late": False}
-EXTRA: dict[str, Any] = {"applied": True}
 
 
 class Screen(io.StringIO):
@@ -88,7 +87,7 @@ def test_plain_output_is_lines() -> None:
     console = Console(output)
     console.show(RunStarted(("model tiny", "4 ranks [cpu]"), 11, 60))
     console.show(Notice("sample a[1] left out: truncated"))
-    console.show(StepCommitted(METRICS, EXTRA))
+    console.show(StepCommitted(METRICS))
     console.show(RunFinished("done: model in runs/default/model"))
     console.close()
     assert output.getvalue().splitlines() == ["model tiny", "4 ranks [cpu]", "sample a[1] left out: truncated",
@@ -108,7 +107,7 @@ def test_a_terminal_shows_the_lines_and_a_bar(monkeypatch: pytest.MonkeyPatch) -
     screen = Screen()
     console = Console(screen)
     console.show(RunStarted(("model tiny",), 1, 60))
-    console.show(StepCommitted(METRICS, EXTRA))
+    console.show(StepCommitted(METRICS))
     console.show(Notice("sample a[1] left out: truncated"))
     console.show(RunFinished("done"))
     shown = screen.getvalue()
@@ -145,7 +144,7 @@ def test_a_stream_that_fails_does_not_end_the_run(
     console = Console(stream)
     console.show(RunStarted(("model tiny",), 1, 60))
     stream.fails = error
-    for message in (StepCommitted(METRICS, EXTRA), Notice("sample a[1] left out"), RunFinished("done")):
+    for message in (StepCommitted(METRICS), Notice("sample a[1] left out"), RunFinished("done")):
         console.show(message)
     console.close()
     assert console.steps == 1
@@ -161,7 +160,7 @@ def test_a_run_without_output_has_a_console_too(closed: bool, monkeypatch: pytes
     stream.close()
     monkeypatch.setattr("sys.stdout", stream if closed else None)
     console = Console(stream if closed else None)
-    for message in (RunStarted(("model tiny",), 1, 60), StepCommitted(METRICS, EXTRA), RunFinished("done")):
+    for message in (RunStarted(("model tiny",), 1, 60), StepCommitted(METRICS), RunFinished("done")):
         console.show(message)
     console.close()
     assert console.steps == 1

@@ -15,11 +15,11 @@ def manifest(step: int) -> Manifest:
 
 def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
     checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
-    assert checkpoints.newest() is None
+    assert checkpoints.newest_step() == 0
     checkpoints.seal(manifest(4))
     (tmp_path / "checkpoints/step_000008").mkdir()
     (tmp_path / "checkpoints/step_000008/part").write_bytes(b"half")
-    assert checkpoints.newest() == manifest(4)
+    assert checkpoints.manifest(checkpoints.newest_step()) == manifest(4)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "checkpoints/step_000004/manifest.json").write_text(content)
     with pytest.raises(StorageError,
                        match=r"checkpoints/step_000004/manifest\.json: not the manifest of a checkpoint") as caught:
-        checkpoints.newest()
+        checkpoints.manifest(4)
     assert "\n" not in str(caught.value)
 
 
@@ -63,7 +63,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
     checkpoints = Checkpoints(Folder(str(tmp_path)), keep=2)
     checkpoints.seal(manifest(4))
     (tmp_path / "checkpoints/step_000008").write_text("")
-    assert checkpoints.newest() == manifest(4)
+    assert checkpoints.manifest(checkpoints.newest_step()) == manifest(4)
     checkpoints.discard_after(4)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
 
@@ -78,9 +78,7 @@ def test_the_manifest_names_the_generation_whose_files_count(tmp_path: Path) -> 
     checkpoints.seal(replace(manifest(4), generation=3))
     kept = sorted(path.name for path in (tmp_path / "checkpoints/step_000004").iterdir())
     assert kept == ["generation_3", "manifest.json"]
-    newest = checkpoints.newest()
-    assert newest is not None
-    assert newest.files == "checkpoints/step_000004/generation_3"
+    assert checkpoints.manifest(4).files == "checkpoints/step_000004/generation_3"
     assert manifest(4).files == "checkpoints/step_000004"
 
 
