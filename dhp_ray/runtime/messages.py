@@ -1,14 +1,15 @@
-"""The messages between driver, workers and the job's process, and the errors that end a run. Imports neither torch nor
-Ray: the console needs neither.
-"""
+"""The messages between driver, workers and the job's process, and the errors that end a run. Neither torch nor Ray."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dhp_ray.credentials import MOST_OF_ERROR, shown
+from dhp_ray.errors import first_line_of
 
 if TYPE_CHECKING:
     from dhp_ray.config import Config
@@ -24,15 +25,23 @@ class RunError(RuntimeError):
 
 
 class GroupError(RunError):
-    """A worker died, raised or no longer answers. During training, a new generation forms; before training, this ends
-    the run.
-
+    """A worker died, raised or no longer answers. During training, a new generation forms; before, this ends the run.
     `unresponsive`: the ranks that have just failed to answer a query.
     """
 
     def __init__(self, text: str, unresponsive: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.unresponsive = tuple(unresponsive)
+
+
+def words_of(error: BaseException) -> str:
+    """Return one line: the error's own words if they are for the user, else its type, words and place."""
+    text = first_line_of(str(error))
+    if isinstance(error, (ValueError, OSError, RunError)) and text:
+        return text
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
+    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
+    return f"{type(error).__name__}: {text}{place}"
 
 
 class StoppingError(Exception):
@@ -88,9 +97,7 @@ class FromCheckpoint:
 
 @dataclass(frozen=True)
 class FromMemory:
-    """Begin with the state that the workers hold of an earlier generation. `owners`: the shards that this worker
-    supplies.
-    """
+    """Begin with the workers' state of an earlier generation. `owners`: the shards that this worker supplies."""
 
     generation: int
     version: int
@@ -116,8 +123,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's report on itself; it can be asked for at any time. If there is none, the worker is `dead`, or has not
-    `answered`.
+    """A worker's report on itself; without one, it is `dead`, or has not `answered`.
 
     `generation` is the one that the worker is in or is entering. `call` is the call that its training thread runs
     (empty: idle), `last_mark` the mark that it passed last, in words, `mark_id` the call with the number of that mark,

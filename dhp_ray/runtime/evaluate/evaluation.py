@@ -1,6 +1,4 @@
-"""The process of an evaluation: it starts the workers, hands each one a sample as soon as it is free, and writes down
-the answers.
-"""
+"""The process of an evaluation: it hands each worker a sample as soon as it is free, and writes down the answers."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.job import actor_options, bundle_of, rendezvous_store, reserve
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.signals import ShutdownSignals
-from dhp_ray.runtime.messages import Notice, RunError
+from dhp_ray.runtime.messages import Notice, RunError, words_of
 from dhp_ray.runtime.waits import Waits
-from dhp_ray.runtime.worker.worker import words_of
 from dhp_ray.schema import Evaluation
 
 MAX_RESTARTS = 3
@@ -37,8 +34,7 @@ MAX_RESTARTS = 3
 
 
 def evaluate(config: Evaluation, signals: ShutdownSignals) -> int:
-    """Evaluate as configured, or until a signal; return the exit status. Every failure is one line on standard error.
-    """
+    """Evaluate as configured, or until a signal; return the exit status. Failures are one line on standard error."""
     waits = Waits(_say)
     try:
         if warning := upload_warning("eval.output", config.eval.output, Path.cwd()):
@@ -65,11 +61,7 @@ def evaluate(config: Evaluation, signals: ShutdownSignals) -> int:
 
 
 def pixels_warning(config: Evaluation) -> str:
-    """A line if images are scaled otherwise than the model's folder says; else empty.
-
-    Raises:
-        ConfigError: the folder's settings cannot be read.
-    """
+    """A line if images are scaled otherwise than the model's folder says; else empty."""
     try:
         own = own_pixels(Path(config.model.path), config.data.max_pixels)
     except DataError as error:
@@ -126,8 +118,7 @@ def _run(config: Evaluation, waits: Waits) -> None:
 
 
 def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
-    """Yield the answers to all samples as they arrive. A group works on as many samples at a time as it has workers,
-    and gets new ones once all of these are done.
+    """Yield the answers as they arrive. A group takes as many samples at a time as it has workers, and then the next.
     """
     samples, free = _samples(fragments), list(range(len(groups)))
     group_of: dict[Any, int] = {}  # the group of each call under way
@@ -171,11 +162,7 @@ def _failure(error: RayError) -> RunError:
 
 
 def _take(answer: Answer, config: Evaluation, predictions: Predictions, display: Display) -> None:
-    """Write an answer down, or say why there is none.
-
-    Raises:
-        RunError: there is no answer, and `data.on_error` is fail.
-    """
+    """Write an answer down, or say why there is none, which ends the evaluation if `data.on_error` is fail."""
     if answer.error:
         if config.data.on_error == "fail":
             raise RunError(f"eval.path: sample {answer.id}: {answer.error} (data.on_error=fail)")

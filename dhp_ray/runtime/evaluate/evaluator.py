@@ -59,11 +59,7 @@ class Evaluator:
         self.group: dist.ProcessGroup | None = None
 
     def join(self, number: int, rank: int, store: tuple[str, int]) -> None:
-        """Become one of the `eval.ranks_per_model` ranks of group `number`, which meet at `store`.
-
-        Raises:
-            RendezvousError: not all of them arrived.
-        """
+        """Become one of the `eval.ranks_per_model` ranks of group `number`, which meet at `store`."""
         accelerator, timeout = choose(self.config.cluster.device), timedelta(seconds=self.config.comm.timeout_s)
         assert self.device
         init_world(dist.TCPStore(*store, is_master=False, timeout=timeout), number, rank,
@@ -88,20 +84,13 @@ class Evaluator:
         return load_model(self.config.model.path, dtype, self.device)
 
     def load(self) -> None:
-        """Load everything.
-
-        Raises:
-            RunError: the folder's weights do not match its configuration.
-            ValueError: the node lacks the device, or a part of the model folder.
-        """
+        """Load everything."""
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         assert self.processor
         assert self.module
 
     def answer(self, number: int, fragment: Fragment, offset: int) -> Answer:
-        """Evaluate row `offset` of a fragment, which is sample `number` of the file. A sample that cannot be used gives
-        an answer with the reason.
-        """
+        """Evaluate row `offset` of a fragment, sample `number` of the file; the answer may be why it cannot be used."""
         self.load()
         try:
             row = rows_of(fragment, self.processor.family.limits.max_file_bytes)[offset]
@@ -138,8 +127,7 @@ class Evaluator:
 
     @torch.no_grad()
     def loss(self, encoded: Encoded, media: list[Medium]) -> tuple[float, int]:
-        """Return the cross entropy summed over the valid tokens of a sequence, in fp32, and the number of these tokens.
-        """
+        """Return the cross entropy summed over the valid tokens of a sequence, in fp32, and their number."""
         labels = torch.from_numpy(encoded.labels[1:].astype(np.int64)).to(self.device)
         valid = (labels != IGNORE).nonzero()[:, 0]
         if not len(valid) and self.group is None:
@@ -149,9 +137,7 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
-        """Return the text that the model's own `generate` produces with greedy decoding. All other settings of
-        generation_config.json apply.
-        """
+        """Return what the model's own `generate` produces with greedy decoding and its generation_config.json."""
         inputs = self._inputs(prompt, media)
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
@@ -161,9 +147,7 @@ class Evaluator:
         return text
 
     def _inputs(self, encoded: Encoded, media: list[Medium]) -> dict[str, Tensor]:
-        """Return the inputs of the transformers model for one sequence, a batch of one; `media` may have further
-        entries after those of the sequence.
-        """
+        """Return the transformers model's inputs for one sequence, to which the first entries of `media` belong."""
         shown, config = media[:len(set(encoded.media))], self.module.config
         ids, family = torch.from_numpy(encoded.input_ids.astype(np.int64)), FAMILIES[config.model_type]
         # with the positions of training, which differ from those of transformers behind a video
@@ -177,9 +161,7 @@ class Evaluator:
 
     @cached_property
     def _longest(self) -> int:
-        """The most tokens of a sequence with its answer: the model's positions, or `planner.max_sequence_tokens` if
-        that is less.
-        """
+        """The most tokens with the answer: the model's positions, or `planner.max_sequence_tokens` if that is less."""
         limit = self.config.planner.max_sequence_tokens
         positions = int(self.module.config.get_text_config().max_position_embeddings)
         return min(limit, positions) if limit else positions
@@ -198,8 +180,7 @@ def rows_of(fragment: Fragment, max_bytes: int) -> list[Row]:
 
 
 def media_in(question: Question, processor: Processor) -> list[Medium]:
-    """Return the decoded images and videos of a question, each whole. Raises whatever decoders raise on foreign bytes.
-    """
+    """Return the decoded images and videos of a question, each whole. Raises what decoders raise on foreign bytes."""
     whole = question.whole
     row = {"media": whole.media, "seconds": whole.seconds, "grids": whole.grids, "images": question.images}
     patches = [part for decode in decodings(row, [True] * len(whole.grids), processor) for part in decode()]
@@ -235,10 +216,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Any:
     """Load the model of a folder; this rank of `group` reads only its own rows. All ranks of the group must call this,
-    and then the model, in the same way.
-
-    Raises:
-        ModelError: one line on what is missing or not supported.
+    and then the model, in the same way. ModelError: one line on what is missing or not supported.
     """
     quieten()
     model, weights = without_weights(path)

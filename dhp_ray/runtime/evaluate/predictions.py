@@ -1,5 +1,5 @@
-"""What an evaluation writes and shows: one line per sample in the order of the file, its progress, the summary over all
-samples. Imports neither torch nor transformers.
+"""What an evaluation writes and shows: a line per sample in the order of the file, its progress, the summary. Imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dhp_ray.runtime.messages import RunError
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is summed
-    over the `num_valid_tokens` of all assistant turns. `error` says why there is no answer; it is empty if there is
-    one.
+    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is over the
+    `num_valid_tokens` of all assistant turns. `error`: why there is no answer.
     """
 
     number: int
@@ -34,10 +33,8 @@ class Answer:
 
 
 class Predictions:
-    """Writes the lines of `eval.output`, each once all samples before it are written. Close it at the end.
-
-    Raises:
-        RunError: the file cannot be written.
+    """Writes the lines of `eval.output`, each once all before it are written (RunError: it cannot be). Close it at the
+    end.
     """
 
     def __init__(self, path: str, num_samples: int) -> None:
@@ -68,9 +65,7 @@ class Predictions:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the samples so far: how many were answered and left out, the mean scores of the answered ones, and
-        the loss per valid token.
-        """
+        """Summarise the samples so far: the answered and the left out, mean scores, and the loss per valid token."""
         num_answered = self.done - self.num_failed
         return {"num_samples": num_answered, "num_left_out": self.num_failed,
                 "loss": _mean_loss(self.loss_sum, self.num_valid_tokens), "num_valid_tokens": self.num_valid_tokens,
@@ -134,9 +129,7 @@ class Display:
 
 
 def means_line(summary: Mapping[str, Any]) -> str:
-    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`; a loss that is not finite is None in the summary and
-    printed as nan.
-    """
+    """`loss 0.693, exact match 0.512, ANLS 0.530, F1 0.524`; a loss that is None is printed as nan."""
     names = {"loss": "loss", "exact_match": "exact match", "anls": "ANLS", "f1": "F1"}
     return ", ".join(f"{words} {math.nan if summary[name] is None else summary[name]:.3f}"
                      for name, words in names.items() if name in summary)

@@ -14,8 +14,8 @@ from dhp_ray.runtime.messages import Message, Notice, RunFinished, RunStarted, S
 
 
 class Console:
-    """Shows the driver's messages on `stream`, each whole: any thread may show one, or close the console. None: nobody
-    is to see them, as in a process that was started with its output closed.
+    """Shows the driver's messages on `stream`, each whole: any thread may call this. None: there is no output, as in a
+    process that was started with it closed.
     """
 
     def __init__(self, stream: TextIO | None) -> None:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,11 +17,10 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.config import Config
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model import export as layout
-from dhp_ray.model.build import build_model
 from dhp_ray.model.export import AllRanks, ModelFile, write_files
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.worker.export import replace_folder
-from dhp_ray.runtime.worker.run_model import lora_settings, token_ids, untrained_weights
+from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
 from dhp_ray.storage import Folder, StorageError, storage_errors
 from dhp_ray.train.state.checkpoint import StoredValues
 
@@ -41,10 +41,7 @@ def export_checkpoint(
         StorageError: something cannot be read or written; one line.
     """
     name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
-    adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
-    adapter.freeze(config.train.freeze)
-    if config.train.lora.rank:
-        adapter.add_lora(lora_settings(config))
+    adapter = build_adapter(replace(config, cluster=replace(config.cluster, device=CPU.name)))
     processor = ProcessorSpec.of(config.model, config.data).load()
     everything = dict(adapter.module.named_parameters())
     shapes = {key: tuple(parameter.shape) for key, parameter in everything.items() if parameter.requires_grad}

@@ -115,11 +115,7 @@ def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
 
 
 def config_of(overrides: Overrides) -> Config:
-    """Return the configuration that `jobs/train.py` would have.
-
-    Raises:
-        ConfigError: a key or value is not allowed; one line.
-    """
+    """Return the configuration that `jobs/train.py` would have."""
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}"
                      for key, value in overrides.items()]
@@ -168,19 +164,15 @@ def current_trial() -> str:
 
 
 def callers_folder(trial: str) -> Path:
-    """Return the folder that relative paths are taken from: this process's own. In a trial it is the one that its
-    process began in; Ray Tune has changed to the trial's folder, which is deleted.
+    """Return the folder that relative paths are taken from: this process's own, or, in a trial, the one that its
+    process began in; Ray Tune has changed to a folder that is deleted.
     """
     return Path(os.environ.get(ORIGINAL_FOLDER, ".") if trial else ".")
 
 
 @dataclass
 class Trial:
-    """The trial `name` and its run with `config`, whose `run.dir` becomes the trial's folder.
-
-    Raises:
-        ConfigError: the run may grow, and a trial's reservation cannot.
-    """
+    """The trial `name` and its run with `config`, whose `run.dir` becomes the trial's folder."""
 
     name: str
     config: Config
@@ -197,11 +189,7 @@ class Trial:
 
     @property
     def room(self) -> PlacementGroup:
-        """The trial's reservation.
-
-        Raises:
-            ConfigError: it does not match the configuration.
-        """
+        """The trial's reservation, which must match the configuration."""
         room, wanted = ray.util.get_current_placement_group(), bundles_of(self.config)
         if room is None or room.bundle_specs != wanted:
             raise ConfigError(
@@ -212,11 +200,7 @@ class Trial:
         return room
 
     def resume(self) -> None:
-        """Take over the run that Ray Tune's checkpoint names, if it is another trial's.
-
-        Raises:
-            RunError: that run no longer has the checkpoint.
-        """
+        """Take over the run that Ray Tune's checkpoint names, if it is another trial's."""
         from ray import tune
 
         checkpoint = tune.get_checkpoint()
@@ -248,11 +232,7 @@ class Trial:
 
 
 def copy_run(source: Folder, target: Folder, step: int) -> None:
-    """Make `target` a run that has gone as far as the checkpoint of `step` of `source`, another run.
-
-    Raises:
-        RunError: `source` has no such checkpoint.
-    """
+    """Make `target` a run that has gone as far as the checkpoint of `step` of `source`, another run."""
     if step not in Checkpoints(source, 1).complete():
         raise RunError(f"{source.uri} has no checkpoint of step {step} any more; allowed: a larger checkpoint.keep")
     target.delete(CHECKPOINTS_FOLDER)

@@ -33,9 +33,7 @@ _started: list[subprocess.Popen[str]] = []
 
 def named_head() -> tuple[str, str]:
     """Return the address of the cluster that a bare `ray.init` would join, and what names it; "" if it would start one.
-
-    The look-up is Ray's: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote and that `ray stop`
-    deletes.
+    The look-up is Ray's: RAY_ADDRESS, else the file that the last `ray start` on this machine wrote.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "auto"):
@@ -45,11 +43,7 @@ def named_head() -> tuple[str, str]:
 
 
 def check_address() -> None:
-    """Refuse an address of a cluster that this machine is not a node of.
-
-    Raises:
-        ConfigError: one line with the address, what names it, and what is allowed.
-    """
+    """Refuse an address of a cluster that this machine is not a node of."""
     address, named_by = named_head()
     if "://" in address:
         raise ConfigError(f"{named_by}: got {masked(address)}; allowed: HOST:PORT of the head of a cluster that this "
@@ -70,10 +64,7 @@ def begin() -> None:
 
 def connect() -> None:
     """Join the cluster that RAY_ADDRESS or a running head names, else a local one, which is started if `begin` has not,
-    and which `disconnect` ends.
-
-    Raises:
-        RunError: no cluster answers at the address; raised within seconds.
+    and which `disconnect` ends. RunError, within seconds: no cluster answers at the address.
     """
     begin()
     import ray
@@ -119,9 +110,7 @@ def _local_address(where: str) -> str:
 
 
 def _authenticate() -> None:
-    """Use the token of this user's clusters, as ray.init does for one that it has found or started by itself, and not
-    for one whose address it is given.
-    """
+    """Use the token of this user's clusters: ray.init does not for a cluster whose address it is given."""
     try:
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     except ImportError:  # a version of Ray whose clusters have none
@@ -131,8 +120,7 @@ def _authenticate() -> None:
 
 
 def _knock(address: str, named_by: str) -> None:
-    """Refuse a head that accepts no connection. An address that is not HOST:PORT (`local`, `ray://...`) is left to Ray.
-    """
+    """Refuse a head that accepts no connection. What is not HOST:PORT (`local`, `ray://...`) is left to Ray."""
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdecimal():
         return
@@ -144,11 +132,8 @@ def _knock(address: str, named_by: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=HEAD_PATIENCE_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        stale = (
-            ""
-            if named_by == "RAY_ADDRESS"
-            else "; such a file outlives its head: `ray stop`, or deleting it, clears it"
-        )
+        stale = ("" if named_by == "RAY_ADDRESS" else
+                 "; such a file outlives its head: `ray stop`, or deleting it, clears it")
         raise RunError(
             f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; "
             "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "

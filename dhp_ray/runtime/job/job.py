@@ -1,7 +1,5 @@
-"""The process of the submitted job: it hosts the rendezvous store, owns the workers, restarts the driver, and shows the
-run.
-
-Workers belong to this process, so they outlive a driver actor.
+"""The process of the submitted job: it hosts the rendezvous store, owns the workers, which outlive a driver actor,
+restarts the driver, and shows the run.
 """
 
 from __future__ import annotations
@@ -30,20 +28,15 @@ from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import Waits
 
 if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
     from torch.distributed import TCPStore
 
 
 MAX_DRIVERS = 20
-"""The number of driver actors in a row that may be lost without a committed step; one that dies at each start is no
-accident.
-"""
+"""The driver actors in a row that may be lost without a committed step: one that dies at each start is no accident."""
 
 
 def train(config: Config, lease: Lease, signals: ShutdownSignals) -> int:
-    """Train as configured, or until a signal; return the exit status. Every failure is one line on standard error.
-    `lease`: of the run folder.
-    """
+    """Train as configured, or until a signal; return the exit status. Failures are one line on standard error."""
     console = Console(sys.stdout)
     waits = Waits(console.show)
     signals.say = lambda text: console.show(Notice(text))
@@ -88,7 +81,8 @@ def run(
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
     try:
-        pool.start()
+        for slot in range(config.cluster.num_workers):
+            pool.replace(slot)
         lost = 0
         while lost < MAX_DRIVERS:
             # Each driver has its own store: it may use numbers of generations that a lost driver has tried. Existing
@@ -112,12 +106,7 @@ def run(
 
 
 def rendezvous_store(host: str) -> TCPStore:
-    """Return a new store on a free port of `host`, an address of this machine. It listens only there; by default,
-    TCPStore listens on every interface.
-
-    Raises:
-        RunError: `host` is not an address of this machine.
-    """
+    """Return a new store on a free port of `host`, and only there; by default, TCPStore listens on every interface."""
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
     try:
@@ -172,10 +161,7 @@ def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """Return the device of the workers: as configured, or the best kind that the cluster has.
-
-    Raises:
-        ConfigError: it cannot do what the configuration asks for.
+    """Return the device of the workers, or the best kind that the cluster has; refuse one that cannot do what is asked.
     """
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name
@@ -197,10 +183,6 @@ class WorkerPool:
     """The slots below cluster.num_workers share one reservation, granted as a whole or not at all; each slot up to
     cluster.max_workers has its own, granted when the cluster grows. `lent`: a reservation made by someone else, whose
     bundles from the second on are for the first slots; it is not removed here.
-
-    Raises:
-        RunError: the cluster has no room for the first slots within `cluster.start_timeout_s`, although an autoscaler
-            has been asked for it.
     """
 
     def __init__(
@@ -213,12 +195,6 @@ class WorkerPool:
         self._lent = lent is not None
         self._room = lent or reserve(config, self._bundle, waits)
         self._more_room: dict[int, PlacementGroup] = {}
-
-    def start(self) -> dict[int, ActorHandle]:
-        """Start the workers of the first slots."""
-        for slot in range(self.config.cluster.num_workers):
-            self.replace(slot)
-        return dict(self.workers)
 
     def grow(self) -> dict[int, ActorHandle]:
         """Create workers for the slots from cluster.num_workers on; each begins when the cluster has room for it."""
@@ -238,9 +214,9 @@ class WorkerPool:
         own = self._more_room.get(slot)
         place = 0 if own else slot + self._lent
         options = actor_options(self.config, self.accelerator, own or self._room, place)
-        self.workers[slot] = actor.options(**options).remote(self.config)
-        self._starts[slot] = self.workers[slot].__ray_ready__.remote()
-        return self.workers[slot]
+        worker = self.workers[slot] = actor.options(**options).remote(self.config)
+        self._starts[slot] = worker.__ray_ready__.remote()
+        return worker
 
     def starting(self) -> set[int]:
         """Return the slots whose worker has no process yet, or one that is still starting."""
@@ -270,10 +246,7 @@ def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup
 
 
 def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
-    """Reserve room for `cluster.num_workers` workers, granted as a whole or not at all.
-
-    Raises:
-        RunError: there is no room within `cluster.start_timeout_s`.
+    """Reserve room for `cluster.num_workers` workers, as a whole, or refuse to start after `cluster.start_timeout_s`.
     """
     cluster = config.cluster
     room = placement_group([bundle] * cluster.num_workers, strategy="PACK")

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, cast
 
@@ -103,9 +102,7 @@ def memory_here(
 
 
 def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
-    """Return the tokens of the largest pack on one rank: what was asked for, or as many as are worth measuring; no more
-    than fit.
-    """
+    """Return the tokens of the largest pack on one rank: what was asked for, or as many as are worth it and fit."""
     memory_bytes = 0.8 * accelerator.memory_bytes() / (memory.settings.world_size if accelerator.name == "cpu" else 1)
     fitting = memory.tokens_that_fit(memory_bytes)
     if fitting < 1:
@@ -118,9 +115,7 @@ def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) 
 
 
 def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) -> CostModel:
-    """Return the costs that are known without measuring: derived from the device's description, else from the file of
-    its kind.
-    """
+    """Return the costs that are known without measuring: from the device's description, or the file of its kind."""
     device: Device | None = described(CONF / "device", accelerator.model_name()) if accelerator.name != "cpu" else None
     if device:
         return derived_cost(memory, device, 1, operators_of(config.cluster.device) is not None)
@@ -130,11 +125,7 @@ def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) ->
 def _collected(
     config: Config, specs: Sequence[Spec], accelerator: Accelerator, progress: Progress
 ) -> list[Session]:
-    """Run the ranks and collect their results, to the end.
-
-    Raises:
-        RunError: one of them raised, died, or no longer reports.
-    """
+    """Run the ranks and collect their results, to the end. One that raises, dies or no longer reports is a RunError."""
     import torch.distributed as dist
 
     num_ranks = specs[0].num_ranks
@@ -203,10 +194,6 @@ def _received(
     return found
 
 
-def _tell_share(pipe: Connection, session: int, part: str, share: float) -> None:
-    pipe.send(("share", (session, part, share)))
-
-
 def _rank_main(
     pipe: Connection, config: Config, specs: list[Spec], device: str, rank: int, port: int
 ) -> None:
@@ -230,7 +217,8 @@ def _rank_main(
             member = Rank(one, place, accelerator)
             measuring = member_with(member, spec)
             for part in parts_of_session(spec, number, accelerator):
-                result = measuring.measure(part, partial(_tell_share, pipe, number, part))
+                result = measuring.measure(
+                    part, lambda share, of=(number, part): pipe.send(("share", (*of, share))))
                 pipe.send(("part", (number, part, result)))
             member.close()
     except BaseException as error:

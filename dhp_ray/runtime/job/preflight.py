@@ -1,8 +1,6 @@
 """Checks that refuse a run before Ray starts: all that this machine alone can tell, within a second, without Ray, torch
-or transformers.
-
-Paths are checked here: every node must reach them, and this is one of the nodes. What an object store has is left to
-the driver.
+or transformers. Every node must reach the paths, so they are checked here; what an object store has is left to the
+driver.
 """
 
 from __future__ import annotations
@@ -77,12 +75,7 @@ def check_here(config: Config) -> None:
 
 
 def check_evaluation_here(config: Evaluation) -> None:
-    """Refuse an evaluation that cannot start, as `check_here` does; also if no sample has an answer, or if the output
-    would overwrite the samples.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """Refuse an evaluation as `check_here` does; also if no sample has an answer, or it would overwrite the samples."""
     check_address()
     for name, section, item in places(config):
         if name in ("model.path", "data.image_root", "eval.path", "eval.output"):
@@ -99,11 +92,7 @@ def check_evaluation_here(config: Evaluation) -> None:
 
 
 def check_measurement_here(config: Config, ranks: int) -> None:
-    """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number."""
     if config.train.activation_checkpointing == "auto":
         raise ConfigError("train.activation_checkpointing: got auto; allowed here: the value that is to be measured")
     if config.model.preset and config.model.preset not in PRESETS:
@@ -128,11 +117,7 @@ def devices_here(kind: Accelerator) -> int:
 
 
 def choose_step(checkpoints: Checkpoints, step: str) -> int:
-    """Return the step of the whole checkpoint that is asked for, or of the newest one, `latest`.
-
-    Raises:
-        ConfigError: there is no such checkpoint; names those that exist.
-    """
+    """Return the step of the whole checkpoint that is asked for, or of the newest one, `latest`."""
     kept = checkpoints.complete()
     if not kept:
         raise ConfigError(f"checkpoint: {checkpoints.folder.uri} holds no whole checkpoint; allowed: a run that has "
@@ -145,12 +130,7 @@ def choose_step(checkpoints: Checkpoints, step: str) -> int:
 
 
 def refuse_export(config: Config, out: Path) -> None:
-    """Refuse an export that would write over anything, cannot be written, or whose model is not here.
-
-    Raises:
-        ConfigError: `out` exists and is not an empty folder, or the folder of the model is not one.
-        OSError: it cannot be written.
-    """
+    """Refuse an export that would write over anything, cannot be written (OSError), or whose model is not here."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
         raise ConfigError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
     check_writable(out.with_name(f".{out.name}") / "config.json")
@@ -182,11 +162,7 @@ def resources_here() -> dict[str, float]:
 
 
 def check_workers(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers that a cluster with these resources has no room for, or whose device cannot do what is asked for.
-
-    Raises:
-        ConfigError: a device of another kind, or too few.
-    """
+    """Refuse workers for which these resources do not suffice, or whose device cannot do what is asked for."""
     check_room(config, here)
     resolved = deepcopy(config)
     resolved.cluster.device = device_of(config.cluster.device, here).name
@@ -194,19 +170,12 @@ def check_workers(config: Config, here: dict[str, float]) -> None:
 
 
 def check_room(config: Config, here: dict[str, float]) -> None:
-    """Refuse workers that a cluster with these resources has no room for.
-
-    Raises:
-        ConfigError: a device of another kind, or too few.
-    """
-    cluster = config.cluster
-    kind = device_of(cluster.device, here)
+    """Refuse workers that a cluster with these resources has no room for."""
+    cluster, kind = config.cluster, device_of(config.cluster.device, here)
     resource = kind.resource
     if resource and not here[resource]:
-        hidden = kind.visible in os.environ
-        lack = (
-            f"{kind.visible}={os.environ[kind.visible]!r} shows none" if hidden else f"this machine has no {kind.files}"
-        )
+        lack = (f"{kind.visible}={os.environ[kind.visible]!r} shows none" if kind.visible in os.environ
+                else f"this machine has no {kind.files}")
         raise ConfigError(
             f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
             "(its head in RAY_ADDRESS)"
@@ -239,16 +208,12 @@ def _check_model(path: str) -> None:
 
 
 def _check_output(output: str, samples: str) -> None:
-    """Refuse an output that is the file of samples, or lies in their folder, where the next evaluation would read it,
-    or cannot be written.
-    """
+    """Refuse an output that is the file of samples, lies in their folder, or cannot be written."""
     written, read = os.path.realpath(output), os.path.realpath(samples)
     if written == read or (os.path.exists(written) and os.path.exists(read) and os.path.samefile(written, read)):
         raise ConfigError(f"eval.output: got {output!r}, the file of eval.path; allowed: another file")
     if os.path.commonpath([written, read]) == read:
-        raise ConfigError(
-            f"eval.output: got {output!r}, inside eval.path ({samples}); allowed: a file outside of it"
-        )
+        raise ConfigError(f"eval.output: got {output!r}, inside eval.path ({samples}); allowed: a file outside of it")
     _check_writable("eval.output", output)
 
 
@@ -296,8 +261,7 @@ def index_ahead(data: Data) -> None:
 
 @contextmanager
 def progress_bar(data: Data) -> Iterator[Progress]:
-    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing for an index that exists.
-    """
+    """Show progress on standard error: a bar on a terminal, else a line now and then; nothing if nothing is done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

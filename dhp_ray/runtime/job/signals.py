@@ -20,9 +20,7 @@ from typing import Any
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 LEAVE_S = 3.0
-"""How long the main thread may take to clean up. What it leaves behind ends with the process: Ray ends the workers of a
-job that is gone.
-"""
+"""How long the main thread may take to clean up. Ray ends the workers of a job that is gone."""
 
 
 class ShutdownSignals:
@@ -42,10 +40,8 @@ class ShutdownSignals:
         self._leaving = self._over = self._told = False
 
     def run(self, work: Callable[[], int]) -> int:
-        """Handle signals, and return the exit status of `work`, which they may end. Call this from the main thread.
-
-        Foreign code may turn the KeyboardInterrupt into another error: an import that it interrupts can raise
-        RuntimeError or ModuleNotFoundError.
+        """Handle signals, and return the exit status of `work`, which they may end. Call this from the main thread. An
+        import that a KeyboardInterrupt interrupts can turn it into RuntimeError or ModuleNotFoundError.
         """
         try:
             self._listen()
@@ -61,17 +57,15 @@ class ShutdownSignals:
         return 1
 
     def take_signals(self) -> None:
-        """Handle the signals here and replace other handlers; signals that have been ignored since the process began
-        stay ignored.
+        """Handle the signals here, in place of other handlers; those that the process ignores from its start stay
+        ignored.
         """
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def hand_over(self, stop: Callable[[str], object]) -> None:
-        """From here on there may be something to save: `stop` is called with the reason to end, at once if there is one
-        already.
-        """
+        """From here on there may be something to save: call `stop` with the reason to end, now or when there is one."""
         self._stop = stop
         if self.reason:
             stop(self.reason)

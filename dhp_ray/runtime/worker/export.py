@@ -29,8 +29,7 @@ from dhp_ray.train.engine import Engine
 
 
 def save_folder(config: Config) -> Path:
-    """Return where this node writes checkpoints: run.dir itself if it is a folder, else `checkpoint.scratch`, from
-    where they are uploaded.
+    """Return where this node writes checkpoints: run.dir if it is a folder, else `checkpoint.scratch`, to be uploaded.
     """
     local = Folder(config.run.dir).local_path()
     folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir())
@@ -46,10 +45,8 @@ def export_place(config: Config) -> Path:
 
 @contextmanager
 def export_folder(config: Config) -> Iterator[Path]:
-    """Yield an empty folder for a model that goes to the run folder; it is on this node if the run folder is an object
-    store.
-
-    Inside run.dir it is always the same folder: an export removes what a killed one has left.
+    """Yield an empty folder for a model that goes to the run folder. On an object store it is on this node; else always
+    the same one inside run.dir: an export removes what a killed one has left.
     """
     if Folder(config.run.dir).local_path() is None:
         with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
@@ -66,11 +63,7 @@ def export_folder(config: Config) -> Iterator[Path]:
 
 
 def check_reached(folder: Folder, probe: str) -> None:
-    """Refuse a run folder that is not the driver's; the driver has left the file `probe` in its own.
-
-    Raises:
-        StorageError: it is another one, or cannot be read.
-    """
+    """Refuse a run folder that is not the driver's; the driver has left the file `probe` in its own."""
     try:
         folder.read(probe)
     except StorageError as error:

@@ -1,6 +1,4 @@
-"""A rank's inputs of one step, prepared ahead of it: rows of blocks, the pixels of the images that this rank encodes,
-collated packs.
-"""
+"""A rank's inputs of one step: rows of blocks, the pixels of the images that it encodes, collated packs."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ Patches = list[np.ndarray | None]
 Decoding = Callable[[], Patches]
 
 DECODED_AHEAD = 2
-"""The images and videos that each decoder may be ahead of the pack that is collated: one under way, and one to go on
-with.
-"""
+"""The images and videos that each decoder may be ahead of the pack that is collated: one under way, and a next one."""
 
 
 def processor_spec(config: Config) -> ProcessorSpec:
@@ -111,12 +107,8 @@ def encoded_grids(plan: RankPlan) -> dict[str, tuple[bool, ...]]:
             for sample, here in zip(pack.samples, encoded_images(pack, plan.rank))}
 
 
-def futures_of(
-    calls: Sequence[Callable[[], Patches]], executor: Executor, ahead: int
-) -> Iterator[Future[Patches]]:
-    """Yield the futures of calls, in order. At most `ahead` calls after the last one that was taken have been
-    submitted.
-    """
+def futures_of(calls: Sequence[Decoding], executor: Executor, ahead: int) -> Iterator[Future[Patches]]:
+    """Yield the futures of calls, in order, of which at most `ahead` are submitted before they are taken."""
     waiting: deque[Future[Patches]] = deque()
     for number in range(len(calls)):
         for call in calls[number + len(waiting):number + 1 + ahead]:
@@ -125,9 +117,7 @@ def futures_of(
 
 
 def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
-    """Return a row of a block as a payload, with the patches of the grids that are encoded here. Raises whatever
-    decoders raise on foreign bytes.
-    """
+    """Return a row of a block as a payload, with the patches of the grids that are encoded here."""
     return _payload(row, [decoding() for decoding in decodings(row, encoded_here, processor)])
 
 
@@ -136,30 +126,23 @@ def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
                    **{name: row[name] for name in ("input_ids", "labels", "grids", "media", "seconds")})
 
 
-def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Callable[[], Patches]]:
+def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Decoding]:
     """Return for each image and video of a row, in order, a function that decodes it to the patches of each of its
     grids. A video is decoded once, for all of its pieces that are encoded here.
     """
-    found: list[Callable[[], Patches]] = []
+    found: list[Decoding] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):
         _, seconds, grids, here = zip(*entries)
         if not any(here):
-            found.append(partial(_undecoded, len(here)))
+            undecoded: Patches = [None] * len(here)
+            found.append(undecoded.copy)
         elif seconds[0]:
             found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here,
                                  processor))
         else:
-            found.append(partial(_decode_image, row["images"][number], processor))
+            found.append(lambda data=row["images"][number]: [decode(data, processor.family)])
     return found
-
-
-def _undecoded(num_grids: int) -> Patches:
-    return [None] * num_grids
-
-
-def _decode_image(data: bytes, processor: Processor) -> Patches:
-    return [decode(data, processor.family)]
 
 
 def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:

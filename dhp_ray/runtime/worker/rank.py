@@ -91,11 +91,7 @@ class Rank:
         if not capacity:
             capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
-        self.engine = (
-            self._sharded_engine(not keeps_state, progress)
-            if self.mode.sync == "micro_batch"
-            else self._flat_engine(world, not keeps_state, originals, progress)
-        )
+        self.engine = self._engine(world, not keeps_state, originals, progress)
         try:
             self._equip(mirror_group, transport, world, progress)
         except BaseException:
@@ -182,9 +178,7 @@ class Rank:
         return list(found.values())
 
     def answer(self, inputs: StepInputs, sample_ids: Sequence[str], processor: Processor) -> list[str]:
-        """Return the answer text of each of `sample_ids`, the samples of all ranks. Every rank calls this and returns
-        the same.
-        """
+        """Return the answer to each of `sample_ids`, the samples of all ranks. Every rank calls this and gets all."""
         found = greedy_answers(self.stepper, inputs, sample_ids, self.config.eval.max_new_tokens,
                                end_ids_of(self.adapter, processor), processor.token_ids["pad"])
         return [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
@@ -200,8 +194,7 @@ class Rank:
                      self.state_group, save_processor, name)
 
     def close(self, broken: bool = False) -> None:
-        """Leave the generation. `broken`: peers may be gone, so this waits for nothing; shards taken before stay valid.
-        """
+        """Leave the generation. `broken`: peers may be gone, so wait for nothing; shards taken before stay valid."""
         self.checkpointer.close(timeout_s=0.0 if broken else None)
         destroy_world(lambda: self._let_go(broken), self.accelerator, broken)
         if self.scratch:
@@ -223,26 +216,22 @@ class Rank:
                           collective_timeout=timedelta(seconds=STORAGE_TIMEOUT_S))
 
     def _layers(self) -> dict[str, Module]:
-        """Return the modules to mark, by name: all layers, and with FSDP, which gathers it too, the model as a whole.
-        """
+        """Return the modules to mark, by name: all layers, and with FSDP, which gathers it too, the whole model."""
         gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
         return layers_by_name(self.adapter) | gathered
 
-    def _flat_engine(
-        self,
-        world: dist.ProcessGroup | None,
-        initialize: bool,
-        originals: Mapping[str, Tensor] | None,
+    def _engine(
+        self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None,
         progress: Progress,
     ) -> Engine:
-        return FlatEngine(self.adapter.module, self._optimizer_settings(), world, self.membership.world_size,
-                          self.membership.rank, self.config.train.precision, initialize=initialize, originals=originals,
-                          progress=progress, weights=self.adapter.weights, device=self.device)
-
-    def _sharded_engine(self, initialize: bool, progress: Progress) -> Engine:
-        assert dist.group.WORLD is not None
-        return ShardedEngine(self.adapter, self._optimizer_settings(), dist.group.WORLD, self.membership.rank,
-                             self.device, self.config.train.precision, progress, initialize)
+        settings, precision, rank = self._optimizer_settings(), self.config.train.precision, self.membership.rank
+        if self.mode.sync == "micro_batch":
+            assert dist.group.WORLD is not None
+            return ShardedEngine(self.adapter, settings, dist.group.WORLD, rank, self.device, precision, progress,
+                                 initialize)
+        return FlatEngine(self.adapter.module, settings, world, self.membership.world_size, rank, precision,
+                          initialize=initialize, originals=originals, progress=progress, weights=self.adapter.weights,
+                          device=self.device)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train
@@ -254,9 +243,7 @@ class Rank:
 
 
 def end_ids_of(adapter: VisionLanguageModel, processor: Processor) -> list[int]:
-    """Return the tokens that end an answer: as in generation_config.json, else the processor's token at the end of a
-    turn.
-    """
+    """Return the tokens that end an answer: of generation_config.json, else the processor's at the end of a turn."""
     named = getattr(adapter.module.generation_config, "eos_token_id", None)
     if named is None:
         return [processor.token_ids["eos"]]

@@ -21,11 +21,7 @@ def token_ids(config: Config) -> dict[str, int] | None:
 
 
 def build_adapter(config: Config) -> VisionLanguageModel:
-    """Build the model of a run: a preset with its initial weights, a folder without weights: the engine reads them.
-
-    Raises:
-        ValueError: one line, when the model cannot be had.
-    """
+    """Build the model of a run: a preset with its initial weights, a folder without weights: the engine reads them."""
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
     if config.train.lora.rank:
@@ -48,8 +44,7 @@ def lora_settings(config: Config) -> LoraSettings:
 
 
 class StateSize(NamedTuple):
-    """Layers of the model, bytes of a whole checkpoint, the model's shape, and the parameters of its adapters by part.
-    """
+    """Layers of the model, bytes of a checkpoint, the model's shape, and the parameters of its adapters by part."""
 
     num_layers: int
     checkpoint_bytes: int
@@ -58,11 +53,7 @@ class StateSize(NamedTuple):
 
 
 def state_size(config: Config) -> StateSize:
-    """Return the size of the state of a run, without building its model.
-
-    Raises:
-        ValueError: one line, when the model cannot be had.
-    """
+    """Return the size of the state of a run, without building its model (ValueError: the model cannot be had)."""
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
     adapters = {}
     if config.train.lora.rank:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from dhp_ray.config import Config
-from dhp_ray.errors import first_line_of
-from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, HeldShards, Membership, Ran, RunError, Status, words_of
 from dhp_ray.schema import MAX_MIRROR_STEPS
 
 # The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
@@ -44,9 +42,7 @@ CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
 
 RESULTS_KEPT = 3  # the steps that a lost driver may be behind, and one more
 VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
-"""The number of state versions whose last step is remembered: those since the last mirrored one but one, even if a step
-that was to be mirrored had no update, and more.
-"""
+"""The state versions whose last step is remembered: those since the last mirrored one but one, and more."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -344,16 +340,6 @@ class Worker:
             self.error = self.error or words_of(failure)
         gc.collect()
         return RunError(text)
-
-
-def words_of(error: BaseException) -> str:
-    """Return one line: the error's own words if they are for the user, else its type, words and place."""
-    text = first_line_of(str(error))
-    if isinstance(error, (ValueError, OSError, RunError)) and text:
-        return text
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
-    place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
-    return f"{type(error).__name__}: {text}{place}"
 
 
 def give_back_memory() -> None:
