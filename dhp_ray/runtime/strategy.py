@@ -98,8 +98,8 @@ class PackLimits(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A mode, the keys that are auto in the configuration and that it decides, and why it was chosen. `otherwise`: the
-    value of `train.activation_checkpointing` in a mode without recomputation of all packs.
+    """A mode, the keys that are auto in the configuration and that it decides, and why. `otherwise`: the value of
+    `train.activation_checkpointing` in a mode without recomputation of all packs.
     """
 
     mode: Mode
@@ -208,15 +208,12 @@ class Strategy:
                                        self.moved_share, 0 if given == "auto" else int(given))
 
     def device_tokens(self, memory: MemoryModel) -> int:
-        """Return the tokens of a pack that each rank's device holds if packs move no more than `moved_share`; 0: not
-        even one.
-        """
+        """Return the tokens of a pack that each rank's device holds if packs move `moved_share`; 0: not even one."""
         return memory.tokens_that_fit(self.limit_bytes, self.moved_share)
 
     def rank_tokens(self, memory: MemoryModel) -> int:
         """Return the tokens of a pack that each rank holds, at least 1. On the CPU, packs are in the node's memory,
-        together with all that its ranks keep there. (On other devices `check_host_memory` refuses what a node has no
-        room for.)
+        with all that its ranks keep there. (Elsewhere `check_host_memory` refuses what a node has no room for.)
         """
         device_tokens, share = self.device_tokens(memory), self.moved_share
         if memory.settings.device != "cpu":
@@ -230,9 +227,8 @@ class Strategy:
         return max(1, bisect_left(range(1, device_tokens + 1), True, key=too_many))
 
     def offload(self, memory: MemoryModel, tokens: int, most: int = NO_LIMIT) -> Offload:
-        """Return what packs move to host memory, on ranks that plan with packs of `tokens`. With auto, that is so much
-        that a larger pack fits, of at most `most` tokens, as far as devices and nodes have room. (On the CPU this gains
-        nothing.)
+        """Return what packs move to host memory, on ranks that plan with packs of `tokens`: with auto, so much that a
+        larger pack fits, of at most `most` tokens, as far as there is room. (On the CPU this gains nothing.)
         """
         if self.moved_share:
             return Offload(self.moved_share, 0, tokens)
@@ -275,10 +271,8 @@ class Strategy:
 
     def ranks_for(self, max_ranks: int) -> Callable[[int], int]:
         """Return a function that tells how many ranks hold a sequence of a number of tokens, where tokens per rank
-        follow the number of ranks; it returns more than `max_ranks` if these do not hold it.
-
-        This compares no modes: if some mode holds the longest sequence, one that does would be chosen; otherwise the
-        one that holds the most tokens.
+        follow the number of ranks; more than `max_ranks` if these do not hold it. This compares no modes: one that
+        holds the longest sequence would be chosen, otherwise the one that holds the most tokens.
         """
         modes = self._modes() if self.ranks.described else self._modes()[:1]
         most_of = cache(lambda num_ranks: max(self.limits(mode, num_ranks).most_tokens for mode in modes))
@@ -394,11 +388,7 @@ class Strategy:
         return max(found, key=lambda pair: pair[0].linear_s)
 
     def tokens_that_fit(self) -> int:
-        """Return the tokens of a pack that a rank's memory holds in addition to the resident state, whatever they are.
-
-        Raises:
-            RunError: not even one fits.
-        """
+        """Return the tokens of a pack that a rank holds beside its state; refuse a run of which not even one fits."""
         memory = self.memory(self.choose().mode)
         if self.device_tokens(memory) < 1:
             needed = memory.memory(memory.worst_load(1))
@@ -410,11 +400,7 @@ class Strategy:
         return self.rank_tokens(memory)
 
     def check_memory(self, mode: Mode) -> None:
-        """Refuse a model whose resident state leaves no room on a rank.
-
-        Raises:
-            RunError: what is needed, and what there is.
-        """
+        """Refuse a model whose resident state leaves no room on a rank."""
         memory, memory_bytes = self.memory(mode), self.ranks.memory_bytes
         needed = sum(memory.resident().values())
         if needed > self.limit_bytes:
@@ -425,12 +411,7 @@ class Strategy:
                 f"use more or larger devices, {other}or a smaller model")
 
     def check_host_memory(self, mode: Mode) -> None:
-        """Refuse a run whose ranks would keep more in a node's memory than it has (`planner/memory/host.py`); on the
-        CPU their state lies there too.
-
-        Raises:
-            RunError: which node, how much, what there is, and which key to change.
-        """
+        """Refuse ranks that would keep more in a node's memory than it has (`planner/memory/host.py`)."""
         config, memory = self.config, self.memory(mode)
         alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
         tokens, share, every = int(config.planner.tokens_per_rank), self.moved_share, config.elastic.mirror_every_steps
@@ -454,11 +435,7 @@ class Strategy:
                            f"allowed: {words}")
 
     def check_cost(self, mode: Mode) -> None:
-        """Refuse a cost file that was not measured for the run's model, devices and settings.
-
-        Raises:
-            ConfigError: what the file was measured for, and what the run has.
-        """
+        """Refuse a cost file that was not measured for the run's model, devices and settings."""
         named = self.config.planner.cost
         origin = CostFile.load(named).origin if named not in ("", MEASURE) else None
         if origin and (other := self.difference_from(origin, mode)):
@@ -513,8 +490,7 @@ def resolve(
 
 
 def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is the
-    first start.
+    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is it.
     """
     found = stored.get("planner.sync")
     return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
@@ -532,9 +508,7 @@ def skipped_images(limit: int, largest: int) -> str:
 def origin_of(
     config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int, fused: bool = False
 ) -> Origin:
-    """Return the origin of a cost that is measured for a run on `num_ranks` devices of this kind and name, with or
-    without fused operators.
-    """
+    """Return the origin of a cost that is measured for a run on these devices, with or without fused operators."""
     device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
     if kind == "cpu":
         device["threads"] = max(1, int(config.cluster.cpus_per_worker))

@@ -41,17 +41,14 @@ class _Wait:
 
 
 def said_at_s(said: int, long_s: float = LONG_S) -> float:
-    """Return the seconds after which a wait is reported that has been reported `said` times: 10, 30, 60, 120, 300, 600,
-    1200, ...
-    """
+    """Return the seconds until a wait is reported that has been reported `said` times: 10, 30, 60, 120, 300, ..."""
     last = SAID_AT[-1]
     return long_s * (SAID_AT[said] if said < len(SAID_AT) else last * (said - len(SAID_AT) + 2))
 
 
 class Waits:
-    """The waits of one thread. They may be nested; the innermost one is reported.
-
-    `say` is called from a separate thread; without it nothing is reported. `close` ends that thread.
+    """The waits of one thread. They may be nested; the innermost one is reported, by `say`, from a separate thread,
+    which `close` ends. Without `say` nothing is reported.
     """
 
     def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S,
@@ -67,10 +64,7 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, long_s: float = LONG_S, shows_itself: bool = False) -> Iterator[None]:
-        """Report a wait for `what` that takes longer than `long_s` seconds; wrap the code that waits in it.
-
-        `shows_itself`: the user sees the progress by other means.
-        """
+        """Report a wait for `what` of over `long_s` seconds, unless it `shows_itself`; wrap the waiting code in it."""
         wait = _Wait(what, self._clock(), long_s, shows_itself)
         self._under_way.append(wait)
         try:
@@ -94,8 +88,7 @@ class Waits:
         return None
 
     def add(self, waited: list[LongWait]) -> None:
-        """Add long waits, also those of another process; they are written with the next one. Any thread may call this.
-        """
+        """Add long waits, also of another process; they are written with the next one. Any thread may call this."""
         self._ended.extend(waited)
 
     def taken(self) -> list[LongWait]:

@@ -1,5 +1,5 @@
-"""Commits finished steps: skipped samples, metrics and, last, the ledger. Seals checkpoints, which are whole once every
-rank has written its part. The measures of a step are pure functions of its plan and the ranks' reports.
+"""Commits finished steps: skipped samples, metrics and, last, the ledger. Seals checkpoints. The measures of a step are
+pure functions of its plan and the ranks' reports.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ class Commits:
             self.commit(replace(step, evaluated=evaluated))
 
     def commit(self, finished: FinishedStep) -> None:
-        """Record a finished step: skipped samples, metrics, ledger, and then the curves.
-
-        Raises:
-            RunError: a rank ran another plan than the one that is written down.
+        """Record a finished step: skipped samples, metrics, ledger, and then the curves. Refuse one in which a rank ran
+        another plan than the one that is written down.
         """
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
@@ -101,10 +99,8 @@ class Commits:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Have all ranks stage their state after `step`; they write it in the background.
-
-        Waits here for a checkpoint that is still being written: a rank that waited for it within the next step would
-        count as stuck.
+        """Have all ranks stage their state after `step`; they write it in the background. Waits for a checkpoint that
+        is still being written: a rank that waited for it within the next step would count as stuck.
         """
         session = self.session
         if self._unsealed:
@@ -115,12 +111,10 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> None:
-        """Wait for the saves under way; the results of all steps so far have been noted.
+        """Wait for the saves under way; the results of all steps so far have been noted. After one that failed all
+        ranks replace its group: no rank is in another collective here.
 
-        After one that failed all ranks replace its group: no rank is in another collective here.
-
-        Raises:
-            GroupError: a rank is not done STORAGE_TIMEOUT_S after another. (All ranks end a save together.)
+        A rank that is not done STORAGE_TIMEOUT_S after another raises GroupError. (All ranks end a save together.)
         """
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
@@ -133,8 +127,7 @@ class Commits:
             group.call("renew_state_group")
 
     def save_last(self) -> None:
-        """Save the state after the last step if no checkpoint has it: the group broke, or the run was asked to end,
-        after that save was due; or it was not due, and data ends the run.
+        """Save the state after the last step if no checkpoint has it: that save broke with the group, or was not due.
         """
         self.finish_saves()
         last_step = self.session.records.last_step
@@ -143,8 +136,7 @@ class Commits:
             self.finish_saves()
 
     def forget_saves(self) -> None:
-        """Forget the saves under way: the group that wrote them is gone, and half-written checkpoints have no manifest.
-        """
+        """Forget the saves under way: their group is gone, and half-written checkpoints have no manifest."""
         self._saves = Calls()
         self._unsealed.clear()
         self._noted_step = 0
@@ -213,9 +205,7 @@ def makespan_s(results: Sequence[StepResult]) -> float:
 
 
 def measured_idle_fraction(results: Sequence[StepResult]) -> float:
-    """Return the share of the makespan in which ranks did not compute: they had no pack, or were blocked in an
-    exchange.
-    """
+    """Return the share of the makespan in which ranks had no pack, or were blocked in an exchange."""
     span = makespan_s(results)
     busy = sum(time.busy_s for time in _times(results))
     return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
@@ -226,10 +216,8 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """Return the median relative error of the predicted seconds of the ranks' packs and images, at the speeds that the
-    plan knew, against the measured seconds without waiting; None if nothing was measured.
-
-    work: that of the plan.
+    """Return the median relative error of the predicted seconds of the ranks' packs and images (`work`), at the speeds
+    that the plan knew, against the measured seconds without waiting; None if nothing was measured.
     """
     measured_s = busy_s_of(work, results)
     cost = CostModel.from_json(plan.inputs["cost"])
@@ -250,8 +238,8 @@ def step_metrics(
     plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False,
     placeholders: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl, with the fields of the run folder's contract. `placeholders`: the samples that
-    could not be used. Without a valid token there is no loss (NaN).
+    """Return the line of metrics.jsonl. `placeholders`: samples that could not be used. Without valid tokens: no loss
+    (NaN).
     """
     first, trained = results[0], trained_samples(plan, results, placeholders)
     return {
@@ -278,9 +266,9 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the encoder metrics of a step whose images were encoded apart from its packs, else nothing: the seconds of
-    the slowest rank, without waiting, before the packs and after them; the longest sum of both over the mean sum; the
-    bytes of features sent to other ranks.
+    """Return the metrics of a step whose images were encoded apart from its packs, else nothing: the seconds of the
+    slowest rank, without waiting, before the packs and after them; the longest sum of both over the mean sum; the bytes
+    of features sent to other ranks.
     """
     if not plan.vision.apart:
         return {}
@@ -296,8 +284,8 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the offload metrics of a step with packs that moved activations to host memory, else nothing: how many
-    packs did, the largest share of layers, and the bytes moved on all ranks.
+    """Return, for a step with packs that moved activations to host memory: how many did, the largest share of layers,
+    and the bytes moved on all ranks.
     """
     shares = [group.offload for group in plan.groups if group.offload]
     if not shares:
@@ -307,8 +295,7 @@ def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def recomputation_metrics(plan: Plan) -> dict[str, Any]:
-    """Return the recomputation metrics of a step whose plan recomputes layers of some packs, else nothing: of how many
-    packs, and the mean share of layers over the tokens of all packs.
+    """Return, for a step with packs that recomputed layers: how many did, and the mean share of layers over all tokens.
     """
     num_packs = sum(group.recomputed > 0 for group in plan.groups)
     if not num_packs:

@@ -43,9 +43,7 @@ def condition_of(status: Status, overdue: bool) -> Condition:
 
 
 class ProgressWatchdog:
-    """How long each rank has passed no mark. A rank that waits for its peers does not stand still: one of the peers
-    does.
-    """
+    """How long each rank has passed no mark. One that waits for its peers does not stand still: one of them does."""
 
     def __init__(self, num_ranks: int, limit_s: float, now_s: float) -> None:
         self.limit_s = limit_s
@@ -73,10 +71,8 @@ class Stop:
 
 
 def shortage(num_healthy: int, newcomers: int, min_ranks: int, max_ranks: int) -> Wait | Stop | None:
-    """Return what keeps the run from going on with so many healthy workers and newcomers; None: nothing does.
-
-    `min_ranks` is the larger of cluster.min_workers and the ranks that the longest waiting sequence needs; `max_ranks`
-    is cluster.max_workers.
+    """Return what keeps the run from going on with so many healthy workers and newcomers; None: nothing. `min_ranks`:
+    the larger of cluster.min_workers and what the longest waiting sequence needs; `max_ranks`: cluster.max_workers.
     """
     if min_ranks > max_ranks:
         return Stop(
@@ -89,9 +85,7 @@ def shortage(num_healthy: int, newcomers: int, min_ranks: int, max_ranks: int) -
 
 @dataclass(frozen=True)
 class Failures:
-    """The generations that have broken so far: the step that each was in, and the steps in which a worker's own error
-    was the cause.
-    """
+    """The step of each generation that has broken, and those in which a worker's own error was the cause."""
 
     steps: tuple[int, ...] = ()
     raised: tuple[int, ...] = ()
@@ -100,16 +94,13 @@ class Failures:
         return Failures((*self.steps, step), (*self.raised, step) if raised else self.raised)
 
     def hopeless(self, step: int) -> bool:
-        """Return whether running a step again would fail as before: a worker has raised in it a second time, or it has
-        broken too often.
-        """
+        """Return whether to give up: a worker has raised in this step a second time, or it has broken too often."""
         return self.raised.count(step) > 1 or self.steps.count(step) > MAX_FAILURES
 
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to go on from: `version`, whose shards are those of `generation`. The worker at `place` supplies the
-    shards of `owners[place]`.
+    """The state to go on from: `version` of `generation`. The worker at `place` supplies the shards of `owners[place]`.
     """
 
     generation: int
@@ -146,10 +137,8 @@ def surviving_state(
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
     """Return for each rank the rank that holds the replica of its shard: on another node if there is one, spread as
-    evenly as possible. Empty for one rank.
-
-    After the loss of any one rank, or of any one of several nodes, every shard is still held by its owner or its
-    replica rank.
+    evenly as possible. So after the loss of any one rank, or of any one of several nodes, every shard is still held by
+    its owner or its replica rank. Empty for one rank.
     """
     if len(nodes) < 2:
         return ()

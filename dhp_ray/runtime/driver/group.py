@@ -28,9 +28,7 @@ GRACE_S = 5.0
 """When a rank is killed, its peers raise first; Ray learns of its death a little later."""
 
 AGAIN_S = 0.3
-"""Seconds that a worker has to answer before its node is looked at; also the time given to one that has just failed to
-answer for SURVEY_S.
-"""
+"""Seconds that a worker has to answer before its node is looked at, or after it has failed to answer for SURVEY_S."""
 
 IDLE_LOOK_S = 1.0
 """Seconds between health checks of workers that wait for data and have no call that would fail."""
@@ -57,9 +55,7 @@ class WorkerHandle:
 
 
 def by_node(members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
-    """Sort members into rank order: a node's ranks are neighbours; otherwise nodes and members keep their order of
-    arrival.
-    """
+    """Sort members into rank order: a node's ranks are neighbours; nodes and members otherwise keep their order."""
     nodes = list(dict.fromkeys(member.described["node_id"] for member in members))
     return sorted(members, key=lambda member: nodes.index(member.described["node_id"]))
 
@@ -68,8 +64,7 @@ class WorkerGroup:
     """Worker actors, in rank order once they have been described.
 
     Before a run trains, an error waits a little for the death that explains it. Once it trains (`look_s` is set),
-    errors are raised at once, because a poll explains them, and after every `look_s` seconds without a result the
-    workers' health is checked.
+    errors are raised at once, and after `look_s` seconds without a result the workers' health is checked.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], waits: Waits | None = None) -> None:
@@ -146,9 +141,7 @@ class WorkerGroup:
             for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))])
 
     def open_relays(self, most_ranks: int) -> None:
-        """From here on call the ranks through relays of at most `most_ranks` ranks each, if there are more ranks than
-        that.
-        """
+        """Call the ranks through relays of at most `most_ranks` each from here on, if there are more ranks."""
         self.close_relays()
         if self.size > most_ranks:
             self._relays = Relays([member.actor for member in self.members], most_ranks)
@@ -222,11 +215,8 @@ class WorkerGroup:
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until `enough` returns True; once the run trains, the
-        workers' health is checked every IDLE_LOOK_S seconds.
-
-        Raises:
-            GroupError: a rank died.
+        """Wait for `pending`, which does not call the workers, or until `enough` returns True. Once the run trains,
+        health is checked every IDLE_LOOK_S seconds, and a dead rank raises GroupError.
         """
         last = monotonic()
         while not pending.done() and not enough():
@@ -257,9 +247,7 @@ class WorkerGroup:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
     def _root_cause(self, failed: FailedCall, calls: Calls, pending: list[ray.ObjectRef]) -> str:
-        """Return the cause of a failure: before training, a peer's death if there is one; else what the first rank that
-        raised said.
-        """
+        """Return the cause of a failure: before training, a peer's death if there is one; else the first error."""
         deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
         while pending and not failed.died and (left_s := deadline - monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)

@@ -244,9 +244,7 @@ def report_pending(session: Session, pending: PendingWorkers) -> None:
 
 
 def _starting_point(session: Session, survivors: Sequence[WorkerHealth]) -> StartingPoint:
-    """Return where a generation of these survivors goes on: with their state if it is whole and not behind the newest
-    checkpoint.
-    """
+    """Return where these survivors go on: with their state if it is whole and not behind the newest checkpoint."""
     steps: dict[int, int] = {}  # the last step that left each state version, of those that a survivor knows
     for worker in survivors:
         for version, step in worker.status.steps.items():
@@ -267,10 +265,8 @@ def _starting_point(session: Session, survivors: Sequence[WorkerHealth]) -> Star
 
 
 def _go_back(session: Session, step: int) -> None:
-    """Move the stream back to `step`, and the records too if later steps have been committed.
-
-    The stream stays lost until the new generation has taken over: if that breaks, the stream may be needed at another
-    step.
+    """Move the stream back to `step`, and the records too if later steps have been committed. The stream stays lost
+    until the new generation has taken over: if that breaks, it may be needed at another step.
     """
     session.history.stream_lost, committed = True, session.records.last_step
     if step < committed:
@@ -327,11 +323,7 @@ def take_over(
     group: WorkerGroup, pending: PendingWorkers, look_s: float, describe: Callable[[], None],
     stopping: Callable[[], str], tell: Tell,
 ) -> None:
-    """Keep the surviving workers of a lost driver, checking their health every `look_s` seconds meanwhile.
-
-    Raises:
-        RunError: no worker is left, and the run is to end (`stopping` says why).
-    """
+    """Keep the surviving workers of a lost driver, checking their health every `look_s` seconds meanwhile."""
     group.look_s = look_s
     while True:
         _part(group, pending, tell)
@@ -367,9 +359,7 @@ def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
 
 @dataclass
 class _Newcomer:
-    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often its
-    loading was reported.
-    """
+    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: of that."""
 
     member: WorkerHandle
     described: ray.ObjectRef
@@ -395,9 +385,7 @@ class PendingWorkers:
         self._offered.put((slot, actor))
 
     def ready(self) -> list[WorkerHandle]:
-        """Return the newcomers that can join now. One that failed goes into `failed` with the reason, and its slot
-        becomes free.
-        """
+        """Return the newcomers that can join now. One that failed goes into `failed` with the reason."""
         while True:
             try:
                 slot, actor = self._offered.get_nowait()
@@ -474,10 +462,8 @@ class DrainingNodes:
 
 
 def leaving_ranks(session: Session, draining: DrainingNodes) -> dict[int, Condition]:
-    """Return the ranks that should leave the group although they work: they are too slow, or Ray is taking their node
-    away.
-
-    If the replacement is just as slow, the node is the cause: the worker stays and gets less work.
+    """Return the ranks that should leave although they work: too slow, or on a node that Ray is taking away. If the
+    replacement is just as slow, the node is the cause: the worker stays and gets less work.
     """
     drained = draining.ids()
     return {rank: Condition.SLOW for rank in session.current.meter.no_good()

@@ -50,13 +50,8 @@ from dhp_ray.storage import Folder, StorageError
 
 def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tuple[str, int], pending: PendingWorkers,
                  takes_over: bool, tell: Tell, stopping: Callable[[], str]) -> Session:
-    """Open or resume the run of `run.dir`, which is `folder`.
-
-    `takes_over`: the workers hold the state of this run, whose driver was lost; they keep it. `stopping` returns why to
-    end early.
-
-    Raises:
-        RunError, ConfigError, StorageError, DataError: one line each.
+    """Open or resume the run of `run.dir`, which is `folder`. `takes_over`: the workers hold the state of this run,
+    whose driver was lost; they keep it. `stopping` returns why to end early.
     """
     compiled = _compiled()  # done by the time the workers are up
     try:
@@ -166,10 +161,7 @@ def _begin(session: Session, newest: Manifest | None) -> None:
 
 def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell) -> Manifest | None:
     """Return the newest checkpoint that the ledger covers, from which a run goes on; None if there are no checkpoints.
-    Says so if there are newer ones.
-
-    Raises:
-        StorageError: there are newer ones alone.
+    Says so if there are newer ones, and refuses a folder that has newer ones alone.
     """
     whole = checkpoints.complete()
     covered = [step for step in whole if step <= records.last_step]
@@ -198,11 +190,7 @@ def _compiled() -> Future[float]:
 
 
 def first_samples(stream: Stream, num_samples: int) -> Sequence[Sample]:
-    """Return the samples of the run's first batch, of any length; the stream goes back to its beginning.
-
-    Raises:
-        DataError: they cannot be read.
-    """
+    """Return the samples of the run's first batch, of any length; the stream goes back to its beginning."""
     batch = stream.next_batch(num_samples)
     stream.start_epoch(0)
     return batch.samples if batch else ()
@@ -238,8 +226,7 @@ def _opening(session: Session, last_step: int) -> tuple[str, ...]:
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Return the number of checkpoints that a run will write after `done` of `total` steps: one every `every` steps (0:
-    none), and one at the end.
+    """Return the checkpoints that a run will write after `done` of `total` steps: every `every` steps, and at the end.
     """
     if done >= total:
         return 0
@@ -249,13 +236,8 @@ def saves_ahead(done: int, total: int, every: int) -> int:
 def check_room(
     members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
-    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time;
-    without it, each node needs room for its parts of one checkpoint, before they are uploaded.
-
-    `num_present`: the whole checkpoints that the folder already has.
-
-    Raises:
-        RunError: what is needed, what is free, and which key to change.
+    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time,
+    beyond the `num_present` whole ones; without it, each node needs room for its parts of one.
     """
     if not num_ahead:
         return
@@ -285,9 +267,7 @@ def check_room(
 
 
 def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile | None, str]:
-    """Return the costs that an earlier start left in the run folder, if they are of this run; else the reason why they
-    are not used (empty: there are none).
-    """
+    """Return the costs that an earlier start left, if they are of this run; else why they are not (empty: none)."""
     if not folder.exists(COST_FILE):
         return None, ""
     try:
@@ -303,9 +283,6 @@ def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile 
 def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
     """Measure costs on the workers, in a generation of their own, and write them to the run folder. The workers' state
     is useless afterwards: they join the run's first generation as if they had just started.
-
-    Raises:
-        RunError: too little could be measured, or a worker failed.
     """
     group, folder, strategy = session.group, session.records.folder, session.strategy
     session.tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))

@@ -1,6 +1,4 @@
-"""What an evaluation writes and shows: a line per sample in the order of the file, its progress, the summary. Imports
-neither torch nor transformers.
-"""
+"""What an evaluation writes and shows: a line per sample, its progress, the summary. Neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Answer:
 
 
 class Predictions:
-    """Writes the lines of `eval.output`, each once all before it are written (RunError: it cannot be). Close it at the
-    end.
-    """
+    """Writes the lines of `eval.output`, each once all before it are written. Close it at the end."""
 
     def __init__(self, path: str, num_samples: int) -> None:
         self.path, self.num_samples = path, num_samples

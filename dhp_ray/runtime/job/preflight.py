@@ -1,6 +1,5 @@
 """Checks that refuse a run before Ray starts: all that this machine alone can tell, within a second, without Ray, torch
-or transformers. Every node must reach the paths, so they are checked here; what an object store has is left to the
-driver.
+or transformers. Every node must reach the paths, so they are checked here, but for object stores.
 """
 
 from __future__ import annotations

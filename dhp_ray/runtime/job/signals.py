@@ -24,11 +24,9 @@ LEAVE_S = 3.0
 
 
 class ShutdownSignals:
-    """What the signals to this process ask for, and who is told.
-
-    Signals are received twice: the main thread handles them between two of its instructions, and a separate thread
-    reads them from a pipe, because foreign code may block the main thread for minutes (such as Ray, while it waits for
-    a head to answer).
+    """What the signals to this process ask for, and who is told. They are received twice: by the main thread, between
+    two of its instructions, and by a thread that reads them from a pipe, because foreign code may block the main thread
+    for minutes.
     """
 
     def __init__(self, before: str = "before the first step") -> None:
@@ -57,9 +55,7 @@ class ShutdownSignals:
         return 1
 
     def take_signals(self) -> None:
-        """Handle the signals here, in place of other handlers; those that the process ignores from its start stay
-        ignored.
-        """
+        """Handle the signals here, in place of other handlers; those that the process ignores stay ignored."""
         for number in NAMES:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)

@@ -50,11 +50,7 @@ class Checkpoints:
         return sorted(step for name in self.folder.names(CHECKPOINTS_FOLDER) if (step := step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest:
-        """Return the manifest of the whole checkpoint of `step`.
-
-        Raises:
-            StorageError: the file is not a manifest; one line.
-        """
+        """Return the manifest of the whole checkpoint of `step`. StorageError: the file is none; one line."""
         name = f"{checkpoint_folder(step)}/{MANIFEST_FILE}"
         try:
             return Manifest(**json.loads(self.folder.read(name)))
@@ -70,9 +66,7 @@ class Checkpoints:
 
     def seal(self, manifest: Manifest) -> list[str]:
         """Write the manifest, which makes the checkpoint whole; then delete the oldest checkpoints, and what failed
-        saves of this step or earlier ones have left.
-
-        Returns one line for each thing that could not be deleted; a later call deletes it.
+        saves up to here have left. Returns one line for each thing that could not be deleted; a later call deletes it.
         """
         here = checkpoint_folder(manifest.step)
         self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
@@ -82,9 +76,8 @@ class Checkpoints:
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
-        """Delete half-written folders, and checkpoints after `step`, before a run goes on from that step.
-
-        Returns one line for each folder that could not be deleted; none of them counts as whole.
+        """Delete half-written folders, and checkpoints after `step`, before a run goes on from that step. Returns one
+        line for each that could not be deleted; none of them counts as whole.
         """
         whole = self.complete()
         return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])

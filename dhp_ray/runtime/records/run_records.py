@@ -40,19 +40,13 @@ FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze",
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
 
 UPLOAD_INTERVAL_S = 10.0
-"""How old the logs on an object store grow while steps commit, unless they take long to upload; `flush` brings them up
-to date at once.
-"""
+"""How old the logs on an object store grow while steps commit, unless they take long to upload."""
 
 
 class RunRecords:
-    """The files of one run, for its one writer (the driver).
-
-    A commit writes the metrics first and the ledger last: a step counts when its ledger line is there. So after a
-    crash between the two, opening the folder drops the metrics line that the ledger does not know.
-
-    Raises:
-        StorageError: a file cannot be read or written, or the two logs contradict each other.
+    """The files of one run, for its one writer (the driver). A commit writes the metrics first and the ledger last: a
+    step counts when its ledger line is there. So opening the folder drops a metrics line that the ledger does not know.
+    StorageError: a file cannot be read or written, or the two logs contradict each other.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -105,11 +99,7 @@ class RunRecords:
         self.folder.write(plan_file(step), (json_text(plan_json) + "\n").encode())
 
     def read_plan(self, step: int) -> dict[str, Any]:
-        """Return the plan of a step, as it was written.
-
-        Raises:
-            StorageError: there is no such plan file.
-        """
+        """Return the plan of a step, as it was written."""
         tree: dict[str, Any] = json.loads(self.folder.read(plan_file(step)))
         return tree
 
@@ -140,11 +130,7 @@ class RunRecords:
         return tree
 
     def truncate(self, step: int) -> None:
-        """Forget every step after `step`, which is that of a checkpoint (0: there is none); the run goes on from there.
-
-        Raises:
-            StorageError: the ledger ends before that step.
-        """
+        """Forget every step after `step`, which is that of a checkpoint (0: there is none)."""
         if step > self.last_step:
             raise StorageError(
                 f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of step {step}"
@@ -171,8 +157,7 @@ class RunRecords:
         return any(line["sample_ids"] for line in self._ledger.lines())
 
     def flush(self) -> None:
-        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest is written after this.
-        """
+        """Bring the logs on an object store up to date, the ledger last. A checkpoint's manifest comes after this."""
         with self._upload.uploading():
             for log in (self._events, self._skipped, self._metrics, self._ledger):
                 log.flush()
@@ -209,10 +194,7 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def compare_config(folder: Folder, config: Config) -> None:
-    """Check that the run of a folder, if there is one, can go on under a configuration.
-
-    Raises:
-        ConfigError: `run.resume=never` in a folder that holds a run, or a key of FIXED that differs from the folder's.
+    """Refuse to go on with the run of a folder if `run.resume=never`, or if a key of FIXED differs from the folder's.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and stored:
