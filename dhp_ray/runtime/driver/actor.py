@@ -1,6 +1,4 @@
-"""The actor of the driver. The job's process imports this file to make it, and needs nothing of what takes seconds to
-import.
-"""
+"""The actor of the driver. The job's process imports this file, so it needs nothing that takes seconds to import."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ CONCURRENCY_GROUPS = {"control": 2}
 
 
 class DriverActor:
-    """Runs a `Driver`; the methods are those of it."""
+    """Runs a `Driver`, and tells it what the job's process has for it."""
 
     def __init__(self, *arguments: Any) -> None:
         gc.disable()  # collections would take a fifth of the time to import
@@ -31,15 +29,15 @@ class DriverActor:
 
     @ray.method(concurrency_group="control")
     def offer(self, slot: int, actor: ActorHandle) -> None:
-        self.driver.offer(slot, actor)
+        self.driver.pending.offer(slot, actor)
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:
-        self.driver.stop(reason)
+        self.driver.stop_reason = reason
 
     @ray.method(concurrency_group="control")
     def waited(self, waits: list[LongWait]) -> None:
-        self.driver.waited(waits)
+        self.driver.waits.add(waits)
 
     def run(self) -> Iterator[Message]:
         yield from self.driver.run()

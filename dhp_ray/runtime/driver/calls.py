@@ -28,18 +28,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dhp_ray.errors import first_line, first_line_of
+from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import RankPlan
-from dhp_ray.runtime.messages import GroupError, RunError
+from dhp_ray.runtime.messages import GroupError, RunError, words_of
 from dhp_ray.runtime.rank_slices import RowIndex, packed_share, packed_slices, unpacked_share
 
 SURVEY_S = 4.0
 """How long the control thread of a worker or of a relay may take to answer."""
 
 GATHER_S = 0.002
-"""Answers that arrive this soon after the first are taken together with it; if they were taken one at a time, each wait
-would scan all that are pending.
-"""
+"""Answers that arrive this soon after the first are taken with it: each wait scans all that are pending."""
 
 
 class FailedCall(NamedTuple):
@@ -47,8 +45,8 @@ class FailedCall(NamedTuple):
 
     ranks: range
     died: bool
-    words: str = ""
-    relay: bool = False
+    words: str
+    relay: bool
 
     def of(self, first_rank: int) -> FailedCall:
         """The same failure, with ranks counted from `first_rank`."""
@@ -61,12 +59,11 @@ Outcome = list[Any] | FailedCall
 
 @dataclass(frozen=True)
 class Calls:
-    """References of calls, and the ranks whose answers each one returns. `unanswered` is for relayed calls: it returns
-    the ranks of some references that have not answered yet, and raises GroupError if a relay no longer answers.
+    """References of calls, and the ranks whose answers each one returns. `unanswered`, of relayed calls, returns the
+    ranks of some references that have not answered yet, and raises GroupError if a relay no longer answers.
     """
 
     ranks: Mapping[ray.ObjectRef, range] = field(default_factory=dict)
-    relayed: bool = False
     unanswered: Callable[[Collection[ray.ObjectRef]], set[int]] | None = None
 
     def __len__(self) -> int:
@@ -84,11 +81,7 @@ class Calls:
         return [self._outcome(reference, value) for reference, value in zip(ready, _values(ready))]
 
     def answers(self) -> list[Any]:
-        """Return all answers by rank, as soon as they are there.
-
-        Raises:
-            RunError: a call failed; `outcomes` tells all about it.
-        """
+        """Return all answers by rank, as soon as they are there; RunError if a call failed."""
         found: list[Any] = []
         for outcome in self.outcomes(list(self.ranks)):
             if isinstance(outcome, FailedCall):
@@ -97,10 +90,12 @@ class Calls:
         return found
 
     def _outcome(self, reference: ray.ObjectRef, value: Any) -> Outcome:
-        ranks = self.ranks[reference]
-        if isinstance(value, RayError):
-            return _failed(ranks, value, self.relayed)
-        if not self.relayed:
+        ranks, relayed = self.ranks[reference], self.unanswered is not None
+        if isinstance(value, RayTaskError):
+            return FailedCall(ranks, False, words_of(getattr(value, "cause", None) or value), relayed)
+        if isinstance(value, RayError):  # the actor died, or the answer was lost with its node
+            return FailedCall(ranks, True, "", relayed)
+        if not relayed:
             return [value]
         return value.of(ranks.start) if isinstance(value, FailedCall) else list(value)
 
@@ -123,12 +118,6 @@ def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[r
     return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0]
 
 
-def _failed(ranks: range, error: RayError, relay: bool) -> FailedCall:
-    if isinstance(error, RayTaskError):
-        return FailedCall(ranks, False, _words(error), relay)
-    return FailedCall(ranks, True, "", relay)  # actor died, was killed for memory, or the answer was lost with its node
-
-
 def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
     """Return, for calls that have ended, in order, the result or the error that Ray raises."""
     try:
@@ -142,12 +131,6 @@ def _value(reference: ray.ObjectRef) -> Any:
         return ray.get(reference)
     except RayError as error:
         return error
-
-
-def _words(error: RayTaskError) -> str:
-    cause = getattr(error, "cause", None) or error
-    text = first_line_of(str(cause))
-    return text if isinstance(cause, (ValueError, OSError, RunError)) and text else f"{type(cause).__name__}: {text}"
 
 
 CONCURRENCY_GROUPS = {"answers": 8, "control": 1}
@@ -205,8 +188,7 @@ class Relay:
 
     @ray.method(concurrency_group="control")
     def unanswered(self, number: int) -> list[int]:
-        """Return the places, in this relay, of the ranks that have not answered the calls with this number: all, before
-        the calls are made.
+        """Return the places, in this relay, of the ranks that have not answered these calls: all, before they are made.
         """
         if number > self._newest:
             return list(range(len(self._actors)))
@@ -273,15 +255,12 @@ class Relays:
         def pending_ranks(pending: Collection[ray.ObjectRef]) -> set[int]:
             return _unanswered(number, [by_reference[reference] for reference in pending])
 
-        return Calls({reference: part.ranks for reference, part in by_reference.items()}, True, pending_ranks)
+        return Calls({reference: part.ranks for reference, part in by_reference.items()}, pending_ranks)
 
 
 def _unanswered(number: int, parts: Sequence[RelayCall]) -> set[int]:
-    """Return the ranks that have not answered the calls with this number; for now, none of a relay that is still
-    starting.
-
-    Raises:
-        GroupError: a relay no longer answers, or could not pass the calls on.
+    """Return the ranks that have not answered the calls with this number; none of a relay that is still starting. A
+    relay that no longer answers, or could not pass the calls on, raises GroupError.
     """
     started = set(ray.wait([part.ready for part in parts], num_returns=len(parts), timeout=0)[0]) if parts else set()
     asked: dict[ray.ObjectRef, RelayCall] = {part.relay.unanswered.remote(number): part for part in parts
@@ -304,8 +283,7 @@ def _unanswered(number: int, parts: Sequence[RelayCall]) -> set[int]:
 
 
 def shares(num_ranks: int, most_ranks: int) -> list[range]:
-    """Split the ranks into contiguous shares, as few as hold at most `most_ranks` each; their sizes differ by at most
-    one.
+    """Split the ranks into as few contiguous shares of at most `most_ranks` as there can be, of almost the same size.
     """
     num_shares = -(-num_ranks // most_ranks)
     bounds = [share * num_ranks // num_shares for share in range(num_shares + 1)]

@@ -36,20 +36,15 @@ from dhp_ray.runtime.rank_slices import RowIndex
 from dhp_ray.train.results import StepResult
 
 ANSWERS_S = 0.1
-"""Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself, and
-finds out which rank does not answer.
-"""
-
-WritePlan = Callable[[int, dict[str, Any]], None]
+"""Seconds that the driver waits for the thread that collects the prefetches' answers; then it collects them itself."""
 
 
 @dataclass
 class DispatchedStep:
     """A planned batch under way to the workers.
 
-    `prefetches` return the samples that the workers' prefetch threads could not decode. A thread collects all of these
-    answers from Ray into `answers` while the previous step runs. `late`: the plan is the last resort's, because the
-    planner's own plan was not ready in time.
+    `prefetches` return the samples that could not be decoded; a thread collects them from Ray into `answers` while the
+    previous step runs. `late`: the plan is the last resort's, because the planner's own was not ready in time.
     """
 
     step: int
@@ -81,9 +76,7 @@ class RunningStep:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that every rank has applied. `late`: it ran the last resort's plan. `results` may lack those of ranks that
-    have been lost since.
-    """
+    """A step that every rank has applied. `late`: as in DispatchedStep. `results` may lack those of lost ranks."""
 
     step: int
     plan: Plan
@@ -113,7 +106,7 @@ class FinishedStep:
 
 @dataclass
 class Planning:
-    """One step's planning, shared by the planning thread and the driver: speeds, pool and cost are as when it begins.
+    """One step's planning, shared by the planning thread and the driver, with the speeds, pool and cost at its begin.
     """
 
     step: int
@@ -129,9 +122,7 @@ class Planning:
 
     def claim(self, ahead: bool = False) -> bool:
         """Return whether the caller is the first to claim the planning: only the first may send a plan of this step (or
-        make sure that none is sent).
-
-        ahead: the caller is the planning thread.
+        make sure that none is sent). `ahead`: the caller is the planning thread.
         """
         with self._lock:
             first, self.claimed = not self.claimed, True
@@ -140,10 +131,8 @@ class Planning:
 
 
 class BatchReader:
-    """Takes batches from the stream for one membership of the group.
-
-    `batches` are those taken and not committed yet, by step: a later membership plans them again. `thread` takes them;
-    None: a new one. `at_end`: a batch was asked for past the last step.
+    """Takes batches from the stream for one membership of the group, in `thread` (None: a new one). `batches`: those
+    that are not committed, by step: a later membership plans them again. `at_end`: there are no more.
     """
 
     def __init__(
@@ -154,9 +143,7 @@ class BatchReader:
         self._thread: ThreadPoolExecutor | None = thread or ThreadPoolExecutor(1, "reading")
 
     def end(self) -> Future[None] | None:
-        """Take no further batch; the future is done when the last one has been taken. None if the thread was handed
-        over.
-        """
+        """Take no further batch; the future is done when the last one is taken. None if the thread was handed over."""
         if self._thread is None:
             return None
         idle = self._thread.submit(lambda: None)  # after whatever is being read, for an earlier membership too
@@ -170,8 +157,7 @@ class BatchReader:
         return thread
 
     def reading(self, step: int) -> Future[GlobalBatch | None]:
-        """Return a future of a step's batch, done at once if the batch has been taken: the thread may still be reading
-        a later one that was asked for before a change of membership.
+        """Return a future of a step's batch, done at once if it has been taken: the thread may be reading a later one.
         """
         if step not in self.batches:
             assert self._thread is not None
@@ -181,8 +167,7 @@ class BatchReader:
         return taken
 
     def _batch(self, step: int) -> GlobalBatch | None:
-        """The batch of a step: the one that an earlier membership had taken, else the stream's next one; None past the
-        last step.
+        """The batch of a step: one that an earlier membership had taken, or the stream's next; None past the last step.
         """
         if 0 < self.config.run.steps < step:
             self.at_end = True
@@ -197,31 +182,21 @@ class BatchReader:
 
     def _next_batch(self) -> GlobalBatch | None:
         """The next batch of this epoch or the one after; None after `run.epochs`, unless `run.steps` says how far to
-        go.
-
-        If reading fails, the stream goes back to the batch's first row, because a later membership may ask for the
-        batch again.
+        go. If reading fails, the stream goes back: a later membership may ask for the batch again.
         """
-        begin = self.stream.cursor
+        run, size, begin = self.config.run, self.config.batch.global_samples, self.stream.cursor
         try:
-            return self._read_batch()
+            batch = self.stream.next_batch(size)
+            if batch is None and (run.steps or self.stream.epoch + 1 < run.epochs):
+                self.stream.start_epoch(self.stream.epoch + 1)
+                batch = self.stream.next_batch(size)
+                if batch is None:
+                    raise DataError(f"batch.global_samples: got {size}; no epoch has so many usable samples, and "
+                                    "batch.drop_last=true leaves a smaller batch out")
+            return batch
         except Exception:
             self.stream.restore(begin)
             raise
-
-    def _read_batch(self) -> GlobalBatch | None:
-        run, batch = self.config.run, self.stream.next_batch(self.config.batch.global_samples)
-        while batch is None:
-            if not run.steps and self.stream.epoch + 1 >= run.epochs:
-                return None
-            self.stream.start_epoch(self.stream.epoch + 1)
-            batch = self.stream.next_batch(self.config.batch.global_samples)
-            if batch is None:
-                raise DataError(
-                    f"batch.global_samples: got {self.config.batch.global_samples}; no epoch has so many usable "
-                    "samples, and batch.drop_last=true leaves a smaller batch out"
-                )
-        return batch
 
 
 class Dispatcher:
@@ -246,7 +221,7 @@ class Dispatcher:
         pool: GroupCacheState,
         generation: int = 0,
         speeds: Callable[[], tuple[float, ...]] | None = None,
-        write_plan: WritePlan | None = None,
+        write_plan: Callable[[int, dict[str, Any]], None] | None = None,
         batches: dict[int, GlobalBatch] | None = None,
         scale: Callable[[], float | None] = lambda: None,
         compiled: Future[float] | None = None,
@@ -279,8 +254,7 @@ class Dispatcher:
         return self.ranks_for(longest)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
-        """Plan a step's batch and send it out; None past the last step, when the batch needs more ranks than there are,
-        or when the run is to end.
+        """Plan a step's batch and send it out; None past the last step, for want of ranks, or when the run is to end.
         """
         self.begin(step)
         return self.take(step)
@@ -294,10 +268,7 @@ class Dispatcher:
 
     def take(self, step: int) -> DispatchedStep | None:
         """Return the result of `begin(step)`: wait for the batch, and for its plan as long as waiting costs less than
-        the last resort (`patience_s`). None as for `dispatch`.
-
-        Raises:
-            GroupError: the group broke meanwhile.
+        the last resort (`patience_s`). None as for `dispatch`. GroupError: the group broke meanwhile.
         """
         planning = self._planning
         assert planning is not None
@@ -352,17 +323,13 @@ class Dispatcher:
         return self.batches
 
     def hand_over(self) -> tuple[dict[int, GlobalBatch], ThreadPoolExecutor | None]:
-        """Stop planning; return the batches and the reading thread for the next membership's dispatcher. A batch that
-        is being read joins them later.
-        """
+        """Stop planning; return the batches, which one that is being read joins later, and the reading thread."""
         self._end_planning()
         return self.batches, self.reader.hand_over()
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
-        """Collect the samples that can no longer be used, with reasons, before the step starts.
-
-        Raises:
-            StoppingError: the run is to end.
+        """Collect the samples that cannot be used, with reasons, before the step starts. StoppingError: the run is to
+        end.
         """
         merged: dict[str, str] = {}
         wait([dispatched.answers], timeout=ANSWERS_S)
@@ -399,21 +366,18 @@ class Dispatcher:
 
     def _plan_ahead(self, planning: Planning) -> DispatchedStep | None:
         try:
-            return self._plan_and_send(planning)
+            batch = planning.reading.result()
+            if self.compiled:
+                self.compiled.result()
+            if batch is None or self.needed_ranks > self.cluster.num_ranks or planning.claimed:
+                return None
+            plan = self._plan(planning, batch, self.config.planner.name)
+            self._expectation.observe(plan)
+            return self._send(planning.step, batch, plan, late=False) if planning.claim(ahead=True) else None
         except Exception as error:
             if planning.claimed:
                 self._failure = error  # the driver has sent another plan; it raises this at the next step
             raise
-
-    def _plan_and_send(self, planning: Planning) -> DispatchedStep | None:
-        batch = planning.reading.result()
-        if self.compiled:
-            self.compiled.result()
-        if batch is None or self.needed_ranks > self.cluster.num_ranks or planning.claimed:
-            return None
-        plan = self._plan(planning, batch, self.config.planner.name)
-        self._expectation.observe(plan)
-        return self._send(planning.step, batch, plan, late=False) if planning.claim(ahead=True) else None
 
     def _plan(self, planning: Planning, batch: GlobalBatch, planner: str) -> Plan:
         cluster = replace(self.cluster, speeds=planning.speeds)

@@ -38,7 +38,7 @@ from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import open_session
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
-from dhp_ray.runtime.waits import LONG_S, LongWait, Waits
+from dhp_ray.runtime.waits import LONG_S, Waits
 from dhp_ray.storage import Folder, StorageError
 
 LONG_STEP = 3.0
@@ -52,8 +52,7 @@ class Driver:
         self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool,
         lease: Lease | None = None,
     ) -> None:
-        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost. `lease`: of the run
-        folder; the job's process holds it.
+        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost. `lease`: of its folder.
         """
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
@@ -66,40 +65,22 @@ class Driver:
         self.group = WorkerGroup([WorkerHandle(slot, actor) for slot, actor in workers.items()], waits=self.waits)
         self.pending, self.draining = PendingWorkers(config.cluster.device, self.tell), DrainingNodes()
         self.session: Session | None = None
-        self.stop_reason = self.refused = ""
+        self.stop_reason = ""  # why to end after the step under way, with a checkpoint
+        self.refused = ""
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
         self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
         self.counted_step = 0  # the last step whose rows have been counted
         # calls that wait for copies of the state after a step
         self.copies = 0, Calls()
 
-    def offer(self, slot: int, actor: ActorHandle) -> None:
-        """Offer a worker that may join."""
-        self.pending.offer(slot, actor)
-
-    def stop(self, reason: str) -> None:
-        """End the run after the step that is under way, with a checkpoint."""
-        self.stop_reason = reason
-
-    def waited(self, waits: list[LongWait]) -> None:
-        """Record long waits of the job's process with those of the run."""
-        self.waits.add(waits)
-
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
         # in a thread, so that its waits can be reported meanwhile
-        Thread(target=self._put_messages, name="run", daemon=True).start()
+        Thread(target=self._run, name="run", daemon=True).start()
         message: Message | None = None
         while not isinstance(message, RunFinished):
             message = self.messages.get()
             yield message
-
-    def _put_messages(self) -> None:
-        try:
-            self._run()
-        except BaseException as error:  # `run` would wait for the last message for ever
-            traceback.print_exc()
-            self.tell(RunFinished("", f"driver: {type(error).__name__}: {error}", status=1))
 
     def _run(self) -> None:
         try:
@@ -118,7 +99,7 @@ class Driver:
             self.tell(RunFinished("", str(error), status=2))
         except (RunError, PlanError, DataError, StorageError) as error:
             self.tell(failed(self.session, str(error)))
-        except Exception as error:  # a bug of ours: one line for the user, the traceback for a bug report
+        except BaseException as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
             self.tell(failed(self.session, f"driver: {type(error).__name__}: {error}"))
 
@@ -222,10 +203,8 @@ class Driver:
             return {}
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
-        """Start a dispatched step on all ranks, once each rank has reported the samples that it cannot decode.
-        `waited_s`: how long the driver waited for its batch and plan.
-
-        None if there is no step to start, or the run is to end.
+        """Start a dispatched step on all ranks, once each has reported the samples that it cannot decode; None if there
+        is none, or the run is to end. `waited_s`: how long the driver waited for its batch and plan.
         """
         if dispatched is None:
             return None
@@ -251,11 +230,8 @@ class Driver:
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 
     def _count_bad_rows(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
-        """Count the bad rows of a step's batch, those that do not decode (`failures`) included; once, if it is launched
-        again.
-
-        Raises:
-            DataError: a source has too many of them.
+        """Count the bad rows of a step's batch, with those that do not decode (`failures`); once, if it is launched
+        again. A source that has too many of them raises DataError.
         """
         if dispatched.step <= self.counted_step:
             return

@@ -4,28 +4,22 @@ One pass computes the loss; a second one, if configured, answers the prompts and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.evaluation import MeanScores, read_references, score
 from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.stream import Stream
-from dhp_ray.planner import CostModel
-from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
-from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
 
 
 class HeldOut(NamedTuple):
-    """The streams of `eval.path`: conversations, and, if answers are generated, prompts; and the reference answers of
-    each sample.
-    """
+    """The streams of `eval.path`: conversations, and, if answers are generated, prompts; each sample's references."""
 
     conversations: Stream
     prompts: Stream | None
@@ -33,11 +27,7 @@ class HeldOut(NamedTuple):
 
 
 def open_held_out(config: Config) -> HeldOut | None:
-    """Open the samples to evaluate, in the format of the training data; None if the run does not evaluate.
-
-    Raises:
-        DataError: the file cannot be used.
-    """
+    """Open the samples to evaluate, in the format of the training data; None if the run does not evaluate."""
     if not config.eval.every_steps:
         return None
     try:
@@ -54,30 +44,19 @@ def open_held_out(config: Config) -> HeldOut | None:
 
 
 class HeldOutEvaluation:
-    """Evaluates for one membership of the group; does nothing without held-out samples.
-
-    Its batches have `batch.global_samples` samples for any number of ranks, and their sums are added in order.
+    """Evaluates for one membership of the group; does nothing without held-out samples. Batches have
+    `batch.global_samples` samples for any number of ranks, and their sums are added in order.
     """
 
-    def __init__(
-        self,
-        held_out: HeldOut | None,
-        group: WorkerGroup,
-        cluster: ClusterSpec,
-        cost: CostModel,
-        config: Config,
-        pool: GroupCacheState,
-        image_limit: int,
-        tell: Tell,
-        generation: int = 0,
-        stopping: Callable[[], str] = lambda: "",
-    ) -> None:
-        self.group, self.config, self.tell, self.stopping = group, config, tell, stopping
+    def __init__(self, held_out: HeldOut | None, training: Dispatcher, image_limit: int, tell: Tell) -> None:
+        """`training`: the membership's dispatcher. `image_limit`: the most tokens of an image; 0: any."""
+        self.group, self.config, self.tell, self.stopping = training.group, training.config, tell, training.stopping
         self.references = held_out.references if held_out else {}
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
-            stream.limit(config.planner.max_sequence_tokens, image_limit)
-            return Dispatcher(stream, group, cluster, cost, _one_pass(config), pool, generation, stopping=stopping)
+            stream.limit(self.config.planner.max_sequence_tokens, image_limit)
+            return Dispatcher(stream, self.group, training.cluster, training.cost, _one_pass(self.config),
+                              training.pool, training.generation, stopping=self.stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None
         self.answers = dispatcher_of(held_out.prompts) if held_out and held_out.prompts else None

@@ -30,7 +30,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,11 +40,6 @@ from dhp_ray.planner.cost.work import TERMS, Work
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.results import StepResult
-
-if TYPE_CHECKING:
-    from dhp_ray.planner.cost.model import CostModel
-    from dhp_ray.planner.plan.types import Plan
-
 
 SPEED_DECAY = 0.5
 """The weight of the last step's sums in the next: after three steps, seven eighths of a change are visible."""
@@ -63,8 +57,7 @@ SLOW_STEPS = 5
 """A rank counts as slow, and is reported, after SLOW_STEPS steps in a row below SLOW_BELOW."""
 
 FORGET_AFTER = 10
-"""After this many steps without a pack, a rank counts as one of nominal speed, so that it gets a pack and is measured.
-"""
+"""After this many steps without a pack, a rank counts as one of nominal speed: it gets a pack, and is measured."""
 
 
 @dataclass
@@ -78,8 +71,7 @@ class _Rank:
 
 @dataclass
 class SpeedMeter:
-    """The speeds of one generation's ranks. One below `evict_below` for `patience` steps in a row should be replaced.
-    """
+    """The speeds of one generation's ranks. One below `evict_below` for `patience` steps should be replaced."""
 
     num_ranks: int
     evict_below: float = 0.0
@@ -164,9 +156,7 @@ MOST_ROWS = 512
 """The most rows of a step that are kept; if it has more, only every second, third, ... one is kept."""
 
 HIGH, STEPS_TO_STAY = 0.1, 4
-"""The typical error of measured costs from which they are refitted, and the number of steps that it must be seen in:
-the first ones pay for more than their packs.
-"""
+"""The typical error from which measured costs are refitted, and the steps that show it: the first ones pay for more."""
 
 Terms = dict[str, float]
 
@@ -239,9 +229,7 @@ class CostRefits:
         return found
 
     def to_json(self) -> dict[str, Terms]:
-        """Return what a checkpoint stores: the terms in force and the prior that they come from; empty if nothing is
-        refitted.
-        """
+        """Return what a checkpoint stores: the terms in force and their prior; empty if nothing is refitted."""
         if not self.on or self.prior is None:
             return {}
         return {"terms": _terms(self.cost), "prior": _terms(self.prior)}
@@ -252,9 +240,7 @@ def _terms(cost: CostModel) -> Terms:
 
 
 def _factors(terms: Terms, prior: CostModel) -> Terms:
-    """Return the factors that turn a prior into `terms`; none if one is out of bounds: then the terms are those of
-    another cost.
-    """
+    """Return the factors that turn a prior into `terms`; none if one is out of bounds: `terms` are of another cost."""
     of = _terms(prior)
     found = {name: terms[name] / of[name] for name in TERMS if of[name] > 0 and name in terms}
     return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}
@@ -264,8 +250,7 @@ COPY_SHARE = 0.02
 """The largest share of a step's time that copies may take."""
 
 RECENT_COPIES = 8
-"""The number of a rank's last copies of which the fastest counts: in slower ones, the rank waited for a peer or a core.
-"""
+"""The last copies of a rank of which the fastest counts: in slower ones, it waited for a peer or a core."""
 
 
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
@@ -289,8 +274,7 @@ class Mirroring:
         self.enter()
 
     def enter(self) -> None:
-        """Begin a new generation, with other ranks and other links. With auto its first step is mirrored, and measured.
-        """
+        """Begin a new generation, with other ranks and links. With auto its first step is mirrored, and measured."""
         self._last: int | None = None
         self._copies: list[deque[float]] = []
 
@@ -309,10 +293,7 @@ class Mirroring:
         return max((min(copies) for copies in self._copies if copies), default=0.0)
 
     def observe(self, seconds: Sequence[Sequence[float]], step_s: float) -> bool:
-        """Note how long each rank's copies took since the last call; return whether `every` has changed.
-
-        `step_s`: seconds of a step.
-        """
+        """Note how long each rank's copies took since the last call, and a step; return whether `every` has changed."""
         if not self._copies:
             self._copies = [deque(maxlen=RECENT_COPIES) for _ in seconds]
         for copies, added in zip(self._copies, seconds, strict=True):
@@ -324,9 +305,7 @@ class Mirroring:
 
 
 class TimeScale:
-    """The running median of measured over predicted makespan. It scales how long the driver waits for a plan or a rank,
-    never plans or reported values.
-    """
+    """The running median of measured over predicted makespan: how long the driver waits for a plan or a rank."""
 
     def __init__(self, window: int = 50) -> None:
         self.window = window
@@ -372,13 +351,9 @@ class Expectation:
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
     """Return the seconds that ranks may wait for a plan before the last resort is taken: what they would lose by
-    running the last resort instead.
+    running that instead. Waiting and loss then cost at most twice what the best choice would have cost.
 
-    By then waiting has cost as much as the loss, so both together cost at most twice what the best choice would have
-    cost if it were known when the planner ends.
-
-    last_resort_s, expected_s: predicted makespans of the last resort and of the plan that is waited for. scale:
-    measured over predicted seconds, None while no step has been measured; then the driver waits for the plan however
-    long it takes.
+    `last_resort_s`, `expected_s`: predicted makespans of the last resort and of the plan that is waited for. `scale`:
+    measured over predicted seconds; None while no step has been measured: then the driver waits without end.
     """
     return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))

@@ -29,9 +29,7 @@ from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures, cluster
 from dhp_ray.runtime.strategy import Choice, ResolvedRun, Strategy
 
 STUCK_SHARE = 0.75
-"""A rank counts as stuck after this share of the time within which it must be found, because health checks come only
-now and then.
-"""
+"""A rank counts as stuck after this share of the time within which it must be found: checks come now and then."""
 HANG_LAYERS = 60  # a rank may stand still for as long as so many layers should take
 LOOKS_PER_HANG = 8
 """The number of health checks in `elastic.hang_s` seconds while a step runs."""
@@ -72,8 +70,7 @@ class History:
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready for its next step: the services that it uses to its end, its history, its current generation.
-    """
+    """A run that is ready for its next step: the services that it uses to its end, its history, its generation."""
 
     resolved: ResolvedRun
     group: WorkerGroup
@@ -128,8 +125,8 @@ class Session:
         return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """Return how long a rank may stand still in a step: many times as long as a layer takes, once measured steps
-        tell how good predictions are; `comm.timeout_s` until then.
+        """Return how long a rank may stand still in a step: as long as many layers take; `comm.timeout_s` while
+        unknown.
         """
         scale = self.history.scale
         if not scale.ratios:
@@ -148,8 +145,7 @@ class Session:
     def enter(
         self, generation: int, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
-        """Start planning for `generation`, which the group has joined: first the `batches` that an earlier generation
-        left and those that `reader` takes.
+        """Start planning for `generation`, first the `batches` that an earlier one left and those that `reader` takes.
         """
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
@@ -179,13 +175,10 @@ class Session:
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
             self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
         self.current.evaluation = HeldOutEvaluation(
-            self.held_out, self.group, cluster, cost, config, pool, strategy.largest_admitted, self.tell,
-            self.current.number, self.stop_reason)
+            self.held_out, self.current.dispatcher, strategy.largest_admitted, self.tell)
 
     def report_compiling(self) -> None:
-        """Report once how long compiling the planner's loops, or reading them from their cache, took. It is no part of
-        planning times.
-        """
+        """Report once how long compiling the planner's loops took, or reading them from their cache."""
         if self.compiled.done() and not self.history.compiling_told:
             self.history.compiling_told = True
             seconds = self.compiled.result()

@@ -36,11 +36,8 @@ GIVING_WAY_S = 0.3
 
 
 def take_lease(run_dir: str, say: Callable[[str], None], patience_s: float = 0.0) -> Lease:
-    """Return the lease of a run folder, taken; see `Lease.take`. `patience_s`: how long a run that has it may still go
-    on.
-
-    Raises:
-        RunError: a run that goes on has the folder; or it cannot be written to. One line.
+    """Return the lease of a run folder, taken. `patience_s`: how long a run that has it may still go on. RunError: one
+    line; such a run goes on, or the folder cannot be written to.
     """
     begun_s = monotonic()
     while True:
@@ -55,9 +52,7 @@ def take_lease(run_dir: str, say: Callable[[str], None], patience_s: float = 0.0
 
 
 class Start(NamedTuple):
-    """One start in a folder: a file of LEASE_FOLDER. Of two with the same number, which began in the same moment, the
-    larger token goes on.
-    """
+    """One start in a folder: a file of LEASE_FOLDER. Of two of the same moment and number, the larger token goes on."""
 
     number: int
     token: str
@@ -90,41 +85,8 @@ class Lease:
 
     def take(self, say: Callable[[str], None]) -> Lease:
         """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` is
-        called with one line), or not at all if it was of this machine.
-
-        Raises:
-            RunError, StorageError: a run that goes on has the folder; or it cannot be written to. One line.
+        called with one line), or not at all if it was of this machine. RunError, StorageError: as for `take_lease`.
         """
-        self._take(say)
-        self._renewing = Thread(target=self._renew, name="lease", daemon=True)
-        self._renewing.start()
-        return self
-
-    def check(self) -> None:
-        """Call this before something is written into the folder.
-
-        Raises:
-            StorageError: another start has taken the lease over.
-        """
-        later = [start for start in self._starts() if start.number > self.start.number]
-        if later:
-            raise StorageError(f"run.dir: {self.folder.uri} was taken over by {self._words(later[-1])}, while this run "
-                               "did not renew its lease; this run has ended and writes no more")
-
-    def release(self) -> None:
-        """Mark the run as ended; nothing happens if the lease is not held (any more)."""
-        if self._renewing is None:
-            return
-        self._ended.set()
-        self._renewing.join(EXPIRES_S / 4)  # the storage may not answer
-        self._renewing = None
-        try:
-            self.check()
-            self._write("ended")
-        except StorageError:
-            return  # it is lost, or it expires by itself
-
-    def _take(self, say: Callable[[str], None]) -> None:
         before = self._starts()
         while before:
             for start in before:
@@ -153,6 +115,29 @@ class Lease:
             raise
         for start in before:
             self.folder.delete(start.file)
+        self._renewing = Thread(target=self._renew, name="lease", daemon=True)
+        self._renewing.start()
+        return self
+
+    def check(self) -> None:
+        """Call this before something is written into the folder. StorageError: another start has taken it over."""
+        later = [start for start in self._starts() if start.number > self.start.number]
+        if later:
+            raise StorageError(f"run.dir: {self.folder.uri} was taken over by {self._words(later[-1])}, while this run "
+                               "did not renew its lease; this run has ended and writes no more")
+
+    def release(self) -> None:
+        """Mark the run as ended; nothing happens if the lease is not held (any more)."""
+        if self._renewing is None:
+            return
+        self._ended.set()
+        self._renewing.join(EXPIRES_S / 4)  # the storage may not answer
+        self._renewing = None
+        try:
+            self.check()
+            self._write("ended")
+        except StorageError:
+            return  # it is lost, or it expires by itself
 
     def _starts(self) -> list[Start]:
         """All starts whose files are there, the latest last."""
@@ -163,11 +148,7 @@ class Lease:
         return [start for start in self._starts() if start.number >= self.start.number and start != self.start]
 
     def _wait_for_end(self, start: Start, say: Callable[[str], None]) -> None:
-        """Return once a start has ended, or its lease has expired.
-
-        Raises:
-            RunError: it goes on.
-        """
+        """Return once a start has ended, or its lease has expired. RunError: it goes on."""
         seen = self._read(start)
         if seen["state"] == "ended":
             return
@@ -235,8 +216,8 @@ def _who(seen: dict[str, Any]) -> str:
 
 
 def _place() -> str:
-    """What names this machine, since it was booted, with its numbering of processes; empty where nothing does, and then
-    no process is taken for dead before its lease has expired.
+    """What names this machine since it was booted, and its numbering of processes; empty where nothing does: there,
+    only a lease that has expired is that of a dead process.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -58,9 +58,7 @@ METRIC_TAGS = {
     "gradient_norm": "loss/gradient_norm",
 }
 PARTS = ("encoder", "offload", "recomputation")
-"""Metrics of steps whose images were encoded apart from their packs, whose packs moved activations to host memory, or
-recomputed layers: a curve for each number.
-"""
+"""Metrics of steps with images apart, with activations moved, with layers recomputed: a curve for each number."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -71,11 +69,11 @@ EXTRA_TAGS = {
 
 
 class ScalarLog:
-    """An event file in `folder` for the steps from `first_step` on.
+    """An event file in `folder` for the steps from `first_step` on. It opens with a START event of that step: readers
+    then forget what an earlier process wrote at that step or later.
 
-    It opens with a START event of that step: readers then forget what an earlier process wrote at that step or later,
-    so a resumed run shows every step once. On a local folder a step is on the disk when `step` returns; for an object
-    store the file is spooled here and uploaded whole now and then, and at the end. Calls may come from several threads.
+    On a local folder a step is on the disk when `step` returns; for an object store the file is spooled here and
+    uploaded whole now and then, and at the end. Calls may come from several threads.
     """
 
     def __init__(self, folder: Folder, first_step: int) -> None:
@@ -125,11 +123,6 @@ class ScalarLog:
         image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
         self._write(step, summary=summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)]))
 
-    def flush(self) -> None:
-        """Bring the file on an object store up to date."""
-        with self._lock:
-            self._flush()
-
     def close(self) -> None:
         with self._lock:
             self._file.close()
@@ -153,9 +146,7 @@ class ScalarLog:
 
 
 def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, float]:
-    """{tag: value} of a step, in groups: loss, throughput, balance, plan (with the number of packs of each degree),
-    data, elastic, comm.
-    """
+    """{tag: value} of a step, in groups; `plan` has the number of packs of each degree."""
     values = {tag: metrics[name] for name, tag in METRIC_TAGS.items() if name in metrics}
     for part in PARTS:
         values |= {f"{part}/{name}": value for name, value in metrics.get(part, {}).items()
@@ -196,11 +187,8 @@ PICTURE = "plan/planned_and_measured"
 
 
 class StepPictures:
-    """Shows step 1 and every `every_steps`-th step: the plan next to what the ranks measured, as a picture in
-    TensorBoard and as `trace/step_*.json`.
-
-    `every_steps` 0 shows none. No step waits for this: a step that is due while an earlier one is still being drawn is
-    left out.
+    """Shows step 1 and every `every_steps`-th step (0: none): the plan next to what the ranks measured, as a picture in
+    TensorBoard and as `trace/step_*.json`. No step waits for this: one that is due while another is drawn is left out.
     """
 
     def __init__(self, folder: Folder, every_steps: int) -> None:

@@ -177,7 +177,7 @@ def test_an_object_store_gets_the_whole_file(tmp_path: Path, monkeypatch: pytest
     log = ScalarLog(folder, first_step=1)
     log.step(metrics(1), EXTRA)
     assert folder.names() == []
-    log.flush()
+    log._flush()
     assert points(tmp_path / "store", "loss/train") == [(1, 10.0)]
     log.step(metrics(2), EXTRA)
     log.close()
@@ -192,7 +192,7 @@ def test_tensorboard_reads_a_bucket(object_store: str, tmp_path: Path) -> None:
     pytest.importorskip("boto3")
     log = ScalarLog(Folder(f"s3://bucket/{tmp_path.name}/first/tensorboard{object_store}"), first_step=1)
     log.step(metrics(1), EXTRA)
-    log.flush()
+    log._flush()
     program = (
         "from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer\n"
         f"multiplexer = EventMultiplexer().AddRunsFromDirectory('s3://bucket/{tmp_path.name}').Reload()\n"
