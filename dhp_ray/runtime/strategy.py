@@ -448,13 +448,9 @@ def resolve(
     takes_over: bool = False,
 ) -> ResolvedRun:
     """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
-    folder (`stored`: its configuration by dotted key).
-
-    `takes_over`: the ranks are those left of a run that goes on; it may still wait for others.
-
-    Raises:
-        RunError: the model does not fit, or auto finds no value.
-        ConfigError: the cost file is of another run.
+    folder (`stored`: its configuration by dotted key). `takes_over`: the ranks are those left of a run that goes on; it
+    may still wait for others. RunError: the model does not fit, or auto finds no value. ConfigError: the cost file is
+    of another run.
     """
     def resolved(**values: Any) -> Strategy:
         return replace(run, config=replace(run.config, planner=replace(run.config.planner, **values)))

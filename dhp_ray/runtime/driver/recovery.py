@@ -97,15 +97,11 @@ def reconfigure(
     unresponsive: Sequence[int] = (),
 ) -> Sequence[FinishedStep]:
     """Replace the current generation of `session` with the next one; returns the steps that are finished and not
-    committed.
+    committed. `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be
+    replaced although they work; `unresponsive`: ranks that have just failed to answer a query.
 
-    `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be replaced although
-    they work; `unresponsive`: ranks that have just failed to answer a query.
-
-    Raises:
-        GroupError: the new generation broke too; call again.
-        RunError: the run cannot go on; one line.
-        StoppingError: the run is to end, and the newest checkpoint holds all that could be saved.
+    GroupError: the new generation broke too; call again. RunError: the run cannot go on; one line. StoppingError: the
+    run is to end, and the newest checkpoint holds all that could be saved.
     """
     moments = {"begun": perf_counter()}
     if broken:

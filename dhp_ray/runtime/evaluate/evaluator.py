@@ -195,10 +195,7 @@ def media_in(question: Question, processor: Processor) -> list[Medium]:
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
-
-    Raises:
-        ModelError: the folder has no weights, or it is open which are meant; one line.
-        RunError: the folder does not load, or its weights do not match its configuration.
+    ModelError: it has no weights, or it is open which are meant. RunError: it does not load, or weights are missing.
     """
     weight_files(path)
     quieten()

@@ -29,16 +29,13 @@ def export_checkpoint(
     run: Folder, config: Config, step: int, out: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or does not
-    exist; returns the bytes of its tensors. `on_progress` is called with the number of files written and the number of
-    all files.
+    """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or does not exist
+    and that appears whole or not at all; returns the bytes of its tensors. `config` is the run's, with the `model`
+    section that says where to read the model now. `on_progress` is called with the numbers of files written and of all
+    files.
 
-    `config` is the run's, with the `model` section that says where to read the model now. `out` appears whole or not at
-    all.
-
-    Raises:
-        ValueError: the model cannot be built, or the checkpoint is damaged or of another model; one line.
-        StorageError: something cannot be read or written; one line.
+    ValueError: the model cannot be built, or the checkpoint is damaged or of another model. StorageError: something
+    cannot be read or written. One line each.
     """
     name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
     adapter = build_adapter(replace(config, cluster=replace(config.cluster, device=CPU.name)))

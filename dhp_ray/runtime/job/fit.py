@@ -104,10 +104,7 @@ def fit(overrides: Overrides = ()) -> Result:
 
 def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
     """Return what a Ray Tune trial that calls `fit` with these overrides reserves, for `tune.with_resources`. Call it
-    in a process that has joined Ray.
-
-    Raises:
-        ConfigError: a key or value in `overrides` is not allowed; one line.
+    in a process that has joined Ray. ConfigError: a key or value in `overrides` is not allowed; one line.
     """
     from ray.tune import PlacementGroupFactory
 

@@ -51,12 +51,8 @@ class Request(NamedTuple):
 
 
 def measure_here(config: Config, request: Request, progress: Progress = lambda what, share: None) -> Measured:
-    """Measure and fit the costs of a configuration on this machine.
-
-    Raises:
-        ConfigError: a device, model or number that this machine does not have, or a damaged file of known costs.
-        MeasureError: too few packs.
-        RunError: a rank failed; one line.
+    """Measure and fit the costs of a configuration on this machine. ConfigError: a device, model or number that this
+    machine does not have, or a damaged file of known costs. MeasureError: too few packs. RunError: a rank failed.
     """
     accelerator, size, num_ranks = _checked(config, request)
     syncs = SYNCS if config.planner.sync == "auto" else (config.planner.sync,)

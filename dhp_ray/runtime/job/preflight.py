@@ -45,11 +45,7 @@ OVERRIDE = "RAY_OVERRIDE_RESOURCES"
 
 
 def check_here(config: Config) -> None:
-    """Refuse a run that cannot start.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """Refuse a run that cannot start, by a ConfigError with the key, its value and what is allowed."""
     check_address()
     if in_upload(Path.cwd()):
         refuse_relative_run(config)

@@ -46,14 +46,9 @@ from dhp_ray.train.step_inputs import StepInputs
 class Rank:
     """One member of one generation of the group.
 
-    Args:
-        adapter: a model; its state is loaded after this if `keeps_state`, else its weights are the state.
-        originals: those of the previous engine over the same adapter.
-        progress: where the training thread is; other threads may abort it.
-
-    Raises:
-        ValueError: one line, when the model cannot be trained like this.
-        RendezvousError: the other ranks did not come.
+    `adapter`: a model; its state is loaded after this if `keeps_state`, else its weights are the state. `originals`:
+    those of the previous engine over the same adapter. `progress`: where the training thread is; other threads may
+    abort it. ValueError: the model cannot be trained like this. RendezvousError: the other ranks did not come.
     """
 
     def __init__(
