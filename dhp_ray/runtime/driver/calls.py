@@ -164,10 +164,6 @@ class Relay:
 
         self._begin(number, call)
 
-    @ray.method(concurrency_group="control")
-    def ready(self) -> None:
-        """Answered once the process has started."""
-
     @ray.method(concurrency_group="answers")
     def answers(self, number: int) -> Outcome:
         """Return the ranks' answers to the calls with this number, or the first failure among them."""
@@ -227,7 +223,7 @@ class Relays:
         relay: Any = ray.remote(**options)(Relay)
         self._ranks = shares(len(actors), most_ranks)
         self._relays = [relay.remote(actors[ranks.start:ranks.stop]) for ranks in self._ranks]
-        self._ready = [relay.ready.remote() for relay in self._relays]
+        self._ready = [relay.__ray_ready__.remote() for relay in self._relays]
         self._numbers, self._sending = count(), Lock()
 
     def start(self, method: str, *arguments: Any) -> Calls:
