@@ -54,7 +54,7 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
             exif = image.getexif() if _has_late_metadata(data) else Image.Image.getexif(image)
             turned = exif.get(ExifTags.Base.Orientation) in _TURNED
             turned = turned and image.format != "TIFF"  # Pillow itself swaps width and height of a TIFF
-    except RowError:
+    except (RowError, MemoryError):  # memory is the machine's, not the image's
         raise
     # image readers raise errors of many kinds on foreign bytes; each makes this row a bad one
     except Exception as error:

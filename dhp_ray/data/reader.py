@@ -132,6 +132,8 @@ class ReadFragments:
     def _record(self, row: Row, processor: Processor) -> dict[str, Any]:
         try:
             return {"id": row.id, "error": ""} | self._payload(row, processor)
+        except MemoryError:  # of the machine, not of the row
+            raise
         # foreign rows raise errors of many kinds; a bad row must not break its block
         except Exception as error:
             return _unusable(row.id, bad_row_reason(error))

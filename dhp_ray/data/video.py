@@ -346,6 +346,8 @@ def _reading() -> Iterator[None]:
     except RowError:
         raise
     except Exception as error:  # as for images: foreign bytes make readers raise errors of many kinds
+        if isinstance(error, MemoryError) and not isinstance(error, av.FFmpegError):
+            raise  # of the machine; FFmpeg's own may come from a size in a damaged header
         raise RowError(f"not a video that can be read: {first_line(error)}; allowed: {CONTAINERS}") from None
 
 

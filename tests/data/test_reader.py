@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_a_file_that_has_changed_since_it_was_indexed_is_one_row_that_says_so(tm
         (row,) = block.to_pylist()
         assert row["row"] == UNREADABLE
         assert row["error"] == "it has changed since it was indexed: 3 rows are where there were 5"
+
+
+def test_no_memory_to_read_a_row_is_the_tasks_failure(tmp_path: Path) -> None:
+    """Not that of the row: it would be skipped, though nothing is wrong with it."""
+    (tmp_path / "a.png").write_bytes(picture(20, 20) + bytes(2**27))
+    path = write_rows(tmp_path / "rows.json", [{"id": "a", "image": "a.png", "conversations": talk("<image>", "b")}])
+    fragments = index_fragments(Data(format="llava", path=str(path)))
+    read = ReadFragments(ProcessorSpec("tiny"), str(tmp_path), 0)
+    assert read_all(read, fragments)["error"].to_pylist() == [""]
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2**25
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        [row] = read_all(read, fragments).to_pylist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert (row["row"], row["id"], row["error"]) == (UNREADABLE, str(path), "MemoryError")
 
 
 @pytest.mark.slow
