@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import struct
 import warnings
-import zlib
-from collections.abc import Iterator
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, features
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, features
 from PIL import __version__ as pillow_version
 from PIL.TiffImagePlugin import TiffImageFile
 
@@ -25,13 +22,12 @@ _READS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(("AVIF",) if _READS_AVIF else ()))
 # `image_size` refuses earlier; Pillow's own error, at twice its limit, stays
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Pillow refuses a PNG with a text or a colour profile of more bytes, unpacked. Workflows of generators have more than
+# its default of 2**20.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 _GREY_16 = ("PNG", "PPM")  # of which Pillow may call 16 bits of grey I
 _BITS_PER_SAMPLE = 258  # TIFF's tag
 _PNG = b"\x89PNG\r\n\x1a\n"
-_TEXT = (b"tEXt", b"zTXt", b"iTXt")
-_OF_ORIENTATION = (b"exif", b"Raw profile type exif", b"XML:com.adobe.xmp")
-"""The names of a PNG's texts in which Pillow looks for an orientation."""
-_ORIENTATION_BYTES = 1_000_000  # of 2**20 or more unpacked bytes of a text Pillow refuses the picture
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
@@ -43,7 +39,6 @@ def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, 
         RowError: the header cannot be read, or gives more than `max_pixels` pixels, or grey of an unknown range.
     """
     try:
-        data = _without_texts(data)
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > max_pixels:  # before reading metadata: that of a PNG may lie behind its pixels
@@ -84,7 +79,7 @@ def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         Exception: whatever Pillow raises on bytes that do not decode.
     """
-    with Image.open(io.BytesIO(_without_texts(data)), formats=FORMATS) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > max_pixels:
             raise ValueError(f"{image.width}x{image.height} pixels; allowed: at most {max_pixels}")
         upright = ImageOps.exif_transpose(image)
@@ -106,55 +101,6 @@ def _on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-def _without_texts(data: bytes) -> bytes:
-    """The encoded image without the texts and colour profile of a PNG, neither of which changes its pixels, except for
-    texts that may tell its orientation. Pillow unpacks all of them, and refuses the picture if they are large.
-    """
-    if not data.startswith(_PNG):
-        return data
-    kept, begin, room = [], 0, _ORIENTATION_BYTES
-    for kind, start, stop in _chunks(data):
-        if kind in _TEXT:
-            name = data[start + 8 : start + 8 + 80].partition(b"\0")[0]
-            length = _text_bytes(kind, data[start + 8 + len(name) : stop - 4], room) if name in _OF_ORIENTATION else -1
-            if 0 <= length <= room:
-                room -= length
-                continue
-        elif kind != b"iCCP":
-            continue
-        kept.append(data[begin:start])
-        begin = stop
-    return b"".join([*kept, data[begin:]]) if begin else data
-
-
-def _text_bytes(kind: bytes, content: bytes, most: int) -> int:
-    """The bytes of a text that may be compressed: `most` + 1 if there are more, -1 if it cannot be read. `content` is
-    what follows the text's name.
-    """
-    header, rest = (content[1:3], content[3:].split(b"\0", 2)[-1]) if kind == b"iTXt" else (
-        b"\1" + content[1:2], content[2:])
-    if kind == b"tEXt" or header[:1] == b"\0":
-        return min(len(content), most + 1)
-    try:
-        return len(zlib.decompressobj().decompress(rest, most + 1)) if header[1:] == b"\0" else -1
-    except zlib.error:
-        return -1
-
-
-def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, stop) of the whole chunks of a PNG, up to its end or to one that is cut short."""
-    position = len(_PNG)
-    while position + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, position)
-        stop = position + length + 12
-        if stop > len(data):
-            return
-        yield kind, position, stop
-        if kind == b"IEND":  # zeros behind it would be chunks of 12 bytes
-            return
-        position = stop
-
-
 def _foreign(data: bytes) -> str:
     """Describes bytes that no reader accepts."""
     if data[4:12] in (b"ftypavif", b"ftypavis") and "AVIF" not in FORMATS:
@@ -163,10 +109,6 @@ def _foreign(data: bytes) -> str:
 
 
 def _has_late_metadata(data: bytes) -> bool:
-    """Whether a PNG has chunks behind its pixels that may hold an orientation."""
-    in_pixels = False
-    for kind, *_ in _chunks(data) if data.startswith(_PNG) else ():
-        in_pixels = in_pixels or kind == b"IDAT"
-        if in_pixels and kind in (b"eXIf", *_TEXT):
-            return True
-    return False
+    """Whether a PNG has something behind its pixels that may hold an orientation."""
+    behind = data[data.rfind(b"IDAT"):] if data.startswith(_PNG) else b""
+    return any(kind in behind for kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"))
