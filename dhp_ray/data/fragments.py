@@ -34,10 +34,11 @@ _SCHEMA = pa.schema([
     ("row_group", pa.int32()), ("offset", pa.int64()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
     ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
+AT_ONCE = 128
+"""The fragments that are held as Python objects until they are packed."""
 _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
 SAMPLES, SAMPLE_BYTES = 4, 4096
 """The places in a file, evenly spread, and the bytes at each that a digest reads."""
-
 
 MAX_LOAD = 2 / 3
 MOST_CHARACTERS = 200
@@ -126,39 +127,27 @@ class FragmentWriter:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], int] = {}
-        self._numbers = {name: array("q") for name in (*_PLAIN, "starts", "stops")}
-        self._renamed, self._names, self._name_ends = array("i"), bytearray(), array("q", [0])
-        self._spans, self._renames = array("i", [0]), array("i", [0])
+        self._rows: list[dict[str, Any]] = []
+        self._batches: list[pa.RecordBatch] = []
 
     def add(self, fragment: Fragment) -> None:
         file = self._files.setdefault((fragment.path, fragment.kind), len(self._files))
-        for name in _PLAIN:
-            self._numbers[name].append(file if name == "file" else getattr(fragment, name))
-        for start, stop in fragment.spans:
-            self._numbers["starts"].append(start)
-            self._numbers["stops"].append(stop)
-        for offset, renamed in fragment.names:
-            self._renamed.append(offset)
-            self._names += renamed.encode()
-            self._name_ends.append(len(self._names))
-        self._spans.append(len(self._numbers["starts"]))
-        self._renames.append(len(self._renamed))
+        self._rows.append({
+            "file": file, **{name: getattr(fragment, name) for name in _PLAIN[1:]},
+            "starts": [start for start, _ in fragment.spans], "stops": [stop for _, stop in fragment.spans],
+            "renamed": [offset for offset, _ in fragment.names], "names": [name for _, name in fragment.names]})
+        if len(self._rows) == AT_ONCE:
+            self._pack()
 
     def table(self) -> pa.Table:
-        """The fragments so far. The table shares the writer's memory, so nothing may be added afterwards."""
-        columns = [_values(self._numbers[name], pa.int64()).cast(_SCHEMA.field(name).type) for name in _PLAIN]
-        spans, renames = _values(self._spans, pa.int32()), _values(self._renames, pa.int32())
-        columns += [pa.ListArray.from_arrays(spans, _values(self._numbers[name], pa.int64()))
-                    for name in ("starts", "stops")]
-        ends, characters = pa.py_buffer(self._name_ends), pa.py_buffer(self._names)
-        names = pa.LargeStringArray.from_buffers(len(self._renamed), ends, characters)
-        columns += [pa.ListArray.from_arrays(renames, values)
-                    for values in (_values(self._renamed, pa.int32()), names)]
-        return pa.table(columns, schema=_SCHEMA.with_metadata({"files": json.dumps(list(self._files))}))
+        """The fragments so far."""
+        self._pack()
+        table = pa.Table.from_batches(self._batches, _SCHEMA).combine_chunks()
+        return table.replace_schema_metadata({"files": json.dumps(list(self._files))})
 
-
-def _values(numbers: array[int], kind: pa.DataType) -> pa.Array:
-    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
+    def _pack(self) -> None:
+        self._batches.append(pa.RecordBatch.from_pylist(self._rows, _SCHEMA))
+        self._rows.clear()
 
 
 def cache_key(files: Sequence[tuple[str, str]]) -> str:
@@ -253,9 +242,6 @@ class HashSet:
         if self._count > MAX_LOAD * len(slots):
             self._grow()
         return True
-
-    def __len__(self) -> int:
-        return self._count
 
     def _grow(self) -> None:
         slots = array("Q", bytes(8)) * (2 * len(self._slots))
