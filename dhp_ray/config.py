@@ -51,24 +51,6 @@ COMMAND_LINE = "the command line"
 RESOLVED = "resolved"
 """A section of a run's config.yaml that is no part of its configuration: what its first start found out."""
 
-GONE: dict[str, tuple[Sequence[Any] | None, str]] = {
-    "cluster.ranks_per_relay": ((256,), "256, which is fixed"),
-    "data.decoders": ((0,), "cluster.cpus_per_worker, which decides"),
-    "data.max_decoded_pixels": ((64_000_000,), "64 times data.max_pixels, at least 64000000, which is fixed"),
-    "data.max_video_seconds": ((3600,), "data.max_frames / data.video_fps, at least 3600, which is fixed"),
-    "data.shuffle_window_mb": ((2048,), "2048, which is fixed; data.shuffle_window may be lower"),
-    "elastic.hang_factor": ((60,), "60, which is fixed"),
-    "elastic.patience": ((20,), "20, which is fixed"),
-    "planner.max_image_tokens": (None, "data.max_pixels, as far as ranks have room"),
-    "planner.refit": (("auto",), "auto, which is fixed"),
-    "train.bucket_mb": ((64,), "64, which is fixed"),
-    "train.fused_operators": (("auto",), "auto, which is fixed"),
-    "train.sharding": (("whole", "auto"), "planner.sync=micro_batch, which shards over all ranks"),
-}
-"""Keys that no longer exist: values that files of older runs may still have, because they mean what is done now (None:
-any), and what to use in place of others.
-"""
-
 UPLOADS = "working_dir_files"
 """Ray's name for the folder of a node where it unpacks the working directories of submitted jobs."""
 
@@ -183,9 +165,6 @@ def check_limits(node: Any) -> None:
 
 def check_device(config: Config) -> None:
     """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
-
-    Raises:
-        ConfigError: fp32 on a GPU: the attention kernels there compute in bf16 alone.
     """
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError(
@@ -276,11 +255,7 @@ def make_absolute(config: Config) -> None:
 
 
 def refuse_relative_run(config: Config) -> None:
-    """Refuse a relative `run.dir` where the run's processes run in Ray's copies of a folder.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """Refuse a relative `run.dir` where the run's processes run in Ray's copies of a folder."""
     if "://" not in config.run.dir and not os.path.isabs(config.run.dir):
         raise ConfigError(f"run.dir: got {config.run.dir!r}, which is relative: it would lie in the copy of the "
                           "working directory that Ray makes on each node, and deletes; allowed: an absolute path or a "
@@ -288,11 +263,7 @@ def refuse_relative_run(config: Config) -> None:
 
 
 def local_path(name: str, text: str) -> Path:
-    """The path that a word of a command names, with `~` as the user's home.
-
-    Raises:
-        ConfigError: it is a URI.
-    """
+    """The path that a word of a command names, with `~` as the user's home. Refuses a URI."""
     if "://" in text:
         raise ConfigError(f"{name}: got {masked(text)}; allowed: a path of this machine (URIs are not read)")
     return Path(os.path.expanduser(text))
@@ -300,9 +271,6 @@ def local_path(name: str, text: str) -> Path:
 
 def check_place(name: str, value: str, kind: str) -> None:
     """Refuse a file where a folder is wanted, and the reverse. What is absent, or behind a URI, is not looked at here.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
     """
     if os.path.isfile(value) and "file" not in kind:
         raise ConfigError(f"{name}: {value} is a file; allowed: a {kind}")
@@ -473,11 +441,6 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) -> None:
     keys = _keys(command.schema)
-    if dotted in GONE:
-        neutral, instead = GONE[dotted]
-        if (value in neutral) if neutral else (origin != COMMAND_LINE):
-            return
-        raise ConfigError(f"{dotted}: got {value!r} ({origin}), which no longer exists; allowed: {instead}")
     if dotted not in keys:
         other = [known.name for known in (PREPARE_DATA, EVALUATE) if dotted in _keys(known.schema)]
         if other and issubclass(command.schema, Config):

@@ -19,9 +19,6 @@ class ConfigError(ValueError):
         super().__init__(printable(masked(message)))  # one line, whatever the value was
 
 
-PATHS = ("file", "folder", "file or folder", "folder or URI", "output file")
-"""What a key with a path may name."""
-
 NUMBERS = {"whole number": r"-?\d{1,17}", "share": r"\d(\.\d{1,17})?"}
 """How numbers are written that a key takes beside words."""
 
@@ -39,10 +36,9 @@ def key(
     path: str = "",
 ) -> Any:
     """A field of the schema: its default, its line in `--help`, and the values that it admits. `number`: a string that
-    is one of the choices or such a number, one of NUMBERS. `path`: what it names, one of PATHS; `~` in it is the user's
-    home.
+    is one of the choices or such a number, one of NUMBERS. `path`: what it names, such as "folder or URI" or "output
+    file"; `~` in it is the user's home.
     """
-    assert path in ("", *PATHS)
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
                 "below": below, "number": number, "path": path}
     if isinstance(default, (list, dict)):

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from dhp_ray.config import (
     CHOICES,
     CONF,
     EVALUATE,
-    GONE,
     PREPARE_DATA,
     TRAIN,
     Command,
@@ -119,18 +117,10 @@ def test_adapters_are_of_a_folder(bare: list[str]) -> None:
         "train.lora.dropout: got 1.0; allowed: at least 0 and less than 1")
 
 
-def test_a_key_that_is_gone_is_passed_over_where_it_changed_nothing(bare: list[str], tmp_path: Path) -> None:
-    """As the config.yaml of an older run has it."""
-    tree = OmegaConf.create(dump(load(bare)))
-    for name, (neutral, _) in GONE.items():
-        OmegaConf.update(tree, name, neutral[0] if neutral else 7)
-    tree.resolved = {"image_limit": 1280}  # no key, but what a run's first start found out
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(tree))
-    assert load(["--config", str(tmp_path / "config.yaml")]) == load([*bare, "train.sharding=auto"]) == load(bare)
-    assert refused([*bare, "train.sharding=node"]) == (
-        "train.sharding: got 'node' (the command line), which no longer exists; allowed: planner.sync=micro_batch, "
-        "which shards over all ranks")
-    assert refused([*bare, "train.bucket_mb=32"]).endswith(", which no longer exists; allowed: 64, which is fixed")
+def test_what_a_runs_first_start_found_out_is_no_key(bare: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{dump(load(bare))}resolved:\n  image_limit: 1280\n")
+    assert load(["--config", str(path)]) == load(bare)
 
 
 def test_a_name_is_a_list_of_one(bare: list[str], tmp_path: Path) -> None:
