@@ -57,11 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def arguments(argv: list[str]) -> dict[str, str]:
-    """What is given, by key.
-
-    Raises:
-        ConfigError: a word is not one of these keys with a value, or run.dir is missing.
-    """
+    """What is given, by key."""
     from dhp_ray.config import ConfigError
 
     given: dict[str, str] = {}
@@ -79,11 +75,7 @@ def arguments(argv: list[str]) -> dict[str, str]:
 
 
 def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
-    """The folder of a run, and its configuration.
-
-    Raises:
-        ConfigError: there is no run, or its configuration is none of this program.
-    """
+    """The folder of a run, and its configuration."""
     import tempfile
 
     from dhp_ray.config import ConfigError, check_place, load
@@ -106,11 +98,7 @@ def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
 
 
 def target(given: dict[str, str], folder: Folder, step: int) -> Path:
-    """The folder to write.
-
-    Raises:
-        ConfigError: none is given for a run in an object store, or it is a URI.
-    """
+    """The folder to write."""
     from dhp_ray.config import ConfigError, local_path
     from dhp_ray.run_folder import EXPORTS_FOLDER, step_folder
 

@@ -94,12 +94,7 @@ def failed(error: Exception, status: int) -> int:
 
 
 def check_outputs(targets: dict[str, Path]) -> None:
-    """Find what cannot be written before the work.
-
-    Raises:
-        OSError: a file cannot be written.
-        ArgumentError: a picture of an unknown kind.
-    """
+    """Refuse what cannot be written, before the work."""
     from dhp_ray.storage import check_writable
 
     for name, target in targets.items():
@@ -117,11 +112,7 @@ def check_outputs(targets: dict[str, Path]) -> None:
 
 
 def read_arguments(argv: list[str]) -> dict[str, str]:
-    """The values by name.
-
-    Raises:
-        ArgumentError: a word is none of the arguments, or they exclude each other.
-    """
+    """The values by name."""
     arguments, given = dict(DEFAULTS), []
     for word in argv:
         name, equals, value = word.partition("=")

@@ -58,11 +58,7 @@ def target(config: Preparation) -> Path:
 
 
 def prepare(path: Path, config: Preparation) -> None:
-    """Write the set, or say that it is there.
-
-    Raises:
-        ValueError: the file that is there was not written by this program.
-    """
+    """Write the set, or say that it is there."""
     import time
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

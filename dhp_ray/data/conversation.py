@@ -162,9 +162,6 @@ def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
 def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
     """The turns of a conversation in which the assistant may call `tools`: the system turn lists them. If there is no
     system turn, they follow the template's default text.
-
-    Raises:
-        RowError: `tools` are not tools, or a signature is not UTF-8.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     text = tools_text(system, tools)
@@ -307,9 +304,6 @@ def calls_text(calls: Any) -> str:
     A call is {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of one of OpenAI's tool_calls.
     Keys with the value null count as absent, because a column of structs gives every call the arguments of all calls;
     in JSON text they do not.
-
-    Raises:
-        RowError: not JSON, or a call without a name or with arguments that are not an object.
     """
     calls = _read(calls, "the call of a tool")
     return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
@@ -320,9 +314,6 @@ def tools_text(system: str, tools: Any) -> str:
 
     `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
     list as JSON text; nulls are treated as in calls.
-
-    Raises:
-        RowError: `tools` has another form.
     """
     tools = _read(tools, "tools")
     lines = []

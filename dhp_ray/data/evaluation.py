@@ -83,11 +83,7 @@ class Scores(NamedTuple):
 
 
 def score(prediction: str, references: Sequence[str]) -> Scores:
-    """All scores of an answer, each with the reference that gives the highest score.
-
-    Raises:
-        ValueError: there is no reference.
-    """
+    """All scores of an answer, each with the reference that gives the highest score; there is at least one."""
 
     def best(score: Callable[[str, str], float]) -> float:
         return max(score(prediction, reference) for reference in references)

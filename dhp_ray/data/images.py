@@ -75,9 +75,6 @@ def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     It is turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but what is
     transparent lies on white, as in serving engines, and of more than 8 bits of grey the upper 8 count, where that
     would make everything from 255 on white.
-
-    Raises:
-        Exception: whatever Pillow raises on bytes that do not decode.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > max_pixels:

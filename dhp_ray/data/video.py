@@ -89,11 +89,7 @@ def _normalised(frame: np.ndarray, rows: int, columns: int, family: Family) -> n
 
 
 class VideoDecoder:
-    """The packets of one encoded video, in memory; a context manager that closes the video.
-
-    Raises:
-        RowError: the video cannot be read, is too long, or its frames are too large.
-    """
+    """The packets of one encoded video, in memory; a context manager that closes the video. Raises as `read_clip`."""
 
     clip: Clip
     num_decoded = 0
@@ -193,11 +189,7 @@ class VideoDecoder:
 
 
 class FrameFiles:
-    """A video whose frames are files, in memory; used like a `VideoDecoder`.
-
-    Raises:
-        RowError: a frame's header cannot be read, frames differ in size, or the video is too long or too large.
-    """
+    """A video whose frames are files, in memory; used like a `VideoDecoder`."""
 
     clip: Clip
 
@@ -222,11 +214,7 @@ class FrameFiles:
         self._frames = []
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The frames with these numbers, uint8 (height, width, 3), each with its number.
-
-        Raises:
-            Exception: whatever Pillow raises on bytes that do not decode.
-        """
+        """As those of a `VideoDecoder`, or whatever Pillow raises on bytes that do not decode."""
         for number in wanted:
             yield number, np.asarray(decode_rgb(self._frames[number], self._max_pixels))
 
@@ -240,7 +228,8 @@ def read_clip(data: bytes, limits: MediaLimits) -> Clip:
     that may be turned it decodes one frame.
 
     Raises:
-        RowError: the video cannot be read, is too long, or its frames are too large.
+        RowError: the video or the header of a frame cannot be read, it is too long, or its frames are too large or
+            differ in size.
     """
     if data.startswith(FRAMES_MAGIC):
         return FrameFiles(data, limits).clip
