@@ -14,8 +14,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.errors import first_line
 from dhp_ray.schema import PreparedData
+from dhp_ray.storage import replacing
 
 CELL = 28  # pixels of a merged patch
 LETTER_WIDTH, LINE_HEIGHT = 6, 14
@@ -83,26 +82,15 @@ def write(path: str | Path, data: PreparedData, seed: int, progress: Callable[[i
     """
     processor = ProcessorSpec("bytes", "", data.min_pixels, data.max_pixels).load()
     schema = SCHEMA.with_metadata({METADATA: json.dumps(parameters(data, seed)).encode()})
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
-    try:
-        with pq.ParquetWriter(unfinished, schema, compression="none") as writer:  # pictures are compressed already
-            for first in range(0, data.synthetic.num_samples, data.synthetic.rows_per_group):
-                stop = min(first + data.synthetic.rows_per_group, data.synthetic.num_samples)
-                rows = []
-                for index in range(first, stop):
-                    rows.append(sample(index, data, seed, processor))
-                    progress(index + 1)
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(unfinished, 0o666 & ~umask)
-        os.replace(unfinished, target)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    # pictures are compressed already
+    with replacing(Path(path)) as unfinished, pq.ParquetWriter(unfinished, schema, compression="none") as writer:
+        for first in range(0, data.synthetic.num_samples, data.synthetic.rows_per_group):
+            stop = min(first + data.synthetic.rows_per_group, data.synthetic.num_samples)
+            rows = []
+            for index in range(first, stop):
+                rows.append(sample(index, data, seed, processor))
+                progress(index + 1)
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
 
 
 def sample(index: int, data: PreparedData, seed: int, processor: Processor) -> dict[str, Any]:
