@@ -22,7 +22,6 @@ set, so that a few of them represent a set that is sorted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -37,14 +36,6 @@ at least so many at once, because to start a task takes as long as to read some 
 
 HALVINGS = 4
 """Fragments that follow one another are from different ones of 2**HALVINGS parts of the data set."""
-
-
-@dataclass(frozen=True)
-class ShuffleWindow:
-    """What is open at a time: at most this many rows, about this many bytes of payload, and one fragment more."""
-
-    num_rows: int
-    num_bytes: float
 
 
 class RowRange(NamedTuple):
@@ -68,17 +59,19 @@ class Share(NamedTuple):
 
 class EpochOrder:
     """The order in which an epoch gives the rows of fragments. `sizes` and `num_bytes`, (fragments,) each, are their
-    numbers of rows and the bytes of these rows.
+    numbers of rows and the bytes of these rows. At most `window_rows` rows of about `window_bytes` are open at a time,
+    and one fragment more.
     """
 
-    def __init__(self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window: ShuffleWindow) -> None:
+    def __init__(
+        self, seed: int, epoch: int, sizes: np.ndarray, num_bytes: np.ndarray, window_rows: int, window_bytes: float
+    ) -> None:
         self._seed = [seed, epoch]
         self.fragments = fragment_order(seed, epoch, len(sizes))
         """(fragments,) their numbers, in the order in which they are read."""
         self.sizes = sizes[self.fragments]
-        self.shares = np.maximum(self.sizes / max(1, window.num_rows), num_bytes[self.fragments] / window.num_bytes)
-        """(fragments,) the share of the window that each takes."""
-        before = np.concatenate([[0.0], np.cumsum(self.shares)])
+        shares = np.maximum(self.sizes / max(1, window_rows), num_bytes[self.fragments] / window_bytes)
+        before = np.concatenate([[0.0], np.cumsum(shares)])
         num_first = max(1, min(FIRST_FRAGMENTS, int(np.searchsorted(before, 1.0, side="right")) - 1))
         self.begins = np.where(np.arange(len(sizes)) < num_first, 0.0, before[:-1])
         """(fragments,) where the stretch of each begins."""

@@ -1,5 +1,17 @@
 """The stream of samples: batches of lengths and references for the driver, payload in the object store for the workers.
 
+    fragments, shuffled by (seed, epoch)        numbers in the driver
+      -> Ray Data: from_items, map_batches      reading tasks; a block of payload a fragment, or several; order kept
+      -> references of the blocks               never their content
+      -> columns of each block (blocks.py)      those of lengths, without ids, labels and images
+      -> interleaved (order.py)                 a window of blocks stays open; a block goes with its last row
+
+Of the fragments that are open before the first row, those rows that come first are read first, as blocks of their own.
+Reading runs ahead by at most two parts of an epoch. Each holds half of the window's bytes, or as many more as keep all
+tasks busy within a sixteenth of the cluster's object store, and at least one fragment. On a small machine reading takes
+its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for one
+would never start. Instead, the number of its tasks is bounded.
+
 Several sources are mixed row by row by their weights: the next row comes from the source that is furthest behind its
 share, so every stretch of rows has each source in its share. A source that is used up starts again, in a new order; all
 of its rows are seen before any is seen again. An epoch is as many rows as all sources have together; the next epoch
@@ -8,20 +20,39 @@ continues where it ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import heapq
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import ray
+import ray.data
+from ray.exceptions import RayError
 
-from dhp_ray.data.blocks import BlockOrigin
-from dhp_ray.data.errors import DataError
-from dhp_ray.data.index import data_sources
-from dhp_ray.data.source_stream import SourceStream, StreamRow
+from dhp_ray.data.blocks import LOOK_S, BlockOrigin, fetch_columns, unnoticed_loss
+from dhp_ray.data.errors import BadRows, DataError
+from dhp_ray.data.index import data_sources, image_root, index_fragments, mean_file_bytes
+from dhp_ray.data.order import EpochOrder, Share
+from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.reader import LENGTH_COLUMNS, UNREADABLE, ReadFragments, make_item
+from dhp_ray.errors import named_line
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.schema import Data, Model
 
+PART_FRAGMENTS = 32
+WINDOW_BYTES = 2**31  # of rows from which the next one is drawn
+STORE_SHARE = 1 / 16  # of the object store, that a part may take
+# Ray Data logs every execution (here one per part of the epoch), and that its progress bars are off.
+_LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
+               "ray.data._internal.progress": logging.ERROR}
 Cursor = dict[str, int]
 ORDER = 4
 """The version of the row order in which a cursor is a position; it is raised when the same data and seed give another
@@ -84,7 +115,7 @@ class Stream:
         for, or before the stream goes to another place.
         """
         for source in self.sources:
-            source.limit(max_tokens, max_image_tokens)
+            source.reader = replace(source.reader, max_tokens=max_tokens, max_image_tokens=max_image_tokens)
 
     def next_batch(self, num_samples: int) -> GlobalBatch | None:
         """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None); None when the epoch is
@@ -101,7 +132,7 @@ class Stream:
         batch = GlobalBatch(self.epoch)
         while self._given.sum() < stop:
             chosen = furthest_behind(self._given, self._shares)
-            entry = self._peek(chosen)
+            entry = self.sources[chosen].peek()
             if not entry.error and len(batch.samples) == num_samples:
                 break
             self.sources[chosen].take()
@@ -140,10 +171,21 @@ class Stream:
         Raises:
             DataError: the cursor is of other data, or of a version that gave the rows in another order.
         """
-        check_cursor(cursor, self.num_rows, self._where)
+        if cursor.get("order") != ORDER:
+            raise DataError(
+                f"{self._where}: the saved run's version gave the rows in another order; allowed: another run.dir, or "
+                "that version of dhp_ray"
+            )
+        if cursor["num_rows"] != self.num_rows:
+            raise DataError(f"{self._where}: {self.num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: "
+                            "the same data")
         for end, source in zip(self._ends, self.sources):
-            where = f"data.sources: {source.path}" if self._mixes else self._where
-            check_digest(cursor[f"digest{end}"], source.fragments.digest, where)
+            if cursor[f"digest{end}"] != source.fragments.digest:
+                where = f"data.sources: {source.path}" if self._mixes else self._where
+                raise DataError(
+                    f"{where}: it has as many rows as the saved run's data, but other files, other contents or other "
+                    "row groups; allowed: the same data, or another run.dir"
+                )
             source.file_bytes = cursor[f"file_bytes{end}"]
         epoch = cursor["epoch"]
         given = ([cursor[f"source{end}"] for end in self._ends] if self._mixes else
@@ -169,15 +211,6 @@ class Stream:
         for source, count in zip(self.sources, given.tolist()):
             source.start(*divmod(count, source.num_rows))
 
-    def _peek(self, number: int) -> StreamRow:
-        """The next row of a source; a source that is used up starts again."""
-        source = self.sources[number]
-        if (entry := source.peek()) is None:
-            source.start_next_epoch()
-            entry = source.peek()
-        assert entry is not None, "a source has rows"
-        return entry
-
 
 def shares(weights: Sequence[float]) -> np.ndarray:
     """(sources,) shares of the rows, with the sum 1."""
@@ -197,21 +230,238 @@ def rows_given(parts: np.ndarray, num_rows: int) -> np.ndarray:
     return given
 
 
-def check_cursor(cursor: Cursor, num_rows: int, where: str) -> None:
-    """Refuse a cursor from which the rows would not continue where they ended."""
-    if cursor.get("order") != ORDER:
-        raise DataError(
-            f"{where}: the saved run's version gave the rows in another order; allowed: another run.dir, or that "
-            "version of dhp_ray"
-        )
-    if cursor["num_rows"] != num_rows:
-        raise DataError(f"{where}: {num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: the same data")
+@dataclass(frozen=True, slots=True)
+class StreamRow:
+    """What the driver knows of one row of the epoch, and of its block."""
+
+    reference: ray.ObjectRef
+    origin: BlockOrigin
+    place: int
+    sample: Sample
+    error: str
 
 
-def check_digest(saved: int, digest: int, where: str) -> None:
-    """Refuse data in which other rows than those of the saved run may be at its places."""
-    if saved != digest:
-        raise DataError(
-            f"{where}: it has as many rows as the saved run's data, but other files, other contents or other row "
-            "groups; allowed: the same data, or another run.dir"
-        )
+class SourceStream:
+    """The rows of `data.path`, one after the other. Ray must be initialised.
+
+    Runs the reading stage within its limits, and gives the rows in the order of an epoch. Ids begin with `prefix`; with
+    a prefix, they also end with the number of the epoch from the second on. `share`: the part of the window that this
+    source has. `answer_tokens`: see ReadFragments.
+
+    Raises:
+        DataError: the data cannot be used at all (found before anything is read).
+    """
+
+    def __init__(
+        self, data: Data, model: Model, seed: int, prefix: str, share: float, answer_tokens: int
+    ) -> None:
+        self.fragments = index_fragments(data)
+        self.path = data.path
+        processor = ProcessorSpec.of(model, data)
+        processor.load()  # raises here if the model folder has no tokenizer
+        self.num_rows = self.fragments.num_rows
+        self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
+        """About the mean bytes of the images and videos that a row names. The order depends on it, so cursors hold it.
+        """
+        self._window = math.ceil(data.shuffle_window * share), WINDOW_BYTES * share
+        self.reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
+        self._seed = seed
+        self._parts: deque[Iterator[tuple[ray.ObjectRef | None, BlockOrigin]]] = deque()
+        self._bad_rows = BadRows(data.path, self.num_rows)
+        # Reading that is still running would keep the interpreter from ending.
+        weakref.finalize(self, self._parts.clear)
+        for name, level in _LOG_LEVELS.items():
+            logging.getLogger(name).setLevel(level)
+        self.start(epoch=0, row=0)
+
+    def take(self) -> None:
+        """Move past the row that `peek` returns.
+
+        Raises:
+            DataError: it is the last of too many bad rows in a row.
+        """
+        entry = self._entries.popleft()
+        self.row += 1
+        self._bad_rows.take(entry.sample.id, entry.error)
+
+    def start(self, epoch: int, row: int) -> None:
+        """Go to the position after the first `row` rows of an epoch."""
+        self.epoch, self.row = epoch, row
+        self._bad_rows.count = 0
+        num_bytes = self.fragments.num_bytes + self.file_bytes * self.fragments.sizes
+        self._order = EpochOrder(self._seed, epoch, self.fragments.sizes, num_bytes, *self._window)
+        self._row_bytes = (num_bytes / self.fragments.sizes)[self._order.fragments]
+        _, _, self._left_out = self._order.start_at(row)
+        self._opening, self._next_whole = self._order.opening(row)
+        self._num_shares = len(self._opening) + len(self._order) - self._next_whole
+        self._open: list[tuple[float, int, int, StreamRow]] = []  # rows read, by their places in the order
+        self._entries: deque[StreamRow] = deque()  # the next rows
+        self._parts.clear()
+        self._planned = self._fetched = 0  # shares given to a part, and those of which all blocks were taken
+        self._rows_fetched = 0  # of the next share
+        self._part_size = 0
+
+    def _share(self, number: int) -> Share:
+        if number < len(self._opening):
+            return self._opening[number]
+        return self._order.whole(number - len(self._opening) + self._next_whole)
+
+    def peek(self) -> StreamRow:
+        """The next row. The next epoch follows as part of the same pass: bad rows before it still count."""
+        while not self._entries:
+            if self._fetched == self._num_shares:
+                count = self._bad_rows.count
+                self.start(self.epoch + 1, 0)
+                self._bad_rows.count = count
+            self._plan_parts()
+            self._fetch()
+        return self._entries[0]
+
+    def _plan_parts(self) -> None:
+        """Start to read a part of the epoch ahead; the next part is started from the middle of this one on."""
+        while self._planned < self._num_shares and self._planned - self._fetched <= self._part_size // 2:
+            cluster = ray.cluster_resources()
+            tasks = max(1, int(cluster.get("CPU", 1)) // 4)
+            stop = min(self._planned + self._part(tasks, cluster.get("object_store_memory", 0.0) * STORE_SHARE),
+                       self._num_shares)
+            self._parts.append(self._blocks(range(self._planned, stop), tasks))
+            self._planned, self._part_size = stop, stop - self._planned
+
+    def _part(self, tasks: int, most_bytes: float) -> int:
+        stop = min(self._planned + max(PART_FRAGMENTS, tasks), self._num_shares)
+        shares = [self._share(number) for number in range(self._planned, stop)]
+        held = np.cumsum([sum(self._row_bytes[part.position] * (part.stop - part.first) for part in share.parts)
+                          for share in shares])
+        of_window = int(np.searchsorted(held, self._window[1] / 2, side="right"))
+        of_store = int(np.searchsorted(held, most_bytes, side="right"))
+        return max(1, min(PART_FRAGMENTS, of_window), min(tasks, of_store))
+
+    def _fetch(self) -> None:
+        """Take the next block's reference and the lengths of its rows. Rows that no row of a later share can precede
+        are then the next ones.
+        """
+        try:
+            while (found := next(self._parts[0], None)) is None:
+                self._parts.popleft()
+            columns, reference, origin = fetch_columns(*found, LENGTH_COLUMNS)
+        except RayError as error:  # also where Ray ended a task because memory ran out
+            raise DataError(f"data.path: {self.path}: a task that reads it failed: {named_line(error)}") from None
+        lengths = columns.to_pylist()
+        if lengths[-1]["row"] == UNREADABLE:
+            raise DataError(f"data.path: {lengths[-1]['id']} cannot be read: {lengths[-1]['error']}")
+        share = self._share(self._fetched)
+        assert {entry["position"] for entry in lengths} <= {
+            part.position for part in share.parts}, "Ray Data returned blocks out of order"
+        places = {part.position: self._order.places(part.position).tolist() for part in share.parts}
+        for number, entry in enumerate(lengths):
+            sample = Sample(entry["id"], entry["text_tokens"], entry["vision_tokens"],
+                            tuple((t, h, w) for t, h, w in entry["grids"]))
+            heapq.heappush(self._open, (places[entry["position"]][entry["row"]], entry["position"], entry["row"],
+                                        StreamRow(reference, origin, number, sample, entry["error"])))
+        self._rows_fetched += len(lengths)
+        if self._rows_fetched == share.num_rows:
+            self._fetched, self._rows_fetched = self._fetched + 1, 0
+        known = self._share(self._fetched).begin if self._fetched < self._num_shares else math.inf
+        while self._open and self._open[0][0] < known:
+            *_, row = heapq.heappop(self._open)
+            if self._left_out:
+                self._left_out -= 1
+            else:
+                self._entries.append(row)
+
+    def _blocks(self, numbers: range, tasks: int) -> PartBlocks:
+        """Start to read these shares.
+
+        This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
+        themselves here.
+        """
+        shares = {number: self._share(number) for number in numbers}
+        items = {}
+        for number, share in shares.items():
+            fragments = [int(self._order.fragments[part.position]) for part in share.parts]
+            items[number] = make_item(self.epoch, [(part, fragment, self.fragments[fragment])
+                                                   for part, fragment in zip(share.parts, fragments)])
+        dataset = ray.data.from_items(list(items.values()), override_num_blocks=len(items))
+        dataset.context.execution_options.preserve_order = True
+        dataset.context.enable_progress_bars = False
+        dataset.context.print_on_execution_start = False
+        dataset.context.target_max_block_size = self.reader.most_bytes  # blocks as the reader makes them
+        blocks = dataset.map_batches(self.reader, batch_size=None, batch_format="pyarrow", num_cpus=0,
+                                     compute=ray.data.TaskPoolStrategy(size=tasks))
+
+        def entries() -> Iterator[Any]:  # Ray Data starts when the first is asked for, and returns once it is there
+            for bundle in blocks.iter_internal_ref_bundles():
+                yield from bundle.blocks
+
+        return PartBlocks(entries(), ray.put((self.reader, items)), shares)
+
+
+class PartBlocks:
+    """The blocks of some shares, in order, as Ray Data reads them from now on.
+
+    Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
+    caught up, a share that has not come is given without a block: `fetch_columns` reads it in this process. What Ray
+    Data gives of it later is dropped; if that is not the whole share, all that is left is read here.
+    """
+
+    def __init__(self, entries: Iterable[Any], source: ray.ObjectRef, shares: Mapping[int, Share]) -> None:
+        self._entries: Iterator[Any] | None = iter(entries)
+        self._source = source
+        self._left = deque((number, share.num_rows) for number, share in shares.items())
+        self._first = 0  # row of the next share with which the next block begins
+        self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
+        self._coming: Future[Any] | None = _ask_next(self._entries)
+
+    def __iter__(self) -> PartBlocks:
+        return self
+
+    def __next__(self) -> tuple[ray.ObjectRef | None, BlockOrigin]:
+        """The next block, and where it was made."""
+        if not self._left:
+            raise StopIteration
+        number, num_rows = self._left[0]
+        entry = self._entry()
+        if entry is None:
+            reference, node, stop = None, "", num_rows
+            self._dropped += num_rows - self._first
+        else:
+            made = entry.metadata.exec_stats
+            reference, node, stop = entry.ref, made.node_id if made else "", self._first + entry.metadata.num_rows
+        origin = BlockOrigin(node, self._source, number, (self._first, stop))
+        self._first = stop
+        if stop == num_rows:
+            self._left.popleft()
+            self._first = 0
+        return reference, origin
+
+    def _entry(self) -> Any:
+        """Ray Data's next block; None if it has to be read here."""
+        while self._entries is not None:
+            self._coming = self._coming or _ask_next(self._entries)
+            while not wait([self._coming], LOOK_S).done:
+                if self._dropped or unnoticed_loss():
+                    return None
+            coming, self._coming = self._coming, None
+            if not self._dropped:
+                return coming.result()
+            try:
+                self._dropped -= coming.result().metadata.num_rows
+            except (RayError, StopIteration):
+                self._entries = None
+            if self._dropped < 0:  # of a share that was unreadable there, only some rows came
+                self._entries = None
+        return None
+
+
+def _ask_next(entries: Iterator[Any]) -> Future[Any]:
+    """The next entry, from a thread for which the interpreter does not wait when it ends."""
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(next(entries))
+        except BaseException as error:  # for the code that waits for it
+            answer.set_exception(error)
+
+    Thread(target=ask, name="blocks", daemon=True).start()
+    return answer

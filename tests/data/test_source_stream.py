@@ -16,11 +16,11 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from dhp_ray.data import errors, source_stream
+from dhp_ray.data import errors
+from dhp_ray.data import stream as streams
 from dhp_ray.data.blocks import LOST, BlockRows, fetch_columns, fetch_rows
 from dhp_ray.data.errors import DataError
-from dhp_ray.data.source_stream import PartBlocks
-from dhp_ray.data.stream import GlobalBatch, Stream
+from dhp_ray.data.stream import GlobalBatch, PartBlocks, Stream
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import picture, talk, write_rows
 
@@ -68,7 +68,7 @@ def test_fragments_of_several_blocks_give_the_same_rows(ray_cluster: None, tmp_p
     for most_bytes in (2**20, 3000):
         stream = Stream(Data(format="llava", path=str(path)), Model(preset="tiny"), seed=0)
         [source] = stream.sources
-        source._reader = replace(source._reader, most_bytes=most_bytes)
+        source.reader = replace(source.reader, most_bytes=most_bytes)
         batches = [batch for _ in range(4) if (batch := stream.next_batch(30)) is not None]
         ids.append([sample.id for batch in batches for sample in batch.samples])
         cursors.append([batch.cursor for batch in batches])
@@ -120,9 +120,9 @@ def test_rows_that_ray_reads_on_a_lost_node_are_read_here(
         read_here.append(reference is None)
         return fetch_columns(reference, *others)
 
-    monkeypatch.setattr(source_stream, "fetch_columns", asked)
-    monkeypatch.setattr(source_stream, "PartBlocks", HeldUp)
-    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: lost.is_set() and not noticed.is_set())
+    monkeypatch.setattr(streams, "fetch_columns", asked)
+    monkeypatch.setattr(streams, "PartBlocks", HeldUp)
+    monkeypatch.setattr(streams, "unnoticed_loss", lambda: lost.is_set() and not noticed.is_set())
     stream = Stream(data, Model(preset="tiny"), seed=0)
     batches = [stream.next_batch(20) for _ in range(5)]
     assert not any(read_here[:2])
@@ -157,7 +157,7 @@ def test_what_ray_gives_late_of_a_share_ends_nothing(late: Any, monkeypatch: pyt
         assert noticed.wait(LIMIT_S)
         yield from late()
 
-    monkeypatch.setattr(source_stream, "unnoticed_loss", lambda: not noticed.is_set())
+    monkeypatch.setattr(streams, "unnoticed_loss", lambda: not noticed.is_set())
     shares: Any = {number: SimpleNamespace(num_rows=10) for number in range(4)}
     blocks = PartBlocks(entries(), None, shares)  # type: ignore[arg-type]
     found = [next(blocks) for _ in range(3)]
@@ -219,7 +219,7 @@ def test_a_part_keeps_all_tasks_busy_within_a_share_of_the_store(
     """Fragments that are read whole, a window of 40 MB, 16 tasks, and 400 MB of the store."""
     path = write_rows(tmp_path / "rows.json", [{"id": f"r{number}", "conversations": talk("a", "b")}
                                                for number in range(1280)])
-    stream = source_stream.SourceStream(Data(format="llava", path=str(path)), Model(preset="tiny"), 0, "", 40 / 2048, 0)
+    stream = streams.SourceStream(Data(format="llava", path=str(path)), Model(preset="tiny"), 0, "", 40 / 2048, 0)
     stream._row_bytes = np.full(40, megabytes * 1e6 / 32)
     stream._planned = len(stream._opening)
     assert stream._part(16, 400e6) == expected
@@ -235,7 +235,7 @@ def test_a_reading_task_that_ray_ends_is_one_line(
         raise OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory on the node ...")
         yield
 
-    monkeypatch.setattr(source_stream.SourceStream, "_blocks", ended)
+    monkeypatch.setattr(streams.SourceStream, "_blocks", ended)
     with pytest.raises(DataError) as caught:
         stream.next_batch(1)
     assert str(caught.value) == (f"data.path: {path}: a task that reads it failed: OutOfMemoryError: Task was killed "

@@ -211,7 +211,7 @@ def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -
 
 def test_parts_join_without_a_seam(ray_cluster: None, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = told(epoch_of(open_stream(rows)))
-    monkeypatch.setattr("dhp_ray.data.source_stream.PART_FRAGMENTS", 2)
+    monkeypatch.setattr("dhp_ray.data.stream.PART_FRAGMENTS", 2)
     assert told(epoch_of(open_stream(rows))) == expected
 
 
