@@ -34,9 +34,18 @@ def family_in(folder: Path) -> type[Family]:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file from which the processor is made. Needs no transformers."""
+    """Refuse a folder that lacks a file from which the processor is made, or whose tokenizer.json has token ids beyond
+    the model's embedding. Needs no transformers.
+    """
     check_byte_order_marks(folder)
-    check_tokenizer_files(folder)
+    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
+        raise DataError(
+            f"model.path: {folder} has no tokenizer; allowed: a folder with "
+            f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
+        )
+    chat_template(folder)
+    if (folder / "tokenizer.json").is_file():
+        check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
     image_settings(folder, family_in(folder))
 
 
@@ -71,20 +80,6 @@ def check_byte_order_marks(folder: Path) -> None:
         with open(file, "rb") as stored:
             if stored.read(4).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise DataError(f"model.path: {file} begins with a byte order mark; allowed: UTF-8 without one")
-
-
-def check_tokenizer_files(folder: Path) -> None:
-    """Refuse a folder that lacks a chat template or a file from which the tokenizer is made, or whose tokenizer.json
-    has token ids beyond the model's embedding. Needs no transformers.
-    """
-    if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        raise DataError(
-            f"model.path: {folder} has no tokenizer; allowed: a folder with "
-            f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
-        )
-    chat_template(folder)
-    if (folder / "tokenizer.json").is_file():
-        check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
 
 
 def check_vocabulary(folder: Path, token_ids: Iterable[Any]) -> None:
