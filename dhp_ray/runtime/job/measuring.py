@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple, cast
 
@@ -190,6 +191,10 @@ def _received(
     return found
 
 
+def _tell_share(pipe: Connection, session: int, part: str, share: float) -> None:
+    pipe.send(("share", (session, part, share)))
+
+
 def _rank_main(
     pipe: Connection, config: Config, specs: list[Spec], device: str, rank: int, port: int
 ) -> None:
@@ -213,8 +218,7 @@ def _rank_main(
             member = Rank(one, place, accelerator)
             measuring = member_with(member, spec)
             for part in parts_of_session(spec, number, accelerator):
-                result = measuring.measure(
-                    part, lambda share, of=(number, part): pipe.send(("share", (*of, share))))
+                result = measuring.measure(part, partial(_tell_share, pipe, number, part))
                 pipe.send(("part", (number, part, result)))
             member.close()
     except BaseException as error:

@@ -139,8 +139,12 @@ def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Proc
             found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here,
                                  processor))
         else:
-            found.append(lambda data=row["images"][number]: [decode(data, processor.family)])
+            found.append(partial(_decode_image, row["images"][number], processor))
     return found
+
+
+def _decode_image(data: bytes, processor: Processor) -> Patches:
+    return [decode(data, processor.family)]
 
 
 def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
