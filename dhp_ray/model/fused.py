@@ -51,7 +51,6 @@ class FusedNorm(Module):
     def __init__(self, plain: Any, operators: Operators) -> None:
         super().__init__()
         self.weight, self.epsilon, self.operators = plain.weight, plain.variance_epsilon, operators
-        self.train(plain.training)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.operators.rms_norm(hidden, self.weight, self.epsilon)
@@ -64,7 +63,6 @@ class FusedMLP(Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
         self.operators = operators
-        self.train(plain.training)
 
     def forward(self, hidden: Tensor) -> Tensor:
         down: Tensor = self.down_proj(self.operators.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
@@ -82,7 +80,6 @@ class FusedAttention(Module):
         self.q_norm, self.k_norm = (FusedNorm(getattr(plain, name), operators) if hasattr(plain, name) else Identity()
                                     for name in ("q_norm", "k_norm"))
         self.head_dim, self.scaling, self.operators = plain.head_dim, plain.scaling, operators
-        self.train(plain.training)
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], context: PackContext, **_: Any

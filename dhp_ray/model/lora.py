@@ -76,7 +76,6 @@ class LoraLinear(nn.Linear):
         place: dict[str, Any] = {"bias": False, "device": plain.weight.device}
         self.lora_A = skip_init(nn.Linear, self.in_features, rank, **place)
         self.lora_B = skip_init(nn.Linear, rank, self.out_features, **place)
-        self.train(plain.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.dropout_keys is None:

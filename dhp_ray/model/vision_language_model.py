@@ -114,19 +114,23 @@ class VisionLanguageModel(ABC):
         if rope_type not in ROPE_TYPES:
             raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
 
-    @abstractmethod
     def shape_of(self, config: Any) -> ModelShape:
         """What planner, costs and memory need to know of this model. Parameters are counted before any adapter is
         added; they may be on the meta device.
         """
-
-    def language_layers(self, text: Any, *, query_key_norms: bool) -> LayerShape:
-        """The shape of the language model's layers. `query_key_norms`: q and k are normed, head by head."""
+        text, layer = config.text_config, self.stack("language").layers[0]
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
-                          heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
-                          head_width=head_width, query_key_norms=query_key_norms,
-                          num_parameters=num_parameters(self.stack("language").layers[0]))
+        layers = LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
+                            heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
+                            head_width=head_width, query_key_norms=hasattr(layer.self_attn, "q_norm"),
+                            num_parameters=num_parameters(layer))
+        return ModelShape(family=config.model_type, language=(layers,), vocabulary_size=text.vocab_size,
+                          tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
+                          **self.vision_shape(config.vision_config))
+
+    @abstractmethod
+    def vision_shape(self, vision: Any) -> dict[str, Any]:
+        """The encoder's fields of `ModelShape`, from its configuration."""
 
     @abstractmethod
     def replace_modules(self) -> None:
@@ -138,9 +142,13 @@ class VisionLanguageModel(ABC):
         side = isqrt(self.merge_area)
         return (1, side, side)
 
-    @abstractmethod
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """Lengths of the runs of vision tokens in the text for an image, or a whole video, of this grid."""
+        """Lengths of the runs of vision tokens in the text for an image, or a whole video, of this grid: an image is
+        one run, of a video each step in time.
+        """
+        time, height, width = grid
+        area = height * width // self.merge_area
+        return (area,) * time if is_video else (time * area,)
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
@@ -210,13 +218,13 @@ class VisionLanguageModel(ABC):
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
 
-    @abstractmethod
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
     ) -> Mapping[str, Any]:
         """What a family's language model takes besides embeddings: its positions, of `positions` (3, L); `deeper`
         (K, D) are the further levels of the features, row i of token `vision_token_index[i]`.
         """
+        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
         """Sum, in fp32, of the cross entropy of `hidden` (L, D) and the shifted `labels` (L,) over the tokens at

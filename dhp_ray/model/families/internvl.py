@@ -20,7 +20,7 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTr
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
-from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.model_shape import LayerShape
 from dhp_ray.planner.plan.types import Grid
 
 TEXT_MODELS = ("qwen2", "qwen3")
@@ -58,12 +58,6 @@ class InternVL(VisionLanguageModel):
     def smallest_grid(self) -> Grid:
         return (1, *_tile(self.module.config.vision_config))
 
-    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """An image is one run, of a video each frame."""
-        time, height, width = grid
-        area = height * width // self.merge_area
-        return (area,) * time if is_video else (time * area,)
-
     @classmethod
     def positions_of(
         cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
@@ -90,11 +84,6 @@ class InternVL(VisionLanguageModel):
         features: Tensor = model.multi_modal_projector(shuffled.flatten(0, 2))
         return features
 
-    def language_arguments(
-        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
-    ) -> Mapping[str, Any]:
-        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
-
     def vision_units(self) -> list[Module]:
         model: Any = self.module.model
         return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
@@ -117,23 +106,20 @@ class InternVL(VisionLanguageModel):
             if config.use_qk_norm:
                 fuse(layer.attention, operators, ("q_norm", "k_norm"))
 
-    def shape_of(self, config: Any) -> ModelShape:
-        text, vision, model = config.text_config, config.vision_config, self.module.model
-        merge_area = round(1 / config.downsample_ratio) ** 2
+    def vision_shape(self, vision: Any) -> dict[str, Any]:
+        model: Any = self.module.model
+        merge_area = round(1 / model.config.downsample_ratio) ** 2
+        patch_area = vision.patch_size[0] * vision.patch_size[1]
         width, heads = vision.hidden_size, vision.num_attention_heads
-        patch_dim = vision.num_channels * vision.patch_size[0] * vision.patch_size[1]
         layers, projector = model.vision_tower.encoder.layer, num_parameters(model.multi_modal_projector)
-        return ModelShape(
-            family=config.model_type,
-            language=(self.language_layers(text, query_key_norms=text.model_type == "qwen3"),),
-            vision=(LayerShape(count=vision.num_hidden_layers, width=width, mlp_width=vision.intermediate_size,
-                               heads=heads, key_value_heads=heads, head_width=width // heads,
-                               num_parameters=num_parameters(layers[0]), gated=False,
-                               layer_norms=vision.norm_type == "layer_norm", query_key_norms=vision.use_qk_norm),),
-            vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
-            vision_rest=num_parameters(model.vision_tower) - num_parameters(layers) + projector,
-            vision_projector=projector, patch_dim=patch_dim, merge_area=merge_area, merger_width=text.hidden_size,
-            token_pixels=merge_area * vision.patch_size[0] * vision.patch_size[1])
+        shape = LayerShape(
+            count=vision.num_hidden_layers, width=width, mlp_width=vision.intermediate_size, heads=heads,
+            key_value_heads=heads, head_width=width // heads, num_parameters=num_parameters(layers[0]), gated=False,
+            layer_norms=vision.norm_type == "layer_norm", query_key_norms=vision.use_qk_norm)
+        return {"vision": (shape,), "vision_projector": projector, "patch_dim": vision.num_channels * patch_area,
+                "vision_rest": num_parameters(model.vision_tower) - num_parameters(layers) + projector,
+                "merge_area": merge_area, "merger_width": model.config.text_config.hidden_size,
+                "token_pixels": merge_area * patch_area}
 
 
 class TileEmbedding(Module):
@@ -145,7 +131,6 @@ class TileEmbedding(Module):
         super().__init__()
         self.cls_token, self.position_embeddings = plain.cls_token, plain.position_embeddings
         self.mask_token, self.patch_embeddings = plain.mask_token, plain.patch_embeddings
-        self.train(plain.training)
 
     def forward(self, pixel_values: Tensor, bool_masked_pos: None = None) -> Tensor:
         """(T, N + 1, width) of T tiles of N patches, `pixel_values` (T, N, channels x height x width).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from dhp_ray.model.fused import Operators, fuse
 from dhp_ray.model.segment_attention import Segments, segment_attention
 from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
-from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.model_shape import LayerShape
 
 
 class Qwen25VL(VisionLanguageModel):
@@ -74,11 +75,6 @@ class Qwen25VL(VisionLanguageModel):
         features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 
-    def language_arguments(
-        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
-    ) -> Mapping[str, Any]:
-        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
-
     def vision_units(self) -> list[Module]:
         visual: Any = self.module.model.visual  # type: ignore[union-attr]
         return [*visual.blocks, visual]
@@ -94,26 +90,24 @@ class Qwen25VL(VisionLanguageModel):
             block.attn.operators = operators
         fuse(visual.merger, operators, ("ln_q",))
 
-    def shape_of(self, config: Any) -> ModelShape:
-        """Every block of the encoder is alike but for the window that its attention sees."""
-        text, vision, visual = config.text_config, config.vision_config, self.module.model.visual
-        merge_area = vision.spatial_merge_size ** 2
-        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-        width = vision.hidden_size
+    def vision_shape(self, vision: Any) -> dict[str, Any]:
+        visual: Any = self.module.model.visual  # type: ignore[union-attr]
+        merge_area, patch_area = vision.spatial_merge_size ** 2, vision.patch_size ** 2
+        blocks = LayerShape(
+            count=vision.depth, width=vision.hidden_size, mlp_width=vision.intermediate_size, heads=vision.num_heads,
+            key_value_heads=vision.num_heads, head_width=vision.hidden_size // vision.num_heads,
+            num_parameters=num_parameters(visual.blocks[0]))
+        return {"vision": self.kinds_of_blocks(vision, blocks), "merge_area": merge_area,
+                "vision_rest": num_parameters(visual) - num_parameters(visual.blocks),
+                "patch_dim": vision.in_channels * vision.temporal_patch_size * patch_area,
+                "merger_width": merge_area * vision.hidden_size, "token_pixels": merge_area * patch_area}
+
+    def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:
+        """All `blocks` of the encoder by their kinds: they are alike but for the window that their attention sees."""
         num_full = len(set(vision.fullatt_block_indexes) & set(range(vision.depth)))
         window = (vision.window_size // vision.patch_size) ** 2
-        blocks = [
-            LayerShape(count=count, width=width, mlp_width=vision.intermediate_size, heads=vision.num_heads,
-                       key_value_heads=vision.num_heads, head_width=width // vision.num_heads,
-                       num_parameters=num_parameters(visual.blocks[0]), window=seen)
-            for count, seen in ((vision.depth - num_full, window), (num_full, 0)) if count]
-        return ModelShape(
-            family=config.model_type, language=(self.language_layers(text, query_key_norms=False),),
-            vision=tuple(blocks), vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings),
-            language_rest=text.hidden_size,
-            vision_rest=num_parameters(visual) - num_parameters(visual.blocks),
-            patch_dim=patch_dim, merge_area=merge_area, merger_width=merge_area * width,
-            token_pixels=merge_area * vision.patch_size ** 2)
+        return tuple(replace(blocks, count=count, window=seen)
+                     for count, seen in ((vision.depth - num_full, window), (num_full, 0)) if count)
 
 
 class PatchEmbedding(Module):
@@ -124,7 +118,6 @@ class PatchEmbedding(Module):
     def __init__(self, plain: Any) -> None:
         super().__init__()
         self.proj = plain.proj
-        self.train(plain.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(P, width) of patches `hidden_states` (P, channels x frames x height x width)."""
@@ -143,7 +136,6 @@ class VisionAttention(Module):
         super().__init__()
         self.qkv, self.proj, self.num_heads, self.scaling = plain.qkv, plain.proj, plain.num_heads, plain.scaling
         self.operators: Operators | None = None
-        self.train(plain.training)
 
     def forward(
         self, hidden_states: Tensor, *, cu_seqlens: Segments, position_embeddings: tuple[Tensor, Tensor], **_: Any

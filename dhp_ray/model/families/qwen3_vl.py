@@ -8,6 +8,7 @@ added to its hidden state behind layer i. All travel as one row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.segment_attention import Segments
-from dhp_ray.model.vision_language_model import EncoderArguments, num_parameters
-from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
+from dhp_ray.planner.memory.model_shape import LayerShape
 
 
 class Qwen3VL(Qwen25VL):
@@ -49,10 +50,7 @@ class Qwen3VL(Qwen25VL):
         # transformers selects the tokens by a mask, whose number of rows the host has to know
         model.language_model._deepstack_process = _add_rows
 
-    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        time, height, width = grid
-        area = height * width // self.merge_area
-        return (area,) * time if is_video else (time * area,)
+    vision_runs = VisionLanguageModel.vision_runs
 
     @staticmethod
     def position_runs(config: Any, grid: Sequence[int], seconds: float) -> list[tuple[Sequence[int], float]]:
@@ -86,22 +84,12 @@ class Qwen3VL(Qwen25VL):
         for block in visual.blocks:
             block.attn.operators = operators
 
-    def shape_of(self, config: Any) -> ModelShape:
-        text, vision, visual = config.text_config, config.vision_config, self.module.model.visual
-        merge_area = vision.spatial_merge_size ** 2
-        patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-        width = vision.hidden_size
-        return ModelShape(
-            family=config.model_type, language=(self.language_layers(text, query_key_norms=True),),
-            vision=(LayerShape(count=vision.depth, width=width, mlp_width=vision.intermediate_size,
-                               heads=vision.num_heads, key_value_heads=vision.num_heads,
-                               head_width=width // vision.num_heads, num_parameters=num_parameters(visual.blocks[0]),
-                               gated=False, layer_norms=True),),
-            vocabulary_size=text.vocab_size, tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
-            vision_rest=num_parameters(visual) - num_parameters(visual.blocks),
-            patch_dim=patch_dim, merge_area=merge_area, merger_width=merge_area * width,
-            token_pixels=merge_area * vision.patch_size ** 2, feature_levels=1 + len(vision.deepstack_visual_indexes),
-            position_rows=vision.num_position_embeddings)
+    def vision_shape(self, vision: Any) -> dict[str, Any]:
+        return {**super().vision_shape(vision), "feature_levels": 1 + len(vision.deepstack_visual_indexes),
+                "position_rows": vision.num_position_embeddings}
+
+    def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:
+        return (replace(blocks, gated=False, layer_norms=True),)
 
 
 def _add_rows(hidden: Tensor, index: Tensor, rows: Tensor) -> Tensor:
