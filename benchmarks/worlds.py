@@ -34,6 +34,7 @@ from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.results import StepResult
 from dhp_ray.train.step_inputs import collated
+from tests.engine_values import full_parameters
 from tests.ranks import run_processes
 
 
@@ -192,7 +193,7 @@ def _train(rank: int, port: int, num_ranks: int, config: Config, plans: list[Pla
         rank_plan = plan.rank_plan(step, rank)
         inputs = collated(rank_plan, corpus.rank_payloads(rank_plan), member.adapter, config.train.precision)
         steps.append(member.stepper.run(inputs, member.learning_rate_factor(step, len(plans))))
-    parameters = {name: tensor.numpy() for name, tensor in member.engine.full_parameters().items()}
+    parameters = {name: tensor.numpy() for name, tensor in full_parameters(member.engine).items()}
     pool = member.stepper.transport.counters()
     member.close()
     return steps, parameters, pool

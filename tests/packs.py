@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
+from dhp_ray.model import export
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.presets import preset_config
@@ -253,3 +255,13 @@ def own_payloads(pack: Pack, payloads: Mapping[str, Payload], rank: int) -> dict
         pixels = [patches if needed else None for patches, needed in zip(payload.pixels, here)]
         own[sample.id] = replace(payload, pixels=pixels)
     return own
+
+
+def save_model(adapter: VisionLanguageModel, folder: Path, values: Mapping[str, Tensor]) -> None:
+    """Write a model in the Hugging Face form, of `values`: its parameters by name, whole."""
+    files = export.files_of(adapter, 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        own = {name: values[name].detach().float() for name in file.parameters}
+        export.write_file(folder, file, export.tensors(file, own, adapter.weights))
+    export.write_description(adapter, files, folder)

@@ -24,7 +24,7 @@ from benchmarks.device_parts.timing import matrix_rate, timed
 from benchmarks.device_parts.workload import BATCHES, Batch, OwnStep, batch_of, choose_preset, config_of
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import operators_of
-from dhp_ray.train.flat_engine import resident_bytes
+from tests.engine_values import resident_bytes
 
 NUM_TIMED = {"cuda": 2, "cpu": 1}
 LARGEST_LOSS_ERROR = {"fp32": 1e-4, "bf16": 2e-2}

@@ -21,11 +21,12 @@ from dhp_ray.model.presets import preset_config
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, Sample
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.flat_engine import FlatEngine, resident_bytes
+from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.layer_marks import LayerMarks, layers_by_name
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.step_inputs import StepInputs, collated
+from tests.engine_values import resident_bytes
 from tests.packs import TOKEN_IDS, make_pack, make_sample
 
 SHARE_OF_DEVICE = 0.8

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,10 @@ from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.lora import write_settings
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import StoredKey, StoredWeights
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
-
-if TYPE_CHECKING:
-    from dhp_ray.model.vision_language_model import VisionLanguageModel
 
 GENERATION_FILE = "generation_config.json"
 
@@ -226,27 +224,6 @@ def write_description(adapter: VisionLanguageModel, files: Sequence[ModelFile], 
             places = {entry.key: file.name for file in files for entry in file.entries}
             index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def save(adapter: VisionLanguageModel, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write a model. `parameters`: all parameters of the model, whole, on this host.
-
-    Raises:
-        ModelError: a parameter has no value, or a tensor to copy from the model's folder is gone.
-        StorageError: a file cannot be written.
-    """
-    found = files_of(adapter, 1)
-    needed = {name for name, parameter in adapter.module.named_parameters()
-              if adapter.lora is None or parameter.requires_grad}
-    missing = sorted(needed - set(parameters))
-    if missing:
-        raise ModelError(f"model: cannot save: no value for {len(missing)} parameters, the first is {missing[0]}")
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    for file in found:
-        values = {name: parameters[name].detach().to("cpu", torch.float32) for name in file.parameters}
-        write_file(target, file, tensors(file, values, adapter.weights))
-    write_description(adapter, found, target)
 
 
 class AllRanks:

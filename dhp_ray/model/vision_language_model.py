@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isqrt
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dhp_ray.compatibility import checkpoint_activations
-from dhp_ray.model import attention, export
+from dhp_ray.model import attention
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
@@ -361,13 +360,6 @@ class VisionLanguageModel(ABC):
             yield
         finally:
             self.set_activation_checkpointing(0.0)
-
-    def save(self, folder: str | Path, parameters: Mapping[str, Tensor]) -> None:
-        """Write config.json, generation_config.json and safetensors in the Hugging Face form, of `parameters`: full
-        fp32 CPU tensors by name. What is trained is in fp32; what is frozen, and what the files of a model folder hold
-        beside the module's parameters, as it was there. With LoRA, the adapter alone, in PEFT's form.
-        """
-        export.save(self, folder, parameters)
 
 
 def num_parameters(module: Module) -> int:

@@ -94,13 +94,6 @@ class Engine(ABC):
         parameters.
         """
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters as fp32 CPU tensors by name, on rank 0; empty on the others. Every rank calls this. Names of
-        tied parameters appear once.
-        """
-        return {name: value for name, value in self.gather((name, 0) for name in [*self.parameters, *self.frozen])
-                if value is not None}
-
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0, uses_vision: bool = True) -> Update:
         """Take one AdamW step on the gradients, summed over all ranks and divided by the global batch's valid tokens.
 

@@ -10,7 +10,6 @@ ZeRO: arXiv 1910.02054, section 5 (stage 1).
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -238,20 +237,6 @@ class FlatEngine(Engine):
             self._wait(work)
             started.extend((later, self._reduce_scatter(later)) for later in islice(following, 1))
             yield bucket
-
-
-def resident_bytes(num_parameters: int, world_size: int, precision: str, num_frozen: int = 0) -> int:
-    """Return the bytes of device memory that a rank holds between steps: parameters, fp32 gradients, two versions of
-    its shard.
-
-    `num_parameters` counts all parameters, `num_frozen` those of them that are not trained. Padding is left out
-    (64 elements a parameter at most).
-    """
-    compute = torch.empty((), dtype=COMPUTE_TYPES[precision]).element_size()
-    trained = num_parameters - num_frozen
-    versions = 2 * 3 * 4  # value and both moments, fp32
-    reduced = 4 if world_size > 1 else 0
-    return num_parameters * compute + trained * 4 + math.ceil(trained / world_size) * (versions + reduced)
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:

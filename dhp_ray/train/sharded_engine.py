@@ -193,12 +193,6 @@ class ShardedEngine(Engine):
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients summed over all ranks, whole, by name; zero for what no pack used. Every rank calls this."""
-        return {name: torch.zeros(self._shapes[name], device=self.device) if parameter.grad is None
-                else cast(DTensor, parameter.grad).full_tensor().view(self._shapes[name])
-                for name, parameter in self.parameters.items()}
-
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
         everything = {**self.parameters, **self.frozen}
         for name, owner in wanted:

@@ -13,12 +13,12 @@ from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import INDEX_FILE, MODEL_TYPES, ModelError, check_model_folder, fingerprint
 from dhp_ray.runtime.evaluate.evaluator import load_model
-from tests.packs import TOKEN_IDS, stored_values
+from tests.packs import TOKEN_IDS, save_model, stored_values
 
 
 def saved(folder: Path) -> Path:
     adapter = build_model("tiny", "", TOKEN_IDS, 0)
-    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     return folder
 
 
@@ -98,7 +98,7 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name].float()) for name in weights)
     assert adapter.module.config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
-    adapter.save(tmp_path / "saved", loaded)
+    save_model(adapter, tmp_path / "saved", loaded)
     written = (tmp_path / "saved/generation_config.json").read_bytes()
     assert written == (tmp_path / "generation_config.json").read_bytes()
     again = stored_values(build_model("", str(tmp_path / "saved"), None, 0))
@@ -264,7 +264,7 @@ def test_what_is_not_trained_is_saved_as_it_was(tmp_path: Path) -> None:
     adapter = build_model("", str(folder), None, 0)
     adapter.freeze(["vision"])
     values = stored_values(adapter)
-    adapter.save(tmp_path / "saved", values)
+    save_model(adapter, tmp_path / "saved", values)
     found = load_file(tmp_path / "saved" / "model.safetensors")
     assert found.keys() == given.keys()
     same = {name for name, value in given.items()
@@ -273,4 +273,4 @@ def test_what_is_not_trained_is_saved_as_it_was(tmp_path: Path) -> None:
     assert {found[name].dtype for name in given.keys() - same} == {torch.float32}
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*model.safetensors cannot be read: [^\n]*$"):
-        adapter.save(tmp_path / "again", values)
+        save_model(adapter, tmp_path / "again", values)

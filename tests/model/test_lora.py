@@ -15,7 +15,7 @@ from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
 from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.one_rank import VIDEO, loss_of
-from tests.packs import PATCH_DIMS, make_sample, plain_copy, plain_loss, rough_model
+from tests.packs import PATCH_DIMS, make_sample, plain_copy, plain_loss, rough_model, save_model
 
 ALL = LoraSettings(4, 8.0, ("all-linear",))
 
@@ -36,7 +36,7 @@ def with_adapters(
 
 def save(adapter: VisionLanguageModel, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
-    adapter.save(folder, {name: value.detach() for name, value in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: value.detach() for name, value in adapter.module.named_parameters()})
     return load_file(folder / ADAPTER_FILE)
 
 
@@ -113,7 +113,7 @@ def test_first_values_are_the_same_everywhere_and_add_nothing() -> None:
 
 def test_sizes_without_weights(tmp_path: Path) -> None:
     base = rough_model()
-    base.save(tmp_path, {name: value.detach() for name, value in base.module.named_parameters()})
+    save_model(base, tmp_path, {name: value.detach() for name, value in base.module.named_parameters()})
     for frozen in ((), ("vision",), ("language",)):
         adapter = with_adapters(frozen=frozen)
         sizes = {part: sum(value.numel() for name, value in adapter.module.named_parameters()

@@ -19,7 +19,7 @@ from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, rea
 from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.checkout import job_of
 from tests.model.test_lora import ALL, save, with_adapters
-from tests.packs import PATCH_DIMS, plain_copy, rough_model
+from tests.packs import PATCH_DIMS, plain_copy, rough_model, save_model
 from tests.test_jobs import ended
 
 OTHER = "model.language_model.layers.0.self_attn.q_proj"
@@ -233,7 +233,7 @@ def test_an_adapter_of_other_weights(tmp_path: Path) -> None:
         write_base(tmp_path / name, seed=seed)
     adapter = build_model("", str(tmp_path / "base"), None, 0)
     adapter.add_lora(ALL)
-    adapter.save(tmp_path / "adapter", {name: first_values(name, value.shape, 0)
+    save_model(adapter, tmp_path / "adapter", {name: first_values(name, value.shape, 0)
                                         for name, value in adapter.module.named_parameters() if value.requires_grad})
     assert base_of(str(tmp_path / "adapter")) == str(tmp_path / "base")
     with pytest.raises(ModelError, match="was trained on other weights than those in"):

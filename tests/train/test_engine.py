@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.state.shards import UNFINISHED, ShardState
+from tests.engine_values import full_parameters
 from tests.train.networks import (
     Network,
     error,
@@ -64,7 +65,7 @@ def broken_update(rank, world_size, broken_part):
     engine.all_gather_parameters()
     back = all(torch.equal(resident[name], parameter) for name, parameter in network.named_parameters())
     train_step(engine, network, 1, rank, world_size)
-    return failed, unchanged, version, back, engine.full_parameters()
+    return failed, unchanged, version, back, full_parameters(engine)
 
 
 @pytest.mark.gloo("a collective that times out raises; a device's watchdog ends the process")
@@ -184,4 +185,4 @@ def test_frozen_parameters_are_exported_as_they_came_whoever_exports(rank):
     assert network.visual.weight.dtype == torch.bfloat16
     following = FlatEngine(network, settings(), None, 1, 0, "bf16", 400, initialize=False, originals=engine.originals)
     following.load_state(held[0].state)
-    assert torch.equal(following.full_parameters()["visual.weight"], Network().visual.weight)
+    assert torch.equal(full_parameters(following)["visual.weight"], Network().visual.weight)

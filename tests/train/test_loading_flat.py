@@ -26,6 +26,7 @@ from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.reshard import reshard
 from dhp_ray.train.state.shards import LocalShard
 from dhp_ray.train.step_inputs import collated
+from tests.engine_values import full_parameters
 from tests.packs import load_whole
 from tests.train.networks import run_tensors
 from tests.train.test_loading import published
@@ -77,12 +78,12 @@ def train(
     bytes_read = adapter.weights.bytes_read if adapter.weights else 0
     resident = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()
                 } if sync == "step" else {}
-    exported = stepper.engine.full_parameters()
+    exported = full_parameters(stepper.engine)
     rank_plan = plan.rank_plan(1, rank)
     inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
     steps = [stepper.run(inputs, 1.0) for _ in range(2)]
     return {"numbers": [(step.loss_sum, step.gradient_norm) for step in steps], "bytes_read": bytes_read,
-            "resident": resident, "exported": exported, "after": stepper.engine.full_parameters(),
+            "resident": resident, "exported": exported, "after": full_parameters(stepper.engine),
             "frozen": [name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad]}
 
 
@@ -154,7 +155,7 @@ def re_form(
     inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter, precision)
     step = step_of(adapter, engine, rank, 3).run(inputs, 1.0)
     return {"numbers": (step.loss_sum, step.gradient_norm), "resident": resident, "read_again": again,
-            "exported": engine.full_parameters()}
+            "exported": full_parameters(engine)}
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
@@ -177,14 +178,14 @@ def re_form_sharded(rank: int, path: str) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     adapter = adapter_of(path, True, ["vision"])
     engine = ShardedEngine(adapter, settings(adapter), dist.group.WORLD, rank, CPU)
-    shards, exported = engine.local_shards(rank), engine.full_parameters()
+    shards, exported = engine.local_shards(rank), full_parameters(engine)
     following = adapter_of(path, True, ["vision"])
     again = ShardedEngine(following, settings(following), dist.group.WORLD, rank, CPU, initialize=False)
     assert again.local_shards(rank) == []
     again.load_state(reshard(shards, again.pieces(), again.shard_size, rank, dist.group.WORLD))
     assert following.weights is not None
     rows = sum(parameter.to_local().numel() for parameter in again.frozen.values())
-    return {"first": exported, "again": again.full_parameters(), "bytes": following.weights.bytes_read, "rows": rows}
+    return {"first": exported, "again": full_parameters(again), "bytes": following.weights.bytes_read, "rows": rows}
 
 
 def test_a_sharded_engine_that_takes_over_a_state_reads_only_what_is_frozen(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_a_file_that_is_cut_short_leaves_the_module_as_it_was(tmp_path: Path) ->
         flat_engine(adapter, 0, 1, "bf16")
     assert all(parameter.is_meta for parameter in adapter.module.parameters())
     file.write_bytes(content)
-    exported = flat_engine(adapter, 0, 1, "bf16").full_parameters()
+    exported = full_parameters(flat_engine(adapter, 0, 1, "bf16"))
     whole = dict(load_whole(path).module.named_parameters())
     assert all(torch.equal(value, whole[name]) for name, value in exported.items())
 
@@ -215,11 +216,11 @@ def test_frozen_originals_are_read_again_and_not_kept(tmp_path: Path) -> None:
     engine = flat_engine(adapter, 0, 1, "bf16")
     assert engine.originals == {}
     before = adapter.weights.bytes_read  # type: ignore[union-attr]
-    engine.full_parameters()
+    full_parameters(engine)
     frozen = sum(parameter.numel() for parameter in engine.frozen.values())
     assert adapter.weights.bytes_read - before == 4 * frozen  # type: ignore[union-attr]
     adapter = adapter_of(saved(tmp_path / "bf16", torch.bfloat16, tie=True), True, ["vision"])
     engine = flat_engine(adapter, 0, 1, "bf16")
     before = adapter.weights.bytes_read  # type: ignore[union-attr]
-    engine.full_parameters()
+    full_parameters(engine)
     assert adapter.weights.bytes_read == before  # type: ignore[union-attr]  # the cast has changed nothing

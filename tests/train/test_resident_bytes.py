@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from dhp_ray.comm.ranks import own_rank
 from dhp_ray.model.build import build_model
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
-from dhp_ray.train.flat_engine import resident_bytes
 from dhp_ray.train.sharded_engine import ShardedEngine
+from tests.engine_values import resident_bytes
 from tests.train.networks import make_engine, run_tensors
 from tests.train.test_loading_flat import CPU, flat_engine, saved
 from tests.train.test_sharded_engine import settings

@@ -21,6 +21,7 @@ from dhp_ray.train.rank_step import MicroBatchStep
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.step_inputs import collated
+from tests.engine_values import full_gradients, full_parameters
 from tests.packs import make_sample, own_payloads, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
 
@@ -102,7 +103,7 @@ def train(
     worst: dict[str, float] = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     for _ in range(num_steps):
         result = stepper.run(collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter), 1.0)
-        found = stepper.engine.full_gradients()
+        found = full_gradients(stepper.engine)
         assert result.num_valid_tokens == num_valid
         assert [time.index for time in result.pack_times] == [pack.index for pack in rank_plan.packs]
         assert num_ranks == 1 or all(0.0 < time.blocked_s < time.end_s - time.start_s for time in result.pack_times)
@@ -118,7 +119,7 @@ def train(
         worst["norm"] = max(worst["norm"], abs(result.gradient_norm - norm) / (norm or 1.0))
         if num_valid:
             optimizer.step()
-    after = stepper.engine.full_parameters()
+    after = full_parameters(stepper.engine)
     stepper.transport.close()
     if rank == 0:
         trained_plainly = {name: parameter.detach() for name, parameter in plain.named_parameters()}
@@ -222,9 +223,9 @@ def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
     for name, payload in own.items():
         pixels = [None if patches is None else patches * float("nan") for patches in payload.pixels]
         bad[name] = replace(payload, pixels=pixels)
-    before = stepper.engine.full_parameters()
+    before = full_parameters(stepper.engine)
     skipped = stepper.run(collated(rank_plan, bad, stepper.adapter), 1.0)
-    after, good = stepper.engine.full_parameters(), collated(rank_plan, own, stepper.adapter)
+    after, good = full_parameters(stepper.engine), collated(rank_plan, own, stepper.adapter)
     applied = stepper.run(good, 1.0)
     again = make_step(rough_model(), rank, 3).run(good, 1.0)
     return [skipped.applied, skipped.state_version, all(torch.equal(before[name], after[name]) for name in before),

@@ -19,6 +19,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker import rank as rank_module
 from dhp_ray.train.collate import placeholder
 from dhp_ray.train.step_inputs import collated
+from tests.engine_values import full_parameters
 from tests.packs import make_sample, own_payloads, plain_gradients, relative_errors, with_images_apart
 from tests.ranks import run_processes
 
@@ -56,7 +57,7 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
     rank_module.FlatEngine = partial(rank_module.FlatEngine, bucket_bytes=10_000)  # all ranks have some encoder
     member = rank_module.Rank(config, Membership(rank, num_ranks, 1, "127.0.0.1", port), CPU)
     adapter, engine = member.adapter, member.engine
-    start = engine.full_parameters()
+    start = full_parameters(engine)
     if rank == 0:
         plain = type(adapter.module)(type(adapter.module.config).from_dict(adapter.module.config.to_dict()))
         plain.load_state_dict(start, strict=False)
@@ -78,7 +79,7 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
         before = [tensor[part].clone() for tensor in engine.current.tensors().values() for part in vision]
         result = member.stepper.run(inputs, 1.0)
         after = [tensor[part] for tensor in engine.current.tensors().values() for part in vision]
-        parameters, worst = engine.full_parameters(), 0.0
+        parameters, worst = full_parameters(engine), 0.0
         if rank == 0:
             used = [payloads[name] for names in packs for name in names if name not in broken]
             _, gradients = plain_gradients(plain, used)

@@ -21,6 +21,7 @@ from tests.packs import (
     plain_loss,
     relative_errors,
     rough_model,
+    save_model,
     stored_values,
     tiles_of,
 )
@@ -108,7 +109,7 @@ def test_folders_of_both_layouts_of_names(tmp_path: Path) -> None:
     payload = make_sample("saved", [9, (3, 4, 4), VIDEO, 31], preset=PRESET)[1]
     expected = plain_loss(plain_copy(adapter), payload)[0].item()
     parameters = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
-    adapter.save(tmp_path, parameters)
+    save_model(adapter, tmp_path, parameters)
     module, report = InternVLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert plain_loss(module, payload)[0].item() == pytest.approx(expected, rel=1e-6)

@@ -17,6 +17,7 @@ from tests.packs import (
     plain_loss,
     relative_errors,
     rough_model,
+    save_model,
     stored_values,
 )
 from tests.ranks import run_ranks
@@ -86,7 +87,7 @@ def test_saved_folder_gives_plain_transformers_the_same_loss(tmp_path: Path) -> 
         folder = tmp_path / f"tied_{tie}"
         parameters = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
         adapter.module.to(torch.bfloat16)  # what the engine holds in bf16 is not what is saved
-        adapter.save(folder, parameters)
+        save_model(adapter, folder, parameters)
         module, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
         assert not any(report.values()), report
         assert module.dtype == torch.float32
@@ -104,7 +105,7 @@ def test_saving_needs_every_parameter(tmp_path: Path) -> None:
         ModelError,
         match=r"^model: cannot save: no value for 1 parameters, the first is model.language_model.norm.weight$",
     ):
-        adapter.save(tmp_path / "model", parameters)
+        save_model(adapter, tmp_path / "model", parameters)
 
 
 def test_parts_and_decay() -> None:

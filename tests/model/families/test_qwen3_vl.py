@@ -17,6 +17,7 @@ from tests.packs import (
     plain_loss,
     relative_errors,
     rough_model,
+    save_model,
     stored_values,
 )
 from tests.ranks import run_ranks
@@ -83,7 +84,7 @@ def test_a_saved_folder_gives_transformers_the_same_loss(tmp_path: Path) -> None
     payload = make_sample("saved", [9, (1, 8, 12), VIDEO, 31], preset=PRESET)[1]
     expected = plain_loss(plain_copy(adapter), payload)[0].item()
     parameters = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
-    adapter.save(tmp_path, parameters)
+    save_model(adapter, tmp_path, parameters)
     module, report = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert plain_loss(module, payload)[0].item() == pytest.approx(expected, rel=1e-6)

@@ -31,6 +31,7 @@ from dhp_ray.runtime.job.preflight import (
 )
 from dhp_ray.schema import PLANNERS as NAMES
 from tests.data.samples import talk, write_rows
+from tests.packs import save_model
 
 ROOT = Path(__file__).parents[3]
 HEAVY = ("ray", "torch", "transformers", "numba", "PIL", "av")
@@ -52,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
-    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     processor.save(folder)
     return folder
 

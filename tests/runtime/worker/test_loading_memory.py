@@ -25,7 +25,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.run_model import build_adapter
 from dhp_ray.runtime.worker.worker import give_back_memory
-from dhp_ray.train.flat_engine import resident_bytes
+from tests.engine_values import resident_bytes
 from tests.packs import rough_model
 from tests.ranks import run_processes
 
