@@ -147,15 +147,6 @@ def exchange_rows(
     run it or none: pass `differentiable=True` on all when any trainable parameter is upstream of `rows` on any of them,
     and keep the result in the graph even when it has no rows.
     """
-    if len(send_index) != link.size or len(receive_counts) != link.size:
-        raise ValueError(
-            f"exchange of rows: {len(send_index)} send indices and {len(receive_counts)} counts for {link.size} members"
-        )
-    if len(send_index[link.index]) != receive_counts[link.index]:
-        raise ValueError(
-            f"exchange of rows: member {link.index} keeps {len(send_index[link.index])} of its own rows and expects "
-            f"{receive_counts[link.index]}"
-        )
     # A member without images has no input that requires a gradient; the anchor makes autograd call its backward.
     anchor = torch.zeros((), requires_grad=True) if differentiable and not rows.requires_grad else None
     exchanged: Tensor = _ExchangeRows.apply(rows, anchor, dict(enumerate(send_index)),

@@ -58,10 +58,6 @@ class GroupPool:
         """Return the group of these ranks, in any order; None if it is not in the pool."""
         return self._groups.get(key_of(ranks))
 
-    def ranks(self) -> list[Key]:
-        """Return the groups in the pool (sorted ranks), least recently used first."""
-        return self._state.held()
-
     def clear(self) -> None:
         """Destroy every group. All ranks that are left call this alike."""
         for key in self._state.held():

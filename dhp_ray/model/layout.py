@@ -45,9 +45,9 @@ class Blocks:
 class PackLayout:
     """How the tokens of a pack's sequences (`lengths`, packed one after the other) are spread over `degree` members.
 
-    A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order,
-    default to zigzag. There is no padding, no interval crosses a sequence, and a member may have no tokens. A token
-    attends to its sequence up to itself.
+    A member's local order is by sequence, then by position. `shards`, the intervals of each member in that order, cover
+    each token once; by default they are zigzag. There is no padding, no interval crosses a sequence, and a member may
+    have no tokens. A token attends to its sequence up to itself.
     """
 
     lengths: tuple[int, ...]
@@ -58,15 +58,10 @@ class PackLayout:
     def __post_init__(self) -> None:
         if self.degree < 1 or not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"pack layout: degree {self.degree}, lengths {self.lengths}; each must be at least 1")
-        if self.shards:
-            _check_cover(self.lengths, self.degree, self.shards)
-        else:
+        if not self.shards:
             object.__setattr__(self, "shards", zigzag(self.lengths, self.degree))
         object.__setattr__(self, "_num_tokens",
                            tuple(sum(piece.stop - piece.start for piece in shard) for shard in self.shards))
-
-    def intervals(self, member: int) -> tuple[TokenInterval, ...]:
-        return self.shards[member]
 
     def num_tokens(self, member: int) -> int:
         return self._num_tokens[member]
@@ -137,26 +132,3 @@ def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval
         spans.setdefault(interval.sequence, []).append((interval, slice(first, last)))
         first = last
     return spans
-
-
-def _check_cover(lengths: Sequence[int], degree: int, shards: Sequence[Sequence[TokenInterval]]) -> None:
-    """Raise ValueError unless the shards contain every token once and each shard is sorted."""
-    if len(shards) != degree:
-        raise ValueError(f"pack layout: {len(shards)} shards for {degree} members")
-    for member, shard in enumerate(shards):
-        if list(shard) != sorted(shard):
-            raise ValueError(f"pack layout: member {member}'s intervals are not sorted by sequence and start")
-    reached = [0] * len(lengths)
-    for interval in sorted(interval for shard in shards for interval in shard):
-        if (
-            interval.start != reached[interval.sequence]
-            or not interval.start < interval.stop <= lengths[interval.sequence]
-        ):
-            raise ValueError(
-                f"pack layout: {interval} in sequence of {lengths[interval.sequence]} tokens, of which "
-                f"{reached[interval.sequence]} are placed"
-            )
-        reached[interval.sequence] = interval.stop
-    for sequence, (placed, length) in enumerate(zip(reached, lengths)):
-        if placed != length:
-            raise ValueError(f"pack layout: sequence {sequence} has {length} tokens, {placed} placed")

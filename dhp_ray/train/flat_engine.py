@@ -66,19 +66,12 @@ class FlatEngine(Engine):
         whose last engine was released, pass that engine's `originals`.
 
         Raises:
-            ValueError: unknown precision, no parameter to train, several ranks without a group, or a file of weights
-                that cannot be read.
+            ModelError: a file of weights cannot be read.
         """
-        if precision not in COMPUTE_TYPES:
-            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
-        if world_size > 1 and world_group is None:
-            raise ValueError(f"world_group: got None for {world_size} ranks; allowed only for one")
         self.module, self.world_size, self.rank = module, world_size, rank
         self.compute_type = COMPUTE_TYPES[precision]
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        if not self.parameters:
-            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
         self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
                                  bucket_bytes // 4)
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,

@@ -101,10 +101,8 @@ class ShardedEngine(Engine):
         With `initialize` False the values of trained parameters are not used: `load_state` must follow.
 
         Raises:
-            ValueError: unknown precision, no parameter to train, or a file of weights that cannot be read.
+            ModelError: a file of weights cannot be read.
         """
-        if precision not in COMPUTE_TYPES:
-            raise ValueError(f"precision: got {precision!r}; allowed: {', '.join(COMPUTE_TYPES)}")
         progress = progress or Progress(device)
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
         module: Any = adapter.module
@@ -139,8 +137,6 @@ class ShardedEngine(Engine):
         if adapter.weights is not None:
             read_shards(self.root, everything if initialize else self.frozen, adapter.weights, rank, self.world_size,
                         device)
-        if not self.parameters:
-            raise ValueError("train.freeze: every parameter of the model is frozen; at least one must be left to train")
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
         shapes = {name: self._shapes[name] for name in self.parameters}

@@ -31,13 +31,13 @@ def walk_steps(rank: int) -> list[State]:
     states: list[State] = []
     for plan, _ in STEPS:
         pool.prepare(plan)
-        states.append((pool.ranks(), tuple(pool.counters.values())))
+        states.append((pool._state.held(), tuple(pool.counters.values())))
         for ranks in plan:
             group = pool.get(ranks)
             if rank in ranks and group is not None:
                 assert sum_over(PackCommunicator(ranks, rank, group)) == sum(ranks)
     pool.clear()
-    assert pool.ranks() == []
+    assert pool._state.held() == []
     assert pool.get((0, 1)) is None
     return states
 

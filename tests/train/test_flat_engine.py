@@ -282,14 +282,3 @@ def test_the_learning_rate_factor_scales_all_rates():
     assert train_step(engine, network, 0, 0, 1, factor=0.0) == Update(pytest.approx(norm), 0.0, True)
     assert all(torch.equal(before[name], parameter) for name, parameter in network.named_parameters())
     assert train_step(engine, network, 0, 0, 1, factor=0.25).learning_rate == pytest.approx(2.5e-3)
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match=r"precision: got 'fp16'; allowed: fp32, bf16"):
-        FlatEngine(Network(), settings(), None, 1, 0, "fp16")
-    with pytest.raises(ValueError, match=r"world_group: got None for 2 ranks"):
-        FlatEngine(Network(), settings(), None, 2, 0)
-    with pytest.raises(ValueError, match=r"train\.freeze: every parameter of the model is frozen"):
-        FlatEngine(Network().requires_grad_(False), settings(), None, 1, 0)
-
-

@@ -280,22 +280,3 @@ def test_bf16_stays_near_fp32(most: int) -> None:
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide
     assert wide[2] < wide[0]
-
-
-def refuse(rank: int) -> list[str]:
-    assert dist.group.WORLD is not None
-    said = []
-    frozen = rough_model()
-    frozen.module.requires_grad_(False)
-    for adapter, precision in ((rough_model(), "fp16"), (frozen, "fp32")):
-        with pytest.raises(ValueError, match=r"^(precision|train\.freeze): ") as raised:
-            ShardedEngine(adapter, settings(adapter), dist.group.WORLD, rank, CPU, precision)
-        said.append(str(raised.value))
-    return said
-
-
-def test_refusals_are_one_line() -> None:
-    assert run_ranks(refuse, 1)[0] == [
-        "precision: got 'fp16'; allowed: fp32, bf16",
-        "train.freeze: every parameter of the model is frozen; at least one must be left to train",
-    ]
