@@ -2,7 +2,7 @@
 
     post:  exchange(sends, receives) -> Pending      both directions at once, nothing blocks
            ... compute on what is already here ...
-    wait:  Pending.wait()                            what this costs is exposed communication: `blocked_s`
+    wait:  Pending.wait()                            what this costs is exposed communication: `waits`
 
 Vision features are exchanged by rows: the member that encoded an image owns its rows, the members that hold its tokens
 need them, and gradients go back by the same routes. Inside a pack autograd sends them back (`exchange_rows`); apart
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.progress import Progress, StreamTimestamp, Wait, seconds_of
+from dhp_ray.comm.progress import Progress, StreamTimestamp, Wait
 from dhp_ray.comm.ranks import torch_peer
 
 
@@ -58,25 +58,10 @@ class PackCommunicator:
         self._group = group
         self._first_tag = pack_index * TAGS_PER_PACK
         self.progress = progress or Progress()
-        self._waits: list[Wait] = []
-        self._blocked_s = 0.0
+        self.waits: list[Wait] = []
+        """All waits so far."""
         if self.size > 1 and group is None:
             raise ValueError(f"link: ranks {self.ranks} need a process group to exchange through")
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds blocked in `wait` so far: of the process on the CPU, of the device's current stream elsewhere.
-
-        On a device this waits until the stream has got this far; read it once, at the end of a pack or of a step.
-        """
-        self._blocked_s += seconds_of(self._waits)
-        self._waits.clear()
-        return self._blocked_s
-
-    def taken_waits(self) -> list[Wait]:
-        """Return every wait since the last call; `blocked_s` no longer counts them. Does not query the device."""
-        waits, self._waits = self._waits, []
-        return waits
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -100,7 +85,7 @@ class PackCommunicator:
         with self.progress.waiting("exchange of a pack"):
             for work in works:
                 work.wait()
-        self._waits.append((start, StreamTimestamp(device)))
+        self.waits.append((start, StreamTimestamp(device)))
 
 
 class Pending:

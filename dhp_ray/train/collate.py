@@ -210,26 +210,23 @@ def collate(
     """
     member, degree = pack.ranks.index(rank), len(pack.ranks)
     layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)
-    whole = _packed(pack, payloads, rank, adapter, apart)
-    pixels = joined(whole.patches, adapter.patch_dim, pixel_type, pinned)
+    columns, patches, grids, num_images = _packed(pack, payloads, rank, adapter, apart)
     indices = [layout.index(other) for other in range(degree)]
     mine = indices[member]
-
-    # feature_of[position] is the image token's row among the features of the rank that encodes it; owner_of[position]
-    # is that rank.
-    owner_of, feature_of = whole.owner_of, whole.feature_of
+    token_ids, all_labels, owner_of, feature_of = columns[:4]
     sources = sorted({*chain(*encoding_ranks(pack.encoders, pack.splits))}) if apart else pack.ranks
     received = {other: (owner_of[mine] == other).nonzero()[:, 0] for other in sources}
     send_index = [] if apart else [feature_of[index][owner_of[index] == rank] for index in indices]
-    labels = whole.labels[mine]
+    labels = all_labels[mine]
     return PackInputs(
-        index=pack.index, layout=layout, member=member, token_ids=whole.token_ids[mine], labels=labels,
-        valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=whole.positions[:, mine],
-        pixels=pixels, grids=whole.grids, encoder=adapter.encoder_arguments(whole.grids),
+        index=pack.index, layout=layout, member=member, token_ids=token_ids[mine], labels=labels,
+        valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=columns[4:, mine],
+        pixels=joined(patches, adapter.patch_dim, pixel_type, pinned), grids=grids,
+        encoder=adapter.encoder_arguments(grids),
         vision_token_index=torch.cat([torch.empty(0, dtype=torch.int64), *received.values()]), send_index=send_index,
         receive_counts=[] if apart else [len(rows) for rows in received.values()],
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
-        num_images=whole.num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
+        num_images=num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
         recomputed=pack.recomputed)
 
 
@@ -252,24 +249,16 @@ def with_tiny_image(inputs: PackInputs, adapter: VisionLanguageModel) -> PackInp
                    encoder=adapter.encoder_arguments(grids))
 
 
-@dataclass(kw_only=True)
-class _Whole:
-    """A pack before sharding, with the pixels and grids of only this rank's images."""
-
-    token_ids: Tensor
-    labels: Tensor
-    positions: Tensor
-    owner_of: Tensor
-    feature_of: Tensor
-    patches: list[np.ndarray | Tensor]
-    grids: tuple[Grid, ...]
-    num_images: int
-
-
 def _packed(
     pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel, apart: bool
-) -> _Whole:
-    token_ids, labels, positions, owner_of, feature_of = [], [], [], [], []
+) -> tuple[Tensor, list[np.ndarray | Tensor], tuple[Grid, ...], int]:
+    """Return a pack before sharding: columns (7, L) of its tokens, the patches and grids of the images that `rank`
+    encodes, and how many images there are.
+
+    A column has the token's id, its label, the rank that encodes it if it is an image's, its row among the features of
+    that rank, and its positions on three axes.
+    """
+    columns: list[Tensor] = []
     needed: list[np.ndarray | Tensor] = []
     num_rows = dict.fromkeys(pack.encoders, 0)
     ranks_of = encoding_ranks(pack.encoders, pack.splits)
@@ -302,17 +291,9 @@ def _packed(
                 needed.append(patches)
                 grids.append(grid)
         num_images += len(encoders)
-        token_ids.append(ids)
-        labels.append(torch.from_numpy(shifted))
-        whole_grids, seconds = payload.whole()
-        positions.append(adapter.positions(ids, torch.from_numpy(whole_grids), torch.from_numpy(seconds)))
-        owner_of.append(owner)
-        feature_of.append(feature)
-    return _Whole(
-        token_ids=torch.cat(token_ids), labels=torch.cat(labels), positions=torch.cat(positions, 1),
-        owner_of=torch.cat(owner_of),
-        feature_of=torch.cat(feature_of), patches=needed,
-        grids=tuple(grids), num_images=num_images)
+        positions = adapter.positions(ids, *map(torch.from_numpy, payload.whole()))
+        columns.append(torch.stack((ids, torch.from_numpy(shifted), owner, feature, *positions)))
+    return torch.cat(columns, 1), needed, tuple(grids), num_images
 
 
 def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> EncoderArguments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,28 +27,35 @@ from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs, on_device
 
 
-class PackRun(NamedTuple):
-    """A pack that the device has been given. Its values are read with the step's totals, not pack by pack."""
+class Timed(NamedTuple):
+    """A pack, or with index -1 a phase of the encoder or an idle pack, that the device has been given. Times are read
+    with the step's totals, not pack by pack.
+    """
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
-    loss: Tensor
-    num_valid_tokens: int
     begin: StreamTimestamp
     end: StreamTimestamp
-    link: PackCommunicator
-    waits: tuple[Wait, ...] = ()
-    """Those for what the pack computes with, which is gathered and reduced: on devices."""
+    waits: tuple[Wait, ...]
+    """Those in its exchanges and, on devices, for what it computes with, which is gathered and reduced."""
     gathering_s: float = 0.0
-    """Seconds of these waits: on the CPU."""
-    moved_bytes: int = 0
-    """Bytes of activations moved to host memory."""
-    num_images: int = 0
-    """Images of the pack's samples, but for placeholders: every rank of the pack has the same number."""
+    """Seconds of the latter on the CPU."""
 
     def time(self, start: StreamTimestamp) -> PackTime:
         """When it ran; waits until the device has run it."""
         return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
-                        self.link.blocked_s + seconds_of(self.waits) + self.gathering_s)
+                        seconds_of(self.waits) + self.gathering_s)
+
+
+class PackRun(NamedTuple):
+    """A pack that the device has been given."""
+
+    timed: Timed
+    loss: Tensor
+    num_valid_tokens: int
+    num_images: int
+    """Images of the pack's samples, but for placeholders: every rank of the pack has the same number."""
+    moved_bytes: int
+    """Bytes of activations moved to host memory."""
 
 
 class Totals(NamedTuple):
@@ -61,21 +68,6 @@ class Totals(NamedTuple):
 
 PHASE_INDEX = 2**20
 """The index of a phase's link, among those of packs: beyond all of a plan's."""
-
-
-class PhaseRun(NamedTuple):
-    """A phase of the encoder that the device has been given. `waits`: also those within its exchanges."""
-
-    begin: StreamTimestamp
-    end: StreamTimestamp
-    waits: tuple[Wait, ...]
-    gathering_s: float = 0.0
-    """As for a pack."""
-
-    def time(self, start: StreamTimestamp) -> PackTime:
-        """When it ran; waits until the device has run it."""
-        return PackTime(-1, self.begin.since_s(start), self.end.since_s(start),
-                        seconds_of(self.waits) + self.gathering_s)
 
 
 @dataclass
@@ -108,7 +100,7 @@ class RankStep:
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
-        runs, encoder_runs = self._run_packs(inputs)
+        runs, encoder_phases = self._run_packs(inputs)
         self.engine.progress.stage = f"step {plan.step}, update"
         with self.engine.progress.waiting("copies of the state before"):
             self.before_update()
@@ -118,10 +110,10 @@ class RankStep:
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens,
             gradient_norm=update.gradient_norm, learning_rate=update.learning_rate, applied=update.applied,
             state_version=self.engine.state_version, step_time_s=StreamTimestamp(self.device).since_s(start),
-            data_wait_s=data_wait_s, pack_times=tuple(run.time(start) for run in runs if run.index >= 0),
+            data_wait_s=data_wait_s, pack_times=tuple(run.timed.time(start) for run in runs if run.timed.index >= 0),
             pool=self.transport.counters(), plan_id=plan.plan_id,
-            encoder_times=tuple(run.time(start) for run in encoder_runs), exchanged_bytes=self._exchanged_bytes(inputs),
-            moved_bytes=sum(run.moved_bytes for run in runs))
+            encoder_times=tuple(phase.time(start) for phase in encoder_phases),
+            exchanged_bytes=self._exchanged_bytes(inputs), moved_bytes=sum(run.moved_bytes for run in runs))
 
     @torch.no_grad()
     def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
@@ -141,23 +133,23 @@ class RankStep:
         self.transport.prepare(inputs.plan.process_groups)
         return [run.loss for run in self._run_packs(inputs)[0]]
 
-    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[PhaseRun]]:
+    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[Timed]]:
         """Run the packs in their order (a pack that is not in the plan has index -1), and around them the phases in
         which images are encoded apart from them.
         """
-        phases, encoder_runs = self._phases(inputs), []
+        phases, times = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
         if phases:
-            features, run = self._phase(inputs, "encoding", phases, phases.encode)
-            encoder_runs.append(run)
+            features, time = self._phase(inputs, "encoding", phases.encode)
+            times.append(time)
         with closing(on_device(inputs.inputs, self.device)) as feed:
             runs = [self._run_pack(inputs.plan, pack, feed, own)
                     for pack, own in zip(inputs.packs, features, strict=True)]
         if phases and torch.is_grad_enabled() and self.adapter.trains("vision"):
             del features  # `phases` has them
-            _, run = self._phase(inputs, "encoder backward", phases, phases.backward)
-            encoder_runs.append(run)
-        return runs, encoder_runs
+            _, time = self._phase(inputs, "encoder backward", phases.backward)
+            times.append(time)
+        return runs, times
 
     def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
         if inputs.vision is None:
@@ -166,15 +158,20 @@ class RankStep:
                              [own.received_from for own in inputs.inputs], self.device)
 
     def _phase(
-        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[PackCommunicator], Any]
-    ) -> tuple[Any, PhaseRun]:
+        self, inputs: StepInputs, name: str, phase: Callable[[PackCommunicator], Any]
+    ) -> tuple[Any, Timed]:
         """Run one of the phases, in which all ranks may exchange."""
         self.engine.progress.stage = f"step {inputs.plan.step}, {name}"
         self.engine.progress.mark("inputs")
         ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
-        link, begin = self.transport.link(ranks, PHASE_INDEX), StreamTimestamp(self.device)
-        found = call(link)
-        return found, PhaseRun(begin, StreamTimestamp(self.device), tuple(link.taken_waits()))
+        link = self.transport.link(ranks, PHASE_INDEX)
+        return self._timed(-1, link, lambda: phase(link))
+
+    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, Timed]:
+        """Return what `call`, which exchanges over `link`, has returned, and its time."""
+        begin = StreamTimestamp(self.device)
+        found = call()
+        return found, Timed(index, begin, StreamTimestamp(self.device), tuple(link.waits))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Return the bytes of features that this rank sends to others before the packs."""
@@ -193,13 +190,16 @@ class RankStep:
         self.engine.progress.mark("inputs")
         inputs = replace(next(feed), features=features)
         link = self.transport.link(pack.ranks, pack.index)
-        begin = StreamTimestamp(self.device)
-        with self.offload.of_pack(inputs), self.adapter.recomputing(inputs.recomputed):
-            loss = self._loss(plan, pack, inputs, link)
-        if torch.is_grad_enabled():
-            self.offload.backward(loss)
-        return PackRun(pack.index, loss.detach(), inputs.num_valid_tokens, begin, StreamTimestamp(self.device), link,
-                       moved_bytes=self.offload.moved_bytes, num_images=inputs.num_images)
+
+        def run() -> Tensor:
+            with self.offload.of_pack(inputs), self.adapter.recomputing(inputs.recomputed):
+                loss = self._loss(plan, pack, inputs, link)
+            if torch.is_grad_enabled():
+                self.offload.backward(loss)
+            return loss.detach()
+
+        loss, timed = self._timed(pack.index, link, run)
+        return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes)
 
     def _totals(self, runs: Sequence[PackRun]) -> Totals:
         """Return the sums of all ranks. The host waits here for the device."""
@@ -209,14 +209,6 @@ class RankStep:
         counts = [sum(run.num_valid_tokens for run in runs), sum(run.num_images for run in runs)]
         return Totals(sum(numbers_of_ranks(loss_sum, self.world, progress)),
                       *sums_of_counts(counts, self.world, progress))
-
-
-@dataclass
-class Waited:
-    """What a rank has waited: `waits` on a device, `seconds` on the CPU."""
-
-    waits: list[Wait]
-    seconds: float = 0.0
 
 
 class MicroBatchStep(RankStep):
@@ -240,30 +232,17 @@ class MicroBatchStep(RankStep):
     def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
-    def _phase(
-        self, inputs: StepInputs, name: str, phases: EncoderPhases, call: Callable[[PackCommunicator], Any]
-    ) -> tuple[Any, PhaseRun]:
+    def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
         self.engine.before_encoding()
-        with self._waiting() as waited:
-            found, run = super()._phase(inputs, name, phases, call)
-        return found, run._replace(waits=(*run.waits, *waited.waits), gathering_s=waited.seconds)
+        return super()._phases(inputs)
 
-    def _run_pack(
-        self, plan: RankPlan, pack: Pack, feed: Iterator[PackInputs], features: Tensor | None
-    ) -> PackRun:
-        with self._waiting() as waited:
-            run = super()._run_pack(plan, pack, feed, features)
-        return run._replace(waits=tuple(waited.waits), gathering_s=waited.seconds)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[Waited]:
-        """Collect what this rank waits inside for units to be gathered and reduced. On the CPU the collectives count
-        it; on a device, where they return at once, the marks between layers do, and the root's waits are left out.
+    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, Timed]:
+        """Also count what this rank waits for units to be gathered and reduced. On the CPU the collectives count it; on
+        a device, where they return at once, the marks between layers do, and the root's waits are left out.
         """
-        waited, before_s = Waited([]), self.engine.blocked_s
+        before_s = self.engine.blocked_s
+        with self.engine.progress.timed_waits() as gathering:
+            found, timed = super()._timed(index, link, call)
         if self.device.type == "cpu":
-            yield waited
-            waited.seconds = self.engine.blocked_s - before_s
-        else:
-            with self.engine.progress.timed_waits() as waited.waits:
-                yield waited
+            return found, timed._replace(gathering_s=self.engine.blocked_s - before_s)
+        return found, timed._replace(waits=(*timed.waits, *gathering))
