@@ -117,7 +117,8 @@ def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, p
             engine.zero_gradients()
             total = torch.zeros((), dtype=torch.float32, device=device)
             if rank in pack.ranks:
-                inputs = collate(pack, own_payloads(pack, payloads, rank), rank, adapter).to(device)
+                inputs = collate(pack, own_payloads(pack, payloads, rank), rank, adapter)
+                inputs = inputs.map(lambda tensor: tensor.to(device))
                 loss = pack_loss(adapter, inputs, transport.link(pack.ranks, pack.index))
                 loss.backward()
                 total += loss.detach()

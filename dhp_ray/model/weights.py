@@ -154,10 +154,6 @@ class StoredWeights:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
-    def type_of(self, name: str) -> torch.dtype:
-        """The type that a parameter is stored in."""
-        return next(place.kind for place in self._places if place.name == name)
-
     def _values(self, place: _Place, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """An interval part by part: where it goes, and its values, which lie in `raw` until the next part."""
         item_bytes = place.kind.itemsize

@@ -136,7 +136,6 @@ class PackInputs:
     """One rank's part of a pack. L local tokens; P patches and N images that this rank encodes; K local image tokens.
     """
 
-    index: int
     layout: PackLayout
     member: int
     token_ids: Tensor
@@ -193,10 +192,6 @@ class PackInputs:
             dropout_keys=None if self.dropout_keys is None else change(self.dropout_keys),
             encoder=mapped(self.encoder, change))
 
-    def to(self, device: torch.device) -> PackInputs:
-        """The same inputs on a device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
-
 
 def collate(
     pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel,
@@ -219,7 +214,7 @@ def collate(
     send_index = [] if apart else [feature_of[index][owner_of[index] == rank] for index in indices]
     labels = all_labels[mine]
     return PackInputs(
-        index=pack.index, layout=layout, member=member, token_ids=token_ids[mine], labels=labels,
+        layout=layout, member=member, token_ids=token_ids[mine], labels=labels,
         valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=columns[4:, mine],
         pixels=joined(patches, adapter.patch_dim, pixel_type, pinned), grids=grids,
         encoder=adapter.encoder_arguments(grids),

@@ -90,8 +90,8 @@ class Engine(ABC):
         """Yield parameters one by one, each with its value on the rank that gets it, and None on the others: whole,
         fp32, on the CPU. Every rank calls this alike and consumes all of it.
 
-        Trained ones are the fp32 masters, frozen ones as they were given. It is fastest in the order of the module's
-        parameters.
+        Trained ones are the fp32 masters, frozen ones as the engine computes with them. It is fastest in the order of
+        the module's parameters.
         """
 
     def update(self, num_valid_tokens: int, learning_rate_factor: float = 1.0, uses_vision: bool = True) -> Update:

@@ -37,8 +37,7 @@ class FlatEngine(Engine):
 
     With "bf16" the resident parameters are bf16 and each backward's gradients are added to the fp32 buffer; a
     parameter's own `.grad` is then None. Shards are fp32 for every precision. Frozen parameters are in the computing
-    type; `originals` has, on the CPU, the original values of those that this has changed. It is empty for a model that
-    has files: an export reads them there. A tied parameter counts once, under its first name.
+    type. A tied parameter counts once, under its first name.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class FlatEngine(Engine):
         precision: str = "fp32",
         bucket_bytes: int = BUCKET_BYTES,
         initialize: bool = True,
-        originals: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
         weights: StoredWeights | None = None,
         device: torch.device | None = None,
@@ -62,8 +60,7 @@ class FlatEngine(Engine):
         Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
         and frozen parameters come from a rank that has them, if there is one.
 
-        With `initialize` False the values of trained parameters are not used: `load_state` must follow. Over a module
-        whose last engine was released, pass that engine's `originals`.
+        With `initialize` False the values of trained parameters are not used: `load_state` must follow.
 
         Raises:
             ModelError: a file of weights cannot be read.
@@ -77,14 +74,14 @@ class FlatEngine(Engine):
         super().__init__(settings, world_group if world_size > 1 else None, self.layout.shapes,
                          self.layout.pieces(rank), self.layout.buckets, self.layout.shard_size,
                          device or next(iter(self.parameters.values())).device, progress)
-        self.originals, self._weights = dict(originals or {}), weights
         if weights is not None and self.frozen:
             moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
             load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
                         self.progress)
-        self._cast_frozen()
+        for parameter in self.frozen.values():
+            parameter.data = parameter.data.to(self.device, self.compute_type)
         if initialize:
-            self._fill_shard()
+            self._fill_shard(weights)
         else:
             self.current.version = UNFINISHED
         self._take_over()
@@ -107,7 +104,7 @@ class FlatEngine(Engine):
         for name, owner in wanted:
             mine = owner == self.rank
             if name in self.frozen:
-                yield name, self._frozen_whole(name) if mine else None
+                yield name, self.frozen[name].detach().to("cpu", torch.float32, copy=True) if mine else None
                 continue
             interval = self.layout.interval(name)
             value = torch.empty(interval.stop - interval.start) if mine else None
@@ -124,24 +121,7 @@ class FlatEngine(Engine):
                         whole[start - bucket.start : stop - bucket.start])
             yield name, None if value is None else value.view(self.layout.shapes[name])
 
-    def _frozen_whole(self, name: str) -> Tensor:
-        """Return a frozen parameter as it was given, fp32 on the CPU."""
-        found = self.originals.get(name, self.frozen[name].detach()).to("cpu", torch.float32, copy=True)
-        if (self._weights is not None and self.compute_type != torch.float32
-                and self._weights.type_of(name) != self.compute_type):
-            self._weights.read([Interval(name, 0, found.view(-1))])
-        return found
-
-    def _cast_frozen(self) -> None:
-        """Bring the frozen parameters that a module came with to the device, in the computing type."""
-        for name, parameter in self.frozen.items():
-            original = parameter.data
-            cast = original.to(self.compute_type)
-            if cast.dtype != original.dtype and not torch.equal(cast.to(original.dtype), original):
-                self.originals[name] = original.cpu()  # on every rank: any one of them may have to export
-            parameter.data = cast.to(self.device)
-
-    def _fill_shard(self) -> None:
+    def _fill_shard(self, weights: StoredWeights | None) -> None:
         """Fill this rank's shard of the trained parameters, from the module or from their files."""
         stored = []
         for piece in self._pieces:
@@ -150,8 +130,8 @@ class FlatEngine(Engine):
                 stored.append(Interval(piece.name, piece.start, mine))
             else:
                 mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
-        if self._weights is not None:
-            self._weights.read(stored)
+        if weights is not None:
+            weights.read(stored)
 
     def _take_over(self) -> None:
         """Give the parameters their places in the flat buffers; `all_gather_parameters` fills in their values."""

@@ -192,9 +192,6 @@ class ShardedEngine(Engine):
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
         everything = {**self.parameters, **self.frozen}
         for name, owner in wanted:
-            if self._is_wider_in_files(name):
-                yield name, self._stored(name) if owner == self.rank else None
-                continue
             with self.progress.waiting("a parameter's rows of other ranks"):
                 whole = cast(DTensor, everything[name].detach()).full_tensor()
             value = (whole.to("cpu", torch.float32, copy=True).view(self._shapes[name]) if owner == self.rank
@@ -202,19 +199,6 @@ class ShardedEngine(Engine):
             self.progress.synchronize()
             del whole  # before the next one comes
             yield name, value
-
-    def _is_wider_in_files(self, name: str) -> bool:
-        """Return whether a frozen parameter's file has it in a type that its rows here do not preserve."""
-        weights, frozen = self.adapter.weights, self.frozen.get(name)
-        return (weights is not None and frozen is not None and frozen.dtype != torch.float32
-                and weights.type_of(name) != frozen.dtype)
-
-    def _stored(self, name: str) -> Tensor:
-        """Return a parameter from its file, fp32 on the CPU."""
-        value = torch.empty(self._shapes[name])
-        assert self.adapter.weights is not None
-        self.adapter.weights.read([Interval(name, 0, value.view(-1))])
-        return value
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
         """Return this rank's pieces of each unit, by where they begin in its shard: one piece per parameter; units of

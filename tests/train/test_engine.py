@@ -173,16 +173,3 @@ def test_a_released_module_keeps_its_shapes_and_no_memory_and_takes_an_engine_ag
     assert equal(following.current,
                  undisturbed.current), "gradients are summed once: no hook of the first engine is left"
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(network.parameters(), reference.parameters()))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_frozen_parameters_are_exported_as_they_came_whoever_exports(rank):
-    network = Network()
-    network.visual.requires_grad_(False)
-    engine = FlatEngine(network, settings(), None, 1, rank, "bf16", 400)
-    held = engine.local_shards(rank)
-    engine.release()
-    assert network.visual.weight.dtype == torch.bfloat16
-    following = FlatEngine(network, settings(), None, 1, 0, "bf16", 400, initialize=False, originals=engine.originals)
-    following.load_state(held[0].state)
-    assert torch.equal(full_parameters(following)["visual.weight"], Network().visual.weight)

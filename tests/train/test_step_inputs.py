@@ -151,7 +151,6 @@ def test_packs_are_those_of_the_plan_and_idle_ones_between_them(sync: str) -> No
             "step": [[0, 1], [0, 2]], "micro_batch": [[0, 1, -1], [0, -1, 2]]}[sync][rank]
         inputs = collated(rank_plan, payloads_of(rank_plan.packs, made, rank), rough_model())
         assert [pack.index for pack in inputs.packs] == [pack.index for pack in packs_of(rank_plan)]
-        assert [made.index for made in inputs.inputs] == [pack.index for pack in inputs.packs]
         if sync == "micro_batch":
             assert [bool(made.grids) for made in inputs.inputs] == [True, True, False]
             idle = inputs.inputs[1 + (rank == 0)]

@@ -7,14 +7,13 @@ Plain torch: a Ray worker wraps it (`worker.py`), and benchmarks run the same ob
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 
 from dhp_ray.comm.device import Accelerator
@@ -46,9 +45,8 @@ from dhp_ray.train.step_inputs import StepInputs
 class Rank:
     """One member of one generation of the group.
 
-    `adapter`: a model; its state is loaded after this if `keeps_state`, else its weights are the state. `originals`:
-    those of the previous engine over the same adapter. `progress`: where the training thread is; other threads may
-    abort it. ValueError: the model cannot be trained like this. RendezvousError: the other ranks did not come.
+    `adapter`: a model; its state is loaded after this if `keeps_state`, else its weights are the state. `progress`:
+    where the training thread is; other threads may abort it. ValueError: the model cannot be trained like this. RendezvousError: the other ranks did not come.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class Rank:
         accelerator: Accelerator,
         adapter: VisionLanguageModel | None = None,
         keeps_state: bool = False,
-        originals: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.config, self.membership, self.accelerator = config, membership, accelerator
@@ -86,7 +83,7 @@ class Rank:
         if not capacity:
             capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
-        self.engine = self._engine(world, not keeps_state, originals, progress)
+        self.engine = self._engine(world, not keeps_state, progress)
         try:
             self._equip(mirror_group, transport, world, progress)
         except BaseException:
@@ -215,17 +212,14 @@ class Rank:
         gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
         return layers_by_name(self.adapter) | gathered
 
-    def _engine(
-        self, world: dist.ProcessGroup | None, initialize: bool, originals: Mapping[str, Tensor] | None,
-        progress: Progress,
-    ) -> Engine:
+    def _engine(self, world: dist.ProcessGroup | None, initialize: bool, progress: Progress) -> Engine:
         settings, precision, rank = self._optimizer_settings(), self.config.train.precision, self.membership.rank
         if self.mode.sync == "micro_batch":
             assert dist.group.WORLD is not None
             return ShardedEngine(self.adapter, settings, dist.group.WORLD, rank, self.device, precision, progress,
                                  initialize)
         return FlatEngine(self.adapter.module, settings, world, self.membership.world_size, rank, precision,
-                          initialize=initialize, originals=originals, progress=progress, weights=self.adapter.weights,
+                          initialize=initialize, progress=progress, weights=self.adapter.weights,
                           device=self.device)
 
     def _optimizer_settings(self) -> OptimizerSettings:

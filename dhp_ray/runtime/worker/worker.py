@@ -27,8 +27,6 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 
 # The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dhp_ray.model.vision_language_model import VisionLanguageModel
     from dhp_ray.runtime.worker.measuring import MeasuredPart
     from dhp_ray.runtime.worker.rank import Rank
@@ -81,7 +79,6 @@ class Worker:
         self.rank: Rank | None = None
         self.adapter: VisionLanguageModel | None = None
         self.unused = False  # the adapter has its initial weights
-        self.originals: dict[str, Tensor] = {}
         self.prefetched: dict[str, StepInputs] = {}  # by plan id
         self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here
         self.ran: dict[int, Ran] = {}
@@ -148,10 +145,9 @@ class Worker:
         # FSDP2 modules keep their mesh for life
         reusable = self.adapter if self.unused or (keeps_state and mode.sync == "step") else None
         if reusable is None:  # before the next one is built: there may not be room for both
-            self.originals, self.adapter = {}, None
+            self.adapter = None
         self.unused = False
-        self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.originals,
-                         self.progress)
+        self.rank = Rank(self.config, membership, self.accelerator, reusable, keeps_state, self.progress)
         self.adapter = self.rank.adapter
         if isinstance(origin, FromMemory):
             state = (origin.generation, origin.version)
@@ -309,7 +305,6 @@ class Worker:
     def _leave(self) -> None:
         """Leave the generation and keep the shards that this worker holds of it."""
         from dhp_ray.comm.world import destroy_world
-        from dhp_ray.train.flat_engine import FlatEngine
 
         with self.switching:  # what the device waits for must end before its memory can be read
             self._abort()
@@ -321,8 +316,6 @@ class Worker:
         # in host memory: the device needs the room for the next engine
         self.kept += [(rank.membership.generation, rank.membership.world_size, shard.on_host(self.progress.count_part))
                       for shard in rank.local_shards()]
-        if isinstance(rank.engine, FlatEngine):
-            self.originals = rank.engine.originals
         rank.close(broken=True)
 
     def _fall(self, error: Exception) -> RunError:

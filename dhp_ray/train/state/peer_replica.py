@@ -159,13 +159,6 @@ class PeerReplica:
             self._own = DoubleBuffer.empty(engine.pieces(), engine.shard_size, on_device, versions=1 + snapshot)
         self._snapshot = snapshot
 
-    @property
-    def memory_bytes(self) -> int:
-        """Host memory that the replicas take, and on a device the pinned memory that this rank's shard is sent from."""
-        kept = [*self._replicas.values(), *([self._own] if self._own else [])]
-        states = {id(state): state for buffers in kept for state in (buffers.front, buffers.back)}
-        return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
-
     def begin(self) -> None:
         """Start to send this rank's current version and to receive the replicas that it holds; returns at once.
 
@@ -223,10 +216,6 @@ class PeerReplica:
                 limit_s = min(limit_s, monotonic() + LATE_S)
                 if monotonic() > limit_s:
                     progress.check()
-
-    def replicas(self) -> dict[int, list[ShardState]]:
-        """Complete replicas by owner, oldest first. The next `begin` overwrites an owner's older one."""
-        return {owner: buffers.complete() for owner, buffers in self._kept().items() if buffers.complete()}
 
     def local_shards(self) -> list[LocalShard]:
         """The replicas with the pieces of each owner, as `reshard` takes them."""

@@ -39,13 +39,25 @@ def gathered(state: ShardState) -> list[ShardState]:
     return [ShardState(*tensors.unbind(), state.version, state.vision_updates) for tensors in found]
 
 
+def replicas(mirror: PeerReplica) -> dict[int, list[ShardState]]:
+    """Complete replicas by owner, oldest first."""
+    return {owner: buffers.complete() for owner, buffers in mirror._kept().items() if buffers.complete()}
+
+
+def memory_bytes(mirror: PeerReplica) -> int:
+    """Host memory of the replicas, and on a device the pinned memory that this rank's shard is sent from."""
+    kept = [*mirror._replicas.values(), *([mirror._own] if mirror._own else [])]
+    states = {id(state): state for buffers in kept for state in (buffers.front, buffers.back)}
+    return sum(tensor.nbytes for state in states.values() for tensor in state.tensors().values())
+
+
 def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
     """Versions that are held, and whether each is what its owner had, through three updates."""
     world_size = len(replica_ranks)
     network = Network()
     engine = make_engine(network, rank, world_size)
     mirror = PeerReplica(engine, rank, replica_ranks, dist.new_group(list(range(world_size)), backend="gloo"))
-    told: list[Any] = [(mirror.replicas(), mirror.memory_bytes, engine.shard_size)]
+    told: list[Any] = [(replicas(mirror), memory_bytes(mirror), engine.shard_size)]
     had: dict[int, list[ShardState]] = {}
     for step in range(4):
         if step:
@@ -53,9 +65,9 @@ def mirrored(rank: int, replica_ranks: list[int]) -> list[Any]:
             engine.current.vision_updates = step // 2  # as if some had left it out
         had[engine.state_version] = gathered(engine.current)
         mirror.begin()
-        during = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
+        during = {owner: [state.version for state in states] for owner, states in replicas(mirror).items()}
         mirror.finish()
-        held = mirror.replicas()
+        held = replicas(mirror)
         right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
         told.append((during, {owner: [state.version for state in states] for owner, states in held.items()}, right))
         pieces = {shard.owner: shard.pieces for shard in mirror.local_shards()}
@@ -87,18 +99,18 @@ def skipped_and_seldom(rank: int) -> list[Any]:
     train_step(engine, network, 0, rank, 2)
     train_step(engine, network, 1, rank, 2)  # overwrites the engine's version 0, which is still on its way
     mirror.finish()
-    first = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
+    first = {owner: [state.version for state in states] for owner, states in replicas(mirror).items()}
     mirror.begin()
     mirror.finish()
-    own = mirror.replicas()[rank]
+    own = replicas(mirror)[rank]
     right = equal(own[0], early) and equal(own[1],
-                                           engine.current) and mirror.memory_bytes == 2 * 2 * 3 * 4 * engine.shard_size
+                                           engine.current) and memory_bytes(mirror) == 2 * 2 * 3 * 4 * engine.shard_size
     mirror.begin()
     time.sleep(0.5)
     mirror.finish()
     # what an exchange took, and not until somebody asked
     right = right and len(mirror.seconds) == 3 and all(0 < seconds < 0.5 for seconds in mirror.seconds)
-    return [first, right, {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}]
+    return [first, right, {owner: [state.version for state in states] for owner, states in replicas(mirror).items()}]
 
 
 def test_with_a_snapshot_updates_may_go_on_and_the_owner_has_what_was_mirrored() -> None:
@@ -110,7 +122,7 @@ def no_group(rank: int) -> list[Any]:
     mirror = PeerReplica(engine, 0, [], None)
     mirror.begin()
     mirror.finish()
-    held = mirror.replicas(), mirror.local_shards(), mirror.memory_bytes
+    held = replicas(mirror), mirror.local_shards(), memory_bytes(mirror)
     mirror.close()
     said = []
     group = dist.new_group([0, 1], backend="gloo")
@@ -160,7 +172,7 @@ def broken_off(rank: int, port: int, width: int, sends: bool, late_s: float) -> 
         mirror.finish()
     except RuntimeError as error:
         said = str(error)
-    held = mirror.replicas()
+    held = replicas(mirror)
     versions = {owner: [state.version for state in states] for owner, states in held.items()}
     right = all(equal(state, had[state.version][owner]) for owner, states in held.items() for state in states)
     store.add("done", 1)
@@ -207,7 +219,7 @@ def unanswered(rank: int) -> Any:
         mirror.finish()
     seconds = time.monotonic() - begun
     dist.barrier()
-    return seconds, {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
+    return seconds, {owner: [state.version for state in states] for owner, states in replicas(mirror).items()}
 
 
 @pytest.mark.gloo("an aborted rank's barrier would raise")
@@ -232,14 +244,14 @@ def from_a_device(rank: int) -> list[Any]:
         had = gathered(copied(engine.current))
         mirror.begin()
         mirror.finish()
-        right += [equal(mirror.replicas()[owner][-1], had[owner]) for owner in range(2)]
+        right += [equal(replicas(mirror)[owner][-1], had[owner]) for owner in range(2)]
     mirror.begin()
     for _ in range(2):  # overwrites what is on its way, on the device
         engine.update(1)
     mirror.finish()
-    right += [equal(mirror.replicas()[owner][-1], had[owner]) for owner in range(2)]
-    versions = {owner: [state.version for state in states] for owner, states in mirror.replicas().items()}
-    return [all(right), versions, mirror.memory_bytes == 4 * 3 * 4 * engine.shard_size]
+    right += [equal(replicas(mirror)[owner][-1], had[owner]) for owner in range(2)]
+    versions = {owner: [state.version for state in states] for owner, states in replicas(mirror).items()}
+    return [all(right), versions, memory_bytes(mirror) == 4 * 3 * 4 * engine.shard_size]
 
 
 @pytest.mark.gpu
