@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
@@ -24,26 +25,15 @@ def small(token_ids: Mapping[str, int]) -> Qwen2_5_VLConfig:
 def _qwen2_5_vl(
     token_ids: Mapping[str, int], width: int, layers: int, heads: int, vision_width: int, vision_blocks: int
 ) -> Qwen2_5_VLConfig:
-    """Heads are 32 wide, two share a key and value. Vision blocks but the last attend in windows of 4 x 4 tokens."""
-    assert width == 32 * heads
+    """Vision blocks but the last attend in windows of 4 x 4 tokens."""
     return Qwen2_5_VLConfig(
-        text_config={
-            "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2,
-            "vocab_size": vocabulary_size(token_ids), "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-            "initializer_range": 0.02,
-            # 16 frequencies of a head: time, height and width take 4, 6 and 6 (Qwen2.5-VL's 16, 24, 24 of 64)
-            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
-            # no pad_token_id: an embedding with a padding index drops that token's gradient
-            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
-        },
+        # 16 frequencies of a head: time, height and width take 4, 6 and 6 (Qwen2.5-VL's 16, 24, 24 of 64)
+        text_config=_text(token_ids, {"mrope_section": [4, 6, 6]}, width, layers, heads),
         vision_config={
             "depth": vision_blocks, "hidden_size": vision_width, "intermediate_size": 2 * vision_width,
-            "num_heads": vision_width // 16,
-            "out_hidden_size": width, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [vision_blocks - 1], "initializer_range": 0.02,
+            "num_heads": vision_width // 16, "out_hidden_size": width, "patch_size": 14, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [vision_blocks - 1],
+            "initializer_range": 0.02,
         },
         image_token_id=token_ids["image"], video_token_id=token_ids["video"],
         vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"],
@@ -53,15 +43,8 @@ def _qwen2_5_vl(
 def tiny_qwen3_vl(token_ids: Mapping[str, int]) -> Qwen3VLConfig:
     """Qwen3-VL with a million parameters: 4 layers of width 128, 3 vision blocks of width 64, features of 3 levels."""
     return Qwen3VLConfig(
-        text_config={
-            "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": vocabulary_size(token_ids),
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
-            # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
-            "rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True,
-                                "rope_theta": 10000.0},
-            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
-        },
+        # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
+        text_config=_text(token_ids, {"mrope_section": [6, 5, 5], "mrope_interleaved": True}, 128, 4, 4, head_dim=32),
         vision_config={
             "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128,
             "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 144,
@@ -77,18 +60,25 @@ def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
     56 x 56 pixels.
     """
     return InternVLConfig(
-        text_config={
-            "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary_size(token_ids),
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"],
-        },
+        text_config=_text(token_ids, {}, 128, 3, 4, model_type="qwen2"),
         vision_config={
             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
             "attention_bias": True, "image_size": [56, 56], "patch_size": [14, 14], "initializer_range": 0.02,
         },
         image_token_id=token_ids["image"], image_seq_length=4, tie_word_embeddings=True)
+
+
+def _text(
+    token_ids: Mapping[str, int], rope: Mapping[str, Any], width: int, layers: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    """A language model's configuration. Heads are 32 wide, two share a key and value."""
+    return {
+        "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "vocab_size": vocabulary_size(token_ids),
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
+        # no pad_token_id: an embedding with a padding index drops that token's gradient
+        "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"], **more}
 
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {

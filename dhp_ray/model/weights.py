@@ -31,24 +31,16 @@ class Interval(NamedTuple):
     into: Tensor
 
 
-class _Place(NamedTuple):
-    """Where a parameter lies: from byte `offset` of `file` on, under the name `key`, in the type `kind`."""
-
-    file: str
-    offset: int
-    key: str
-    name: str
-    kind: torch.dtype
-
-
 class StoredKey(NamedTuple):
-    """A tensor of a folder's files: `num_bytes` under `key` in `file`. It is the module's parameter `name`; empty: of
-    a part that the module has not.
+    """A tensor of a folder's files: `num_bytes` from byte `offset` of `file` on, under `key`, of type `kind` as
+    safetensors calls it. It is the module's parameter `name`; empty: of a part that the module has not.
     """
 
     file: str
     key: str
     name: str
+    kind: str
+    offset: int
     num_bytes: int
 
 
@@ -79,13 +71,12 @@ class StoredWeights:
             names_of.setdefault(parameter, []).append(name)
         first_names = {name: names[0] for names in names_of.values() for name in names}
         shapes = {names[0]: tuple(parameter.shape) for parameter, names in names_of.items()}
-        places: list[_Place] = []
         self.keys: list[StoredKey] = []
         """All that the files hold; a tied parameter under each of its names that they have."""
         for file in files:
             for key, (kind, shape, offset, num_bytes) in stored_tensors(path, file).items():
                 name = first_names.get(module_name(key, renamed), "")
-                self.keys.append(StoredKey(file, key, name, num_bytes))
+                self.keys.append(StoredKey(file, key, name, kind, offset, num_bytes))
                 if not name:
                     continue
                 if kind not in STORED_TYPES:
@@ -96,9 +87,9 @@ class StoredWeights:
                     raise ModelError(
                         f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}"
                     )
-                places.append(_Place(file, offset, key, name, STORED_TYPES[kind]))
-        self._places = sorted(places, key=lambda place: (place.file, place.offset))  # read from first to last
-        missing = sorted(shapes.keys() - {place.name for place in places})
+        self._parameters = sorted((stored for stored in self.keys if stored.name),
+                                  key=lambda stored: (stored.file, stored.offset))  # read from first to last
+        missing = sorted(shapes.keys() - {stored.name for stored in self._parameters})
         if missing:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
 
@@ -129,17 +120,17 @@ class StoredWeights:
         read_as: dict[str, str] = {}
         longest = max((interval.into.numel() for found in intervals.values() for interval in found), default=0)
         raw = torch.empty(min(READ_BYTES, longest * torch.float64.itemsize), dtype=torch.uint8)
-        for place in self._places:
-            for interval in intervals.get(place.name, []):
-                for into, values in self._values(place, interval, raw):
-                    if place.name not in read_as:
+        for stored in self._parameters:
+            for interval in intervals.get(stored.name, []):
+                for into, values in self._values(stored, interval, raw):
+                    if stored.name not in read_as:
                         into.copy_(values)
                     elif not torch.equal(into, values.to(into)):
                         raise ModelError(
-                            f"model.path: {self.path}: {read_as[place.name]} and {place.key} differ; "
+                            f"model.path: {self.path}: {read_as[stored.name]} and {stored.key} differ; "
                             "its config.json says that they are one (tie_word_embeddings)"
                         )
-            read_as.setdefault(place.name, place.key)
+            read_as.setdefault(stored.name, stored.key)
 
     def tensor(self, stored: StoredKey) -> Tensor:
         """A tensor as it is stored, in memory of its own.
@@ -154,22 +145,22 @@ class StoredWeights:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
-    def _values(self, place: _Place, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _values(self, stored: StoredKey, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """An interval part by part: where it goes, and its values, which lie in `raw` until the next part."""
-        item_bytes = place.kind.itemsize
+        kind = STORED_TYPES[stored.kind]
         # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
         try:
-            with open(Path(self.path) / place.file, "rb", buffering=0) as stored:
-                stored.seek(place.offset + interval.start * item_bytes)
-                for into in interval.into.split(len(raw) // item_bytes):
-                    part = raw[: into.numel() * item_bytes]
-                    _fill(part, stored)
+            with open(Path(self.path) / stored.file, "rb", buffering=0) as file:
+                file.seek(stored.offset + interval.start * kind.itemsize)
+                for into in interval.into.split(len(raw) // kind.itemsize):
+                    part = raw[: into.numel() * kind.itemsize]
+                    _fill(part, file)
                     self.bytes_read += part.numel()
-                    values = part.view(place.kind)
+                    values = part.view(kind)
                     # rounded to fp32 first, whatever it goes to
-                    yield into, values.float() if place.kind == torch.float64 else values
+                    yield into, values.float() if kind == torch.float64 else values
         except OSError as error:
-            raise ModelError(f"model.path: {self.path}: {place.file} cannot be read: {first_line(error)}") from None
+            raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
 
 def _fill(part: Tensor, stored: FileIO) -> None:

@@ -26,22 +26,15 @@ Offer = tuple[int, int, int, Sequence[Piece]]
 
 
 class _Transfer(NamedTuple):
-    """Elements to move: from `source_offset` of the supplier's local shard number `shard` to `target_offset` of the new
-    shard.
-    """
+    """Elements to move: `source` of the supplier's local shard number `shard` to `target` of the new shard."""
 
     shard: int
-    source_offset: int
-    target_offset: int
-    length: int
+    source: slice
+    target: slice
 
     @property
-    def source(self) -> slice:
-        return slice(self.source_offset, self.source_offset + self.length)
-
-    @property
-    def target(self) -> slice:
-        return slice(self.target_offset, self.target_offset + self.length)
+    def length(self) -> int:
+        return self.target.stop - self.target.start
 
 
 def reshard(
@@ -138,7 +131,8 @@ def _routes(
                         f"state: nobody supplies elements {position} to {min([end, *following])} of parameter {name}"
                     )
                 length = min(stop, end) - position
-                part = _Transfer(number, source_offset + position - start, offset + position - begin, length)
+                source, target = source_offset + position - start, offset + position - begin
+                part = _Transfer(number, slice(source, source + length), slice(target, target + length))
                 if supplier == rank:
                     sends.setdefault(receiver, []).append(part)
                 if receiver == rank:
