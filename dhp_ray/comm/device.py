@@ -36,9 +36,7 @@ class Accelerator:
     """The approximate device memory of a process group of the pool."""
 
     def num_devices(self) -> int:
-        """Return the most devices that this machine has, by the device files: a library that knows takes seconds to
-        import. On the CPU: its cores.
-        """
+        """Return the most devices of this machine, by their files: a library takes seconds to import."""
         if not self.files:
             return os.cpu_count() or 1
         found, shown = len(glob.glob(self.files)), self._shown()
@@ -59,9 +57,7 @@ class Accelerator:
             os.environ[self.visible] = str(place) if shown is None else shown[place]
 
     def _shown(self) -> list[str] | None:
-        """Return the devices that the environment shows, by number or name; None: all. As for CUDA, the list ends at
-        the first entry that names none.
-        """
+        """Return the devices that the environment shows, up to the first entry that names none; None: all."""
         listed = os.environ.get(self.visible)
         if listed is None:
             return None
@@ -88,9 +84,7 @@ class Accelerator:
             torch.get_device_module(self.name).set_device(0)
 
     def stop(self) -> None:
-        """End what the device computes and waits for; called from a control thread. On CUDA, aborting the groups does
-        that.
-        """
+        """End what the device computes and waits for, from a control thread. On CUDA, aborting the groups does that."""
         if self.name == "npu":
             import torch
 
@@ -142,9 +136,7 @@ class Accelerator:
         return options
 
     def model_name(self) -> str:
-        """Return the name that the device's driver has for it, such as NVIDIA H100 80GB HBM3; on the CPU the
-        processor's own name.
-        """
+        """Return the name that the device's driver has for it (NVIDIA H100 80GB HBM3); on the CPU the processor's."""
         if self.name == "cpu":
             return processor_name()
         import torch

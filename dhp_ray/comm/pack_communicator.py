@@ -158,9 +158,7 @@ def return_rows(
     gradient: Tensor, send_index: Mapping[int, Tensor], receive_counts: Mapping[int, int], num_rows: int,
     link: PackCommunicator,
 ) -> Tensor:
-    """Return the gradient (num_rows, F) of the `rows` given to `send_rows`, from the gradient of its result, by the
-    same routes.
-    """
+    """Return the gradient (num_rows, F) of `send_rows`' rows, from that of its result, by the same routes."""
     received = {member: gradient.new_empty((len(index), gradient.shape[1])) for member, index in send_index.items()}
     _exchange(_pieces(gradient.contiguous(), receive_counts), received, link, Tag.ROWS_BACKWARD)
     total = gradient.new_zeros((num_rows, gradient.shape[1]))

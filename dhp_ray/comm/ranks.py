@@ -43,9 +43,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, by rank, as (ranks, *shape); their shapes are equal. All torch ranks of `group`
-    call this.
-    """
+    """Return the equally shaped tensors of all ranks, as (ranks, *shape). All torch ranks call this."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     all_gather_single(gathered.view(-1), tensor.reshape(-1), group=group)  # no kernel for each rank
     return gathered
@@ -58,9 +56,7 @@ def copy_from_rank(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Non
 
 
 def sums_of_counts(counts: Sequence[int], group: dist.ProcessGroup | None, progress: Progress) -> list[int]:
-    """Return the sums of whole numbers over all ranks; every rank of `group` calls this with as many. None is for a
-    single rank.
-    """
+    """Return the sums of whole numbers over all ranks, which all call this. `group` None: a single rank."""
     if group is None:
         return list(counts)
     totals = torch.tensor(counts, dtype=torch.int64, device=progress.device)

@@ -101,9 +101,7 @@ def warm_up_group(group: dist.ProcessGroup, ranks: Sequence[int], progress: Prog
 
 
 class Transport:
-    """Made once per generation by all ranks alike (`open_transport`). `parent`: the group of all ranks; None: there is
-    one rank. Messages of different packs over it are kept apart by tag and plan order.
-    """
+    """The links of packs in one generation (`open_transport`). `parent`: the group of all ranks; None: one rank."""
 
     def __init__(self, rank: int, parent: dist.ProcessGroup | None, pool: GroupPool | None, progress: Progress) -> None:
         self._rank, self._parent, self._pool, self._progress = rank, parent, pool, progress

@@ -55,9 +55,7 @@ class RendezvousError(RuntimeError):
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the rendezvous store. From then on this process's gloo groups listen only on the interface that leads
-    to it.
-    """
+    """Connect to the rendezvous store. From then on gloo listens only on the interface that leads to it."""
     listen_on(address_towards(host, port))
     store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT)
     store.set_timeout(timeout)  # NCCL and HCCL wait there for the rank that begins a group
@@ -182,9 +180,7 @@ def _delete_keys(store: dist.Store, unused: Callable[[str], bool]) -> None:
 
 
 def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make a group. No rank asks the store more than twice, however many ranks
-    there are.
-    """
+    """Wait until all of `ranks` are about to make a group. However many there are, each asks twice at most."""
     come = store.add(f"{place}/here", 1)
     if come == len(ranks):
         store.set(f"{place}/complete", "1")
@@ -234,9 +230,7 @@ def abort_groups() -> None:
 
 
 def destroy_world(close: Callable[[], None], accelerator: Accelerator, broken: bool) -> None:
-    """Destroy every group of this process; `close` drops all other references to them. `broken`: collectives with dead
-    peers may be under way.
-    """
+    """Destroy every group; `close` drops other references. `broken`: collectives with dead peers may be under way."""
     close()
     gc.collect()  # a group that is still referred to keeps its sockets open, and a peer waiting
     if dist.is_initialized() and broken:

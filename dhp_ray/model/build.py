@@ -111,9 +111,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def quieten() -> None:
-    """Silence transformers: otherwise every rank would show progress bars and reports of reading and writing. Errors
-    are raised as one line.
-    """
+    """Silence transformers' progress bars and reports, one for each rank. Errors are raised as one line."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

@@ -102,9 +102,7 @@ def weight_files(path: str) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its type under the name that safetensors uses, its shape, the offset of its first
-    byte in the file, and its size in bytes.
-    """
+    """A tensor in a safetensors file: its type, as that calls it, its shape, its first byte, and its bytes."""
 
     kind: str
     shape: tuple[int, ...]

@@ -20,9 +20,7 @@ from dhp_ray.model.kernels import cuda, npu
 
 
 class Operators(Protocol):
-    """The fused operators of a kind of device, each with its backward pass. Modules of `dhp_ray.model.kernels`
-    implement it.
-    """
+    """The fused operators of a kind of device, with their backward passes: a module of `dhp_ray.model.kernels`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide x (..., D) by the root of its mean square and multiply by `weight` (D,)."""
@@ -37,9 +35,7 @@ class Operators(Protocol):
 
 
 def operators_of(device: str) -> Operators | None:
-    """The fused operators of a kind of device (cpu, cuda, npu); None if it has none. CUDA has them if Liger is
-    installed.
-    """
+    """The fused operators of a kind of device; None if it has none. CUDA has them if Liger is installed."""
     if device == "npu":
         return npu
     return cuda if device == "cuda" and find_spec("liger_kernel") else None
@@ -70,9 +66,7 @@ class FusedMLP(Module):
 
 
 class FusedAttention(Module):
-    """The attention of a language model layer, with the weights of `plain` and a fused rotary embedding, for which
-    transformers calls a function of its own.
-    """
+    """The attention of a language model layer, with the weights of `plain` and a fused rotary embedding."""
 
     def __init__(self, plain: Any, operators: Operators) -> None:
         super().__init__()

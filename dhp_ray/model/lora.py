@@ -148,9 +148,7 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base: str) -> None:
-    """Write adapter_config.json for `module`'s adapters in PEFT's format. `base`: the folder of the base model, or
-    empty.
-    """
+    """Write adapter_config.json in PEFT's format. `base`: the folder of the base model, or empty."""
     base = str(Path(base).absolute()) if base else ""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
     ends = {name.rsplit(".", 1)[-1] for name in layers}

@@ -206,9 +206,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str]) -> dict[str, str]:
-    """The layer of each stored weight that the adapter changes, by the weight's key; refuses an adapter of which a part
-    finds no place.
-    """
+    """The layer of each weight that the adapter changes, by its key; every layer must find its weight."""
     from dhp_ray.model.build import read_config
     from dhp_ray.model.families import FAMILIES
     from dhp_ray.model.weights import STORED_TYPES, module_name

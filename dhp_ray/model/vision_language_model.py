@@ -114,9 +114,7 @@ class VisionLanguageModel(ABC):
             raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
 
     def shape_of(self, config: Any) -> ModelShape:
-        """What planner, costs and memory need to know of this model. Parameters are counted before any adapter is
-        added; they may be on the meta device.
-        """
+        """What the planner needs to know of this model, before any adapter is added; also on the meta device."""
         text, layer = config.text_config, self.stack("language").layers[0]
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         layers = LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
@@ -142,9 +140,7 @@ class VisionLanguageModel(ABC):
         return (1, side, side)
 
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """Lengths of the runs of vision tokens in the text for an image, or a whole video, of this grid: an image is
-        one run, of a video each step in time.
-        """
+        """Lengths of the runs of vision tokens for a grid: an image is one run, of a video each step in time."""
         time, height, width = grid
         area = height * width // self.merge_area
         return (area,) * time if is_video else (time * area,)
@@ -226,9 +222,7 @@ class VisionLanguageModel(ABC):
         return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        """Sum, in fp32, of the cross entropy of `hidden` (L, D) and the shifted `labels` (L,) over the tokens at
-        `valid_index` (K,).
-        """
+        """The cross entropy (fp32) of `hidden` (L, D) and shifted `labels` (L,), summed over `valid_index` (K,)."""
         return cross_entropy_sum(hidden, self._head_weight, labels, valid_index)
 
     def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
@@ -262,9 +256,7 @@ class VisionLanguageModel(ABC):
                     parameter.requires_grad_(False)
 
     def add_lora(self, settings: LoraSettings) -> None:
-        """Train adapters on linear layers instead of the weights, except in parts that are already frozen. Call this
-        once, before `fuse`.
-        """
+        """Train adapters instead of the weights, except in frozen parts. Call this once, before `fuse`."""
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         layers = target_layers(self.module, settings.targets,
                                without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
@@ -293,9 +285,7 @@ class VisionLanguageModel(ABC):
         """The encoder's part of `units`."""
 
     def units(self) -> list[Module]:
-        """The submodules whose parameters are gathered separately when sharded, inner ones first. Each is used only by
-        calling it.
-        """
+        """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""
         model: Any = self.module.model
         return [*self.vision_units(), *model.language_model.layers]
 

@@ -262,9 +262,7 @@ class PackOffload:
 
     @contextmanager
     def of_pack(self, inputs: PackInputs) -> Iterator[None]:
-        """Put this around the forward pass of a pack, which moves the share `inputs.offload`. Its backward pass ends
-        before the next pack begins.
-        """
+        """Put this around the forward pass of a pack. Its backward pass ends before the next pack begins."""
         self.moved_bytes = 0
         if not inputs.offload or not torch.is_grad_enabled():
             yield

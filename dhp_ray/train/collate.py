@@ -117,9 +117,7 @@ def check_payload(
 
 
 def tokens_of_parts(grid: Grid, num_parts: int, adapter: VisionLanguageModel) -> list[Tensor]:
-    """Return which tokens of an image each of its parts makes, in the order of the part's feature rows; all of them for
-    one part.
-    """
+    """Return which tokens of an image each of its parts makes, in the order of the part's feature rows."""
     sizes = [prod(part) // adapter.merge_area for part in cut_in_time(grid, num_parts)]
     return list(torch.arange(sum(sizes)).split(sizes))
 
@@ -236,9 +234,7 @@ def _dropout_keys(pack: Pack, index: Tensor, adapter: VisionLanguageModel, step:
 
 
 def with_tiny_image(inputs: PackInputs, adapter: VisionLanguageModel) -> PackInputs:
-    """Return the inputs of a rank that encodes nothing, with a smallest image that no token uses: its gradient is zero.
-    On the CPU.
-    """
+    """Return the inputs with a smallest image that no token uses, on the CPU: its gradient is zero."""
     grids = (adapter.smallest_grid,)
     return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(prod(grids[0]), adapter.patch_dim),
                    encoder=adapter.encoder_arguments(grids))
@@ -298,9 +294,7 @@ def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> E
 
 
 def joined(patches: Sequence[np.ndarray | Tensor], patch_dim: int, pixel_type: torch.dtype, pinned: bool) -> Tensor:
-    """Return the patches (P, patch_dim) of all images, written once, to the memory from which they are copied to the
-    device.
-    """
+    """Return the patches (P, patch_dim) of all images, written once, to where the device copies them from."""
     pixels = torch.empty(sum(map(len, patches)), patch_dim, dtype=pixel_type, pin_memory=pinned)
     first = 0
     for part in patches:

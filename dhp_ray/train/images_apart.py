@@ -165,9 +165,7 @@ def vision_inputs(
 def _ready(
     pack: Pack, payload: Payload, images: Sequence[PlannedImage], adapter: VisionLanguageModel
 ) -> list[ReadyImage]:
-    """Return the images, or parts of images, of one sample that this rank encodes. If the rank has only a part, the
-    other patches are removed from the payload.
-    """
+    """Return what this rank encodes of one sample, and remove the other patches from the payload."""
     row = images[0].sample
     sample, start = pack.samples[row], sum(other.num_tokens for other in pack.samples[:row])
     tokens = {image.image: tokens_of_parts(image.grid, image.num_parts, adapter)[image.part] for image in images}
@@ -206,9 +204,7 @@ def _tiny(adapter: VisionLanguageModel, pixel_type: torch.dtype) -> EncoderPass:
 def _send_index(
     plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: VisionLanguageModel
 ) -> dict[int, Tensor]:
-    """Return `VisionInputs.send_index` for the images of each pass; a pass without an image makes the rows of a
-    smallest image.
-    """
+    """Return `VisionInputs.send_index`; a pass without an image makes the rows of a smallest image."""
     row_of = [torch.full((sum(sample.num_tokens for sample in pack.samples),), -1) for pack in plan.encoded]
     num_rows = 0
     for images in passes:
@@ -247,9 +243,7 @@ class EncoderPhases:
         self._like = torch.empty(0)  # has the type and the device of features
 
     def encode(self, link: PackCommunicator) -> list[Tensor]:
-        """Return the features (K, F) of each pack of this rank, in order; `backward` takes the gradients that packs
-        leave in them.
-        """
+        """Return the features (K, F) of each pack of this rank; `backward` takes the gradients left in them."""
         for images in self._passes:
             with torch.set_grad_enabled(self._trains and self._keeps):
                 self._encoded.append(self._encode(images))

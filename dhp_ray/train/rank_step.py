@@ -28,9 +28,7 @@ from dhp_ray.train.step_inputs import StepInputs, on_device
 
 
 class Timed(NamedTuple):
-    """A pack, or with index -1 a phase of the encoder or an idle pack, that the device has been given. Times are read
-    with the step's totals, not pack by pack.
-    """
+    """A pack, or with index -1 an idle one or a phase of the encoder, that the device has been given."""
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     begin: StreamTimestamp
@@ -126,17 +124,13 @@ class RankStep:
 
     @torch.no_grad()
     def predictions(self, inputs: StepInputs) -> list[Tensor]:
-        """Return for each pack of this rank the tokens (K,) that most likely follow its valid ones, from inputs that
-        ask for them. Every rank calls this.
-        """
+        """Return for each pack the tokens (K,) that most likely follow its valid ones. Every rank calls this."""
         self.engine.progress.stage = f"answers {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
         return [run.loss for run in self._run_packs(inputs)[0]]
 
     def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[Timed]]:
-        """Run the packs in their order (a pack that is not in the plan has index -1), and around them the phases in
-        which images are encoded apart from them.
-        """
+        """Run the packs in their order, and around them the phases in which images are encoded apart."""
         phases, times = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
         if phases:

@@ -52,9 +52,7 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
 
 
 def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:
-    """Return the measured seconds of each row of a plan's work, without those spent waiting; NaN if no rank has
-    reported it.
-    """
+    """Return the measured seconds of each row of a plan's work, without waits; NaN if no rank has reported it."""
     found = {(result.rank, time.index): time.busy_s for result in results for time in result.pack_times}
     found |= {(result.rank, phase): time.busy_s for result in results
               for phase, time in zip((ENCODE, BACKWARD), result.encoder_times)}

@@ -180,9 +180,7 @@ class ShardedEngine(Engine):
         first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:
-        """Call this before units of the encoder are called outside `loss`, so that the model, and none of these units,
-        becomes FSDP's root.
-        """
+        """Call this before units of the encoder are called outside `loss`: the model must become FSDP's root."""
         cast(FSDPModule, self.root)._get_fsdp_state()._lazy_init()
 
     def zero_gradients(self) -> None:
@@ -201,9 +199,7 @@ class ShardedEngine(Engine):
             yield name, value
 
     def _lay_out(self, units: list[Any]) -> dict[int, list[Piece]]:
-        """Return this rank's pieces of each unit, by where they begin in its shard: one piece per parameter; units of
-        which it owns nothing are left out.
-        """
+        """Return this rank's pieces of each unit of which it owns any, by where they begin in its shard."""
         names = {parameter: name for name, parameter in self.parameters.items()}
         laid_out, offset = {}, 0
         for unit in units:

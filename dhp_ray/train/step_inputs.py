@@ -97,9 +97,7 @@ class StepInputs:
 
 
 def packs_of(plan: RankPlan) -> list[Pack]:
-    """Return the packs that a rank runs, in order. With sync=micro_batch that is one pack per micro-batch: an idle
-    token, with index -1, if the plan has none for the rank.
-    """
+    """Return the packs that a rank runs: with sync=micro_batch one in each, an idle token (index -1) if it has none."""
     if not plan.encodes:
         return list(plan.packs)
     own = {pack.micro_batch: pack for pack in plan.packs}
@@ -121,9 +119,7 @@ def collated(
 
 
 def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """Yield the inputs of each pack on a device, one after the other; close the generator. On the CPU they stay as they
-    are.
-    """
+    """Yield the inputs of each pack on a device (on the CPU as they are); close the generator."""
     if device.type == "cpu":
         yield from inputs
     else:

@@ -123,9 +123,7 @@ class InternVL(VisionLanguageModel):
 
 
 class TileEmbedding(Module):
-    """The embedding of tiles, with the parameters of `plain`: its convolution's stride is its kernel, so each patch is
-    multiplied with one matrix.
-    """
+    """The embedding of tiles, with the parameters of `plain`, as one product: its stride is its kernel."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()

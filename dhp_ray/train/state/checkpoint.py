@@ -295,9 +295,7 @@ def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: di
 
 
 def compare_base(checkpoint: str, saved: str, base: StoredWeights | None) -> None:
-    """Raise ValueError unless `base` has the untrained weights that a checkpoint was trained with. `saved`: their
-    fingerprint; empty: the checkpoint has none.
-    """
+    """Raise ValueError unless `base` has the fingerprint `saved` (empty: the checkpoint has none)."""
     if saved and base is not None and base.fingerprint != saved:
         raise ValueError(f"{checkpoint}: trained beside other weights than those in model.path, {base.path}; allowed: "
                          "the folder that the run began with")
@@ -422,9 +420,7 @@ class Writer(dcp.FileSystemWriter):
             raise OSError(f"{self.path}: cannot be written: {cause.strerror or cause}") from None
 
     def write_as(self, before: WrittenFiles, state: dict[str, Any], planner: SavePlanner) -> None:
-        """Write this rank's files as those of an earlier save. Not a collective: no rank plans for all, or reads what
-        all have written.
-        """
+        """Write this rank's files as those of an earlier save. Not a collective."""
         planner.set_up_planner(state)
         self.set_up_storage_writer(bool(before.metadata))
         self.prepare_local_plan(before.plan)

@@ -99,9 +99,7 @@ class _Exchange(Thread):
         self.seconds = perf_counter() - self._begun_s
 
     def _waited(self, works: list[dist.Work], way: str) -> bool:
-        """Return whether all of `works` have completed; the first failure is kept as text: its traceback would hold the
-        group.
-        """
+        """Return whether all of `works` have completed; the first failure is kept as text, which holds no group."""
         try:
             for work in works:
                 work.wait()
@@ -232,9 +230,7 @@ class PeerReplica:
         return {**self._replicas, self._rank: self._own} if self._own is not None and self._snapshot else self._replicas
 
     def _described(self, owners: list[int]) -> dict[int, DoubleBuffer]:
-        """Return empty replicas of the shards of `owners`: each owner tells its replica rank its shard's size and
-        pieces.
-        """
+        """Return empty replicas: each of `owners` tells its replica rank its shard's size and pieces."""
         assert self._group is not None
         own = torch.frombuffer(bytearray(pickle.dumps(self._engine.pieces())), dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)

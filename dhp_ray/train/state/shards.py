@@ -151,9 +151,7 @@ class ShardState:
         return cls(value, exp_avg, exp_avg_sq, UNFINISHED)
 
     def copy_(self, other: ShardState, before_part: Callable[[], None] = lambda: None) -> None:
-        """Take over another state; this one is unfinished until that is done. `before_part` is called before every
-        PART_ELEMENTS numbers.
-        """
+        """Take over another state, PART_ELEMENTS numbers at a time; it is unfinished until that is done."""
         self.version = UNFINISHED
         for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
             for part, source in zip(mine.split(PART_ELEMENTS), theirs.split(PART_ELEMENTS)):
@@ -175,9 +173,7 @@ class LocalShard:
     state: ShardState
 
     def on_host(self, before_part: Callable[[], None] = lambda: None) -> LocalShard:
-        """Return the same shard in host memory; itself if it is there already. `before_part` as for
-        `ShardState.copy_`.
-        """
+        """Return the same shard in host memory; itself if it is there already."""
         if self.state.value.device == CPU:
             return self
         state = ShardState.zeros(self.state.value.numel(), CPU)
