@@ -144,8 +144,6 @@ def open_transport(
     collectives. All ranks warm it up here, since later exchanges involve only some. A world of one rank needs no group
     at all.
     """
-    if name not in ("pool", "parent"):
-        raise ValueError(f"comm.transport: got {name!r}; allowed: pool, parent")
     progress = progress or Progress(accelerator.torch_device())
     group = None
     if world_size > 1:

@@ -280,9 +280,10 @@ class VisionLanguageModel(ABC):
                 if self.weights is not None:
                     self.weights.drawn[name] = partial(first_values, name, parameter.shape, settings.seed)
 
-    @abstractmethod
     def vision_units(self) -> Sequence[Module]:
         """The encoder's part of `units`."""
+        stack = self.vision_stack()
+        return [*stack.layers, stack.owner]
 
     def units(self) -> list[Module]:
         """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""

@@ -157,7 +157,8 @@ def vision_inputs(
                 passes[image.number] = _whole(of_pass, adapter, pixel_type, pinned)
     for number in range(plan.vision.num_passes):
         if number not in passes:
-            passes[number] = _tiny(adapter, pixel_type)
+            tiny = torch.zeros(prod(adapter.smallest_grid), adapter.patch_dim, dtype=pixel_type)
+            passes[number] = _pass(tiny, (adapter.smallest_grid,), adapter)
     return VisionInputs(passes=[passes[number] for number in sorted(passes)],
                         send_index=_send_index(plan, [ready[number] for number in sorted(passes)], adapter))
 
@@ -190,15 +191,12 @@ def _whole(
     sizes = [len(image.places) for image in images]
     for image, rows in zip(images, whole.split([size * adapter.merge_area for size in sizes])):
         image.pixels[image.planned.image] = rows
-    grids = tuple(image.planned.own_grid for image in images)
-    return EncoderPass(pixels=whole, grids=grids, encoder=adapter.encoder_arguments(grids), num_rows=sum(sizes))
+    return _pass(whole, tuple(image.planned.own_grid for image in images), adapter)
 
 
-def _tiny(adapter: VisionLanguageModel, pixel_type: torch.dtype) -> EncoderPass:
-    """Return a pass with one smallest image."""
-    grid = adapter.smallest_grid
-    return EncoderPass(pixels=torch.zeros(prod(grid), adapter.patch_dim, dtype=pixel_type), grids=(grid,),
-                       encoder=adapter.encoder_arguments((grid,)), num_rows=prod(grid) // adapter.merge_area)
+def _pass(pixels: Tensor, grids: tuple[Grid, ...], adapter: VisionLanguageModel) -> EncoderPass:
+    return EncoderPass(pixels=pixels, grids=grids, encoder=adapter.encoder_arguments(grids),
+                       num_rows=len(pixels) // adapter.merge_area)
 
 
 def _send_index(

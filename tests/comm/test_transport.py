@@ -69,8 +69,3 @@ def test_a_world_of_one_rank_needs_no_group(name: str) -> None:
     transport.prepare([])
     assert transport.link((0,), 7).size == 1
     transport.close()
-
-
-def test_an_unknown_transport_names_those_allowed() -> None:
-    with pytest.raises(ValueError, match=r"comm.transport: got 'mesh'; allowed: pool, parent"):
-        open_transport("mesh", 0, 1, CPU, 4, TIMEOUT)

@@ -85,8 +85,8 @@ class InternVL(VisionLanguageModel):
         return features
 
     def vision_units(self) -> list[Module]:
-        model: Any = self.module.model
-        return [*model.vision_tower.encoder.layer, model.vision_tower, model.multi_modal_projector]
+        projector: Any = self.module.model.multi_modal_projector  # type: ignore[union-attr]
+        return [*super().vision_units(), projector]
 
     def unsharded_parameters(self) -> list[Parameter]:
         embeddings: Any = self.module.model.vision_tower.embeddings  # type: ignore[union-attr]

@@ -35,10 +35,14 @@ class Qwen25VL(VisionLanguageModel):
     stored_names: ClassVar[Sequence[tuple[str, str]]] = (
         (r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
 
+    @property
+    def visual(self) -> Any:
+        """The encoder."""
+        return self.module.model.visual  # type: ignore[union-attr]
+
     def replace_modules(self) -> None:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        visual.patch_embed = PatchEmbedding(visual.patch_embed)
-        for block in visual.blocks:
+        self.visual.patch_embed = PatchEmbedding(self.visual.patch_embed)
+        for block in self.visual.blocks:
             block.attn = VisionAttention(block.attn)
 
     def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
@@ -71,34 +75,26 @@ class Qwen25VL(VisionLanguageModel):
                 "window_index": window_index, "cu_window_seqlens": Segments.between(window_offsets.tolist())}
 
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        features: Tensor = visual(pixels.to(visual.dtype), grid_thw=None, **arguments).pooler_output
+        features: Tensor = self.visual(pixels.to(self.visual.dtype), grid_thw=None, **arguments).pooler_output
         return features
 
-    def vision_units(self) -> list[Module]:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        return [*visual.blocks, visual]
-
     def vision_stack(self) -> LayerStack:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        return LayerStack(visual, visual.blocks)
+        return LayerStack(self.visual, self.visual.blocks)
 
     def fuse_encoder(self, operators: Operators) -> None:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        for block in visual.blocks:
-            fuse(block, operators, ("norm1", "norm2"), visual.config.hidden_act)
+        for block in self.visual.blocks:
+            fuse(block, operators, ("norm1", "norm2"), self.visual.config.hidden_act)
             block.attn.operators = operators
-        fuse(visual.merger, operators, ("ln_q",))
+        fuse(self.visual.merger, operators, ("ln_q",))
 
     def vision_shape(self, vision: Any) -> dict[str, Any]:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
         merge_area, patch_area = vision.spatial_merge_size ** 2, vision.patch_size ** 2
         blocks = LayerShape(
             count=vision.depth, width=vision.hidden_size, mlp_width=vision.intermediate_size, heads=vision.num_heads,
             key_value_heads=vision.num_heads, head_width=vision.hidden_size // vision.num_heads,
-            num_parameters=num_parameters(visual.blocks[0]))
+            num_parameters=num_parameters(self.visual.blocks[0]))
         return {"vision": self.kinds_of_blocks(vision, blocks), "merge_area": merge_area,
-                "vision_rest": num_parameters(visual) - num_parameters(visual.blocks),
+                "vision_rest": num_parameters(self.visual) - num_parameters(self.visual.blocks),
                 "patch_dim": vision.in_channels * vision.temporal_patch_size * patch_area,
                 "merger_width": merge_area * vision.hidden_size, "token_pixels": merge_area * patch_area}
 

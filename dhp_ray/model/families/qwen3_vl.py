@@ -59,17 +59,15 @@ class Qwen3VL(Qwen25VL):
         return [((1, height, width), 0.0)] * time if seconds else [(grid, 1.0)]
 
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        merge = visual.spatial_merge_size
+        merge = self.visual.spatial_merge_size
         rows, weights = get_vision_interpolation_indices_and_weights(
-            grids, num_grid_per_side=visual.num_grid_per_side, mode=visual.interpolation_mode,
-            align_corners=visual.interpolation_align_corners, spatial_merge_size=merge)
+            grids, num_grid_per_side=self.visual.num_grid_per_side, mode=self.visual.interpolation_mode,
+            align_corners=self.visual.interpolation_align_corners, spatial_merge_size=merge)
         return {"position_ids": get_vision_position_ids(grids, merge), "interp_indices": rows,
                 "interp_weights": weights, "cu_seqlens": Segments.between(get_vision_cu_seqlens(grids).tolist())}
 
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        output = visual(pixels.to(visual.dtype), grid_thw=None, **arguments)
+        output = self.visual(pixels.to(self.visual.dtype), grid_thw=None, **arguments)
         return torch.cat((output.pooler_output, *output.deepstack_features), 1)
 
     def language_arguments(
@@ -80,8 +78,7 @@ class Qwen3VL(Qwen25VL):
 
     def fuse_encoder(self, operators: Operators) -> None:
         """Its norms are layer norms and its MLPs have no gate: what is fused are rotations."""
-        visual: Any = self.module.model.visual  # type: ignore[union-attr]
-        for block in visual.blocks:
+        for block in self.visual.blocks:
             block.attn.operators = operators
 
     def vision_shape(self, vision: Any) -> dict[str, Any]:

@@ -128,17 +128,8 @@ class PeerReplica:
         that nothing else uses.
 
         With one rank, or without a group, there are no replicas and every call does nothing.
-
-        Raises:
-            ValueError: a rank is to hold its own replica, or there is no such rank.
         """
         self._engine, self._rank, self._group = engine, rank, group if len(replica_ranks) > 1 else None
-        for owner, replica_rank in enumerate(replica_ranks if self._group is not None else ()):
-            if replica_rank == owner or not 0 <= replica_rank < len(replica_ranks):
-                raise ValueError(
-                    f"mirror: got replica rank {replica_rank} for rank {owner}; allowed: another of "
-                    f"{len(replica_ranks)} ranks"
-                )
         self._replicas: dict[int, DoubleBuffer] = {}
         self._own: DoubleBuffer | None = None
         self._exchange: _Exchange | None = None
@@ -163,14 +154,10 @@ class PeerReplica:
         Every rank calls this after the same updates, each applied, and at the start of a generation. Until `finish` the
         engine may run packs and, without a snapshot, not update twice. If a peer is gone, `finish` raises; the exchange
         with the others goes on.
-
-        Raises:
-            RuntimeError: the last exchange was not finished.
         """
         if self._group is None:
             return
-        if self._exchange is not None:
-            raise RuntimeError("mirror: begin before the last exchange was finished")
+        assert self._exchange is None, "the last exchange was not finished"
         begun_s, receives, failure = perf_counter(), dict[int, list[dist.Work]](), ""
         for owner, buffers in self._replicas.items():
             buffers.back.version = UNFINISHED

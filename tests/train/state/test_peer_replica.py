@@ -124,24 +124,11 @@ def no_group(rank: int) -> list[Any]:
     mirror.finish()
     held = replicas(mirror), mirror.local_shards(), memory_bytes(mirror)
     mirror.close()
-    said = []
-    group = dist.new_group([0, 1], backend="gloo")
-    for replica_ranks in ([0, 1], [1, 2]):
-        with pytest.raises(ValueError, match="mirror: got replica rank") as raised:
-            PeerReplica(engine, rank, replica_ranks, group)
-        said.append(str(raised.value))
-    pair = PeerReplica(make_engine(Network(), rank, 2), rank, [1, 0], group)
-    pair.begin()
-    with pytest.raises(RuntimeError, match="mirror: begin before the last exchange was finished"):
-        pair.begin()
-    pair.finish()
-    return [held, said]
+    return [held]
 
 
-def test_one_rank_holds_no_replica_and_no_rank_its_own() -> None:
-    said = ["mirror: got replica rank 0 for rank 0; allowed: another of 2 ranks",
-            "mirror: got replica rank 2 for rank 1; allowed: another of 2 ranks"]
-    assert run_ranks(no_group, 2) == [[({}, [], 0), said]] * 2
+def test_one_rank_holds_no_replica() -> None:
+    assert run_ranks(no_group, 1) == [[({}, [], 0)]]
 
 
 def broken_off(rank: int, port: int, width: int, sends: bool, late_s: float) -> Any:
