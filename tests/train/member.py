@@ -104,7 +104,7 @@ class Member:
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)
         self.mirror = PeerReplica(engine, rank, KEEPERS[:size], mirror_group)
-        self.checkpointer = Checkpointer(engine, rank, size, save_group, Path(self.run_dir) / f"scratch_{rank}",
+        self.checkpointer = Checkpointer(engine, rank, save_group, Path(self.run_dir) / f"scratch_{rank}",
                                          Folder(f"{self.run_dir}/run"))
         self.mirror.begin()
         threading.Thread(target=self.control, name="control", daemon=True).start()

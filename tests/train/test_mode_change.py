@@ -38,7 +38,7 @@ def save_and_load(
         stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16,
                                                            timedelta(seconds=30)), world, CPU)
     save_group = dist.new_group(list(range(num_ranks)), backend="gloo")
-    checkpointer = Checkpointer(stepper.engine, rank, num_ranks, save_group, Path(run_dir) / f"scratch_{rank}",
+    checkpointer = Checkpointer(stepper.engine, rank, save_group, Path(run_dir) / f"scratch_{rank}",
                                 Folder(f"{run_dir}/run"))
     rank_plan = plan.rank_plan(1, rank)
     inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter)

@@ -108,7 +108,7 @@ class Rank:
         self.scratch = None if folder.local_path() else tempfile.TemporaryDirectory(
             # an abandoned save may still write there
             prefix="dhp_ray_", dir=save_folder(config), ignore_cleanup_errors=True)
-        self.checkpointer = Checkpointer(self.engine, rank, membership.world_size, self.state_group,
+        self.checkpointer = Checkpointer(self.engine, rank, self.state_group,
                                          Path(self.scratch.name) if self.scratch else None, folder,
                                          membership.generation, untrained_weights(self.adapter))
         if rank == 0 and self.checkpointer.base:

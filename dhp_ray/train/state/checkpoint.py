@@ -79,14 +79,13 @@ class Checkpointer:
         self,
         engine: Engine,
         rank: int,
-        world_size: int,
         group: dist.ProcessGroup | None,
         scratch: Path | None,
         folder: Folder,
         generation: int = 0,
         base: StoredWeights | None = None,
     ) -> None:
-        self.engine, self.rank, self.world_size, self.group = engine, rank, world_size, group
+        self.engine, self.rank, self.group = engine, rank, group
         self.scratch, self.folder, self.generation, self.base = scratch, folder, generation, base
         self._files: WrittenFiles | None = None  # of the last whole save; all ranks have theirs, or none
         self._thread: Thread | None = None

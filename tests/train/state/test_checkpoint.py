@@ -198,20 +198,20 @@ def test_a_damaged_file_is_told_on_every_rank_and_changes_nothing(saved_run, tmp
 def test_a_missing_checkpoint_names_its_file(tmp_path):
     engine = make_engine(Network(), 0, 1)
     with pytest.raises(OSError, match=f"{NAME}/parameters.json"):
-        Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path))).load(NAME)
+        Checkpointer(engine, 0, None, tmp_path / "scratch", Folder(str(tmp_path))).load(NAME)
 
 
 def test_one_rank_needs_no_process_group(tmp_path):
     network = Network()
     engine = make_engine(network, 0, 1)
     train_step(engine, network, 0, 0, 1)
-    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path / "run")))
+    checkpointer = Checkpointer(engine, 0, None, tmp_path / "scratch", Folder(str(tmp_path / "run")))
     checkpointer.begin(1)
     checkpointer.begin(2)  # waits for the first
     checkpointer.close()
     assert checkpointer.poll() == ([1, 2], "")
     fresh = make_engine(Network(), 0, 1, 10**6)
-    Checkpointer(fresh, 0, 1, None, tmp_path / "scratch", Folder(str(tmp_path / "run"))).load("checkpoints/step_000002")
+    Checkpointer(fresh, 0, None, tmp_path / "scratch", Folder(str(tmp_path / "run"))).load("checkpoints/step_000002")
     assert fresh.state_version == 1
     assert all(torch.equal(whole(fresh, kind)[name], whole(engine, kind)[name]) for kind in KINDS
                for name in engine.shapes)
@@ -226,7 +226,7 @@ def test_shapes_are_compared_in_the_order_of_the_model():
 def test_an_abort_ends_the_wait_for_a_save(tmp_path):
     """The storage may take minutes; a worker that has not left a broken generation after seconds is ended."""
     engine = make_engine(Network(), 0, 1)
-    checkpointer = LateCheckpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
+    checkpointer = LateCheckpointer(engine, 0, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
     checkpointer.may_write = Event()
     checkpointer.begin(1)
     Timer(0.2, engine.progress.abort).start()
@@ -243,7 +243,7 @@ def test_a_copy_of_the_state_shows_progress(tmp_path, monkeypatch):
     engine = make_engine(Network(), 0, 1)
     train_step(engine, Network(), 0, 0, 1)
     monkeypatch.setattr("dhp_ray.train.state.shards.PART_ELEMENTS", 7)
-    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
+    checkpointer = Checkpointer(engine, 0, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
     before = engine.progress.passed().number
     checkpointer.begin(1)
     assert engine.progress.passed().number - before == 3 * math.ceil(engine.shard_size / 7)
@@ -252,7 +252,7 @@ def test_a_copy_of_the_state_shows_progress(tmp_path, monkeypatch):
     [(saved, error)] = [checkpointer.poll()]
     assert (saved, error) == ([1], "")
     other = make_engine(Network(), 0, 1)
-    Checkpointer(other, 0, 1, None, None, Folder(f"{tmp_path}/run"), 1).load(tensors_folder(1, 1))
+    Checkpointer(other, 0, None, None, Folder(f"{tmp_path}/run"), 1).load(tensors_folder(1, 1))
     assert all(torch.equal(one, two) for one, two in zip(
         engine.current.tensors().values(), other.current.tensors().values()))
 
@@ -330,7 +330,7 @@ class Moved(Intervals):
 def test_a_file_that_is_not_as_the_index_says_is_no_save(tmp_path):
     """The index is that of the first save."""
     engine = make_engine(Network(), 0, 1)
-    checkpointer = Checkpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"))
+    checkpointer = Checkpointer(engine, 0, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"))
     entries = checkpointer._entries
     for step, kind in ((1, Intervals), (2, Moved), (3, Intervals)):
         checkpointer._entries = lambda state, kind=kind: {

@@ -170,7 +170,7 @@ def test_a_save_whose_peer_died_is_left_at_once(tmp_path, moment):
 def test_a_save_that_was_left_before_it_began_writes_nothing(tmp_path):
     """Its group may be gone by then: torch would save each rank's part as if there were no others."""
     engine = make_engine(Network(), 0, 1)
-    left = LateCheckpointer(engine, 0, 1, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
+    left = LateCheckpointer(engine, 0, None, tmp_path / "scratch", Folder(f"{tmp_path}/run"), 1)
     left.may_write = Event()
     left.begin(1)
     thread = left._thread
