@@ -144,8 +144,7 @@ class Accelerator:
         return str(torch.get_device_module(self.name).get_device_name(0))
 
     def memory_bytes(self) -> int:
-        """Return the memory of one device. On the CPU: that of this machine (or container), shared by all ranks on it.
-        """
+        """Return the memory of one device. On the CPU: that of this machine or container, for all ranks on it."""
         import torch
 
         if self.name != "cpu":

@@ -50,8 +50,7 @@ def gather_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_from_rank(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Fill `tensor` on every rank with what rank `source` of `group` has in it. All torch ranks of `group` call this.
-    """
+    """Fill `tensor` on every rank of `group` with what rank `source` has in it. All torch ranks call this."""
     dist.broadcast(tensor, group=group, group_src=torch_peer(source))
 
 

@@ -43,11 +43,7 @@ def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, see
 
 
 def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
-    """The transformers model of a folder on the meta device, and a reader for any part of its parameters.
-
-    Raises:
-        ModelError: one line on what is missing or not supported.
-    """
+    """The transformers model of a folder on the meta device, and a reader for any part of its parameters."""
     config, files = read_config(path), weight_files(path)
     module = _meta_module(config)
     if (Path(path) / "generation_config.json").is_file():
@@ -61,11 +57,7 @@ def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> 
 
 
 def meta_model(config: PreTrainedConfig) -> VisionLanguageModel:
-    """The model of a configuration on the meta device: it has parameters to count, and no values.
-
-    Raises:
-        ModelError: it cannot be trained.
-    """
+    """The model of a configuration on the meta device: it has parameters to count, and no values."""
     _family(config).check(config)
     return _family(config)(_meta_module(config))
 

@@ -84,8 +84,6 @@ class ModelFile(NamedTuple):
 def entries(adapter: VisionLanguageModel) -> list[Entry]:
     """All tensors of an adapter's export, in the module's order, followed by tensors that the module does not have.
 
-    The adapter's parameters may be on the meta device.
-
     Raises:
         ModelError: transformers stores the model in a form that is not its parameters under other names.
     """
@@ -108,11 +106,7 @@ def files_of(
     num_ranks: int,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> list[ModelFile]:
-    """The files of an adapter's export if `num_ranks` ranks write them. LoRA adapters are one file.
-
-    Raises:
-        As `entries`.
-    """
+    """The files of an adapter's export if `num_ranks` ranks write them. LoRA adapters are one file."""
     found = entries(adapter)
     if adapter.lora is None:
         return files(found, num_ranks, smallest_bytes)
@@ -165,11 +159,7 @@ def stored_keys(module: PreTrainedModel, names: Mapping[str, int]) -> dict[str, 
 
 
 def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
-    """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU.
-
-    Raises:
-        ModelError: a tensor to copy is missing or damaged.
-    """
+    """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU."""
     found: dict[str, Tensor] = {}
     used: set[str] = set()
     for entry in file.entries:
@@ -265,12 +255,7 @@ def write_files(
     all_ranks: AllRanks,
     put: Callable[[ModelFile, Mapping[str, Tensor]], None],
 ) -> None:
-    """Call `put` with each of `files` and its tensors, on the rank that writes it. Every rank calls this, with the same
-    files.
-
-    Raises:
-        As `AllRanks.run`.
-    """
+    """Call `put` with each of `files` and its tensors, on the rank that writes it. Every rank calls this alike."""
     for first in range(0, len(files), world_size):
         ours = files[first : first + world_size]
         values = {name: value for name, value in gather(

@@ -176,8 +176,7 @@ def layer_key(name: str) -> int:
 
 
 def kept(keys: Tensor, layer: int, width: int, rate: float) -> Tensor:
-    """Mask (L, width), bool, of the values that a layer keeps for tokens with `keys` (L,) if it drops the share `rate`.
-    """
+    """Mask (L, width), bool, of what a layer keeps for tokens with `keys` (L,); it drops the share `rate`."""
     pairs = torch.arange((width + 1) // 2, dtype=torch.int32, device=keys.device) * WEYL
     x = (keys + layer)[:, None] ^ pairs
     for shift, factor in MIX:

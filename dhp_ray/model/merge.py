@@ -113,11 +113,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
 
 
 def check_merge(adapter_path: str, base_path: str, out: Path) -> Path:
-    """Refuse what can be seen to be wrong without torch; returns the folder to write, absolute.
-
-    Raises:
-        ModelError, OSError: as `merged_files`.
-    """
+    """Refuse what can be seen to be wrong without torch; returns the folder to write, absolute."""
     _settings(Path(adapter_path))
     try:
         stored_tensors(adapter_path, ADAPTER_FILE)

@@ -138,8 +138,7 @@ class Kernel(Protocol):
         segments: Segments,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, given that of the output; `out` and `lse` are over every key that the queries see.
-        """
+        """Gradients of q, k and v from that of the output; `out` and `lse` are over every key that the queries see."""
 
 
 def kernel_for(device: torch.device) -> Kernel:

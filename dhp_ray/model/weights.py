@@ -95,11 +95,7 @@ class StoredWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells these weights from others, as they were when this was first asked for.
-
-        Raises:
-            ModelError: a file cannot be read.
-        """
+        """What tells these weights from others, as they were when this was first asked for."""
         return fingerprint(self.path)
 
     @torch.no_grad()
@@ -133,11 +129,7 @@ class StoredWeights:
             read_as.setdefault(stored.name, stored.key)
 
     def tensor(self, stored: StoredKey) -> Tensor:
-        """A tensor as it is stored, in memory of its own.
-
-        Raises:
-            ModelError: its file is gone or damaged.
-        """
+        """A tensor as it is stored, in memory of its own."""
         try:
             with safe_open(Path(self.path) / stored.file, framework="pt") as file:
                 found: Tensor = file.get_tensor(stored.key).clone()  # what it gives lies in the mapped file

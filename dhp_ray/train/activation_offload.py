@@ -42,8 +42,7 @@ ALIGNED_BYTES = 64
 
 
 class HostBuffer:
-    """Grows to the most that was in use at a time. `pinned`: so that a device copies to it and from it asynchronously.
-    """
+    """Grows to the most that was in use at a time. `pinned`: a device copies to it and from it asynchronously."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned

@@ -131,8 +131,7 @@ def image_tokens(payload: Payload, adapter: VisionLanguageModel) -> list[Tensor]
 
 @dataclass(kw_only=True)
 class PackInputs:
-    """One rank's part of a pack. L local tokens; P patches and N images that this rank encodes; K local image tokens.
-    """
+    """One rank's part of a pack: L tokens, K of them of images; it encodes N images of P patches."""
 
     layout: PackLayout
     member: int
@@ -197,9 +196,6 @@ def collate(
 ) -> PackInputs:
     """Return the inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory;
     `apart`: its images are encoded apart from it, and none here.
-
-    Raises:
-        ValueError: one line that names the sample whose payload is missing or not what was planned.
     """
     member, degree = pack.ranks.index(rank), len(pack.ranks)
     layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)

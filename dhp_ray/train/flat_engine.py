@@ -251,9 +251,6 @@ def load_frozen(
 
     Every rank calls this, with equal names and `bucket_elements`, the number of elements moved at a time. If it raises,
     parameters are as before.
-
-    Raises:
-        ModelError: a file is gone or damaged.
     """
     has = all(map(_has_values, frozen.values()))
     having = numbers_of_ranks(torch.tensor(float(has)), group, progress)

@@ -137,9 +137,6 @@ def vision_inputs(
     payload become rows of their pass's pixels as soon as all images of the pass are there; of an image that several
     ranks encode, only the pixels of this rank's part. A pass without a usable image is left out, or, if ranks run
     passes in lockstep, has a smallest image whose features nobody takes.
-
-    Raises:
-        ValueError: one line that names the sample whose payload is not what was planned.
     """
     planned = planned_images(plan)
     missing = Counter(image.number for image in planned)

@@ -115,8 +115,7 @@ class RankStep:
 
     @torch.no_grad()
     def evaluate(self, inputs: StepInputs) -> tuple[float, int]:
-        """Return the loss sum and the valid tokens of the packs of all ranks, without gradients. Every rank calls this.
-        """
+        """Return the loss sum and the valid tokens of all ranks, without gradients. Every rank calls this."""
         self.engine.progress.stage = f"evaluation {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
         totals = self._totals(self._run_packs(inputs)[0])

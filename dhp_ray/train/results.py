@@ -11,8 +11,7 @@ from dhp_ray.planner.cost.work import BACKWARD, ENCODE, Work
 
 
 class PackTime(NamedTuple):
-    """When a rank ran a pack, in seconds from the rank's start of the step; `blocked_s` was spent waiting in exchanges.
-    """
+    """When a rank ran a pack, in seconds from its start of the step; `blocked_s` was spent waiting for peers."""
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     start_s: float

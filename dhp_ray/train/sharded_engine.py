@@ -268,8 +268,7 @@ def narrow_frozen(module: nn.Module, compute_type: torch.dtype) -> None:
 
 
 def first_row(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the first of a parameter's rows that FSDP2 gives to `rank`; all ranks but the last ones have equally many.
-    """
+    """Return the first row that FSDP2 gives to `rank`; all ranks but the last ones have equally many."""
     return min(-(-num_rows // world_size) * rank, num_rows)
 
 
@@ -283,9 +282,6 @@ def read_shards(
 ) -> None:
     """Allocate this rank's rows of the sharded module `root`, which is on the meta device, and fill those of
     `parameters`. Not a collective.
-
-    Raises:
-        ModelError: a file is gone or damaged.
     """
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}  # tables that no file holds
     root.to_empty(device=device)

@@ -43,9 +43,6 @@ class StepInputs:
     def add_encoded(self, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel) -> None:
         """Collate the images that this rank encodes apart from the packs; call it before any pack is added.
         `payload_of` returns the payload of a sample, by id, when `vision_inputs` asks for it.
-
-        Raises:
-            ValueError: see `add`.
         """
         def kept(sample_id: str) -> Payload:
             payload = payload_of(sample_id)
@@ -127,9 +124,8 @@ def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[P
 
 
 def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """Yield the inputs of each pack on a device. While the device computes with the last ones, the inputs of the next
-    pack are copied to it, and no others; that begins when the device has done all that it was given before. The host
-    waits for nothing.
+    """Yield the inputs of each pack on a device. Those of the next pack, and no others, are copied while it computes,
+    from when it has done all that it was given before. The host waits for nothing.
     """
     module = torch.get_device_module(device)
     computing, copying = module.current_stream(device), module.Stream(device)

@@ -93,8 +93,7 @@ class Checkpointer:
         self._results: SimpleQueue[tuple[int, str]] = SimpleQueue()
 
     def begin(self, step: int) -> None:
-        """Copy the current state and start to write it to the `tensors_folder` of the step; waits for a save under way.
-        """
+        """Copy the current state and start to write it for the step; waits for a save under way."""
         self.finish()
         staged = ShardState.empty(self.engine.shard_size)
         staged.copy_(self.engine.current, lambda: self.engine.progress.mark("copy of the state for a checkpoint"))
