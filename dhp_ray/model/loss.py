@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def cross_entropy_sum(
     tokens, rows = (max(1, chunk_elements // size) for size in weight.shape)
     result: Tensor = _CrossEntropySum.apply(
         hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index)[:, None],
-        Chunks(tokens, chunks_per_product, rows), torch.is_grad_enabled())
+        tokens, chunks_per_product, rows, torch.is_grad_enabled())
     return result
 
 
@@ -53,40 +53,34 @@ def valid_tokens(labels: Tensor) -> Tensor:
     return (labels != IGNORED).nonzero()[:, 0]
 
 
-class Chunks(NamedTuple):
-    """How the work is cut: tokens of a chunk, chunks of a product, and rows of the head's gradient that are added at a
-    time if the computing type is not fp32.
-    """
-
-    tokens: int
-    per_product: int
-    rows: int
-
-
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunks: Chunks, with_gradients: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, per_product: int, rows: int,
+        with_gradients: bool,
     ) -> Tensor:
+        """The work is cut into chunks of `tokens`, `per_product` of which make a product; of the head's gradient `rows`
+        are added at a time.
+        """
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
         # Summed over products in fp32, whatever the compute type.
         weight_gradient = torch.zeros_like(weight,
                                            dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
-        several = chunks.tokens * (chunks.per_product if weight_gradient is not None else 1)
+        several = tokens * (per_product if weight_gradient is not None else 1)
         slopes = hidden.new_empty(  # d loss / d logits
             min(several, hidden.shape[0]) if hidden_gradient is not None or weight_gradient is not None else 0,
             weight.shape[0])
         for start in range(0, hidden.shape[0], several):
             inputs, targets = hidden[start:start + several], labels[start:start + several]
             slope = slopes[:inputs.shape[0]]
-            for part, target, out in zip(inputs.split(chunks.tokens), targets.split(chunks.tokens),
-                                         slope.split(chunks.tokens) if slope.shape[0] else repeat(None)):
+            for part, target, out in zip(inputs.split(tokens), targets.split(tokens),
+                                         slope.split(tokens) if slope.shape[0] else repeat(None)):
                 total += _loss_of_chunk(part, weight, target, out)
             if hidden_gradient is not None:
                 torch.mm(slope, weight, out=hidden_gradient[start:start + several])
             if weight_gradient is not None:
-                _add_product(weight_gradient, slope, inputs, chunks.rows)
+                _add_product(weight_gradient, slope, inputs, rows)
         ctx.gradients = (hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight.dtype
         return total
@@ -100,7 +94,7 @@ class _CrossEntropySum(torch.autograd.Function):
             hidden_gradient.mul_(scale)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(scale).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+        return hidden_gradient, weight_gradient, *(None,) * 5
 
 
 def _loss_of_chunk(hidden: Tensor, weight: Tensor, target: Tensor, slope: Tensor | None) -> Tensor:

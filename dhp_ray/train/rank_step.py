@@ -56,14 +56,6 @@ class PackRun(NamedTuple):
     """Bytes of activations moved to host memory."""
 
 
-class Totals(NamedTuple):
-    """Sums over the packs of all ranks; of `num_images` it counts only whether there are any."""
-
-    loss_sum: float
-    num_valid_tokens: int
-    num_images: int
-
-
 PHASE_INDEX = 2**20
 """The index of a phase's link, among those of packs: beyond all of a plan's."""
 
@@ -118,8 +110,7 @@ class RankStep:
         """Return the loss sum and the valid tokens of all ranks, without gradients. Every rank calls this."""
         self.engine.progress.stage = f"evaluation {inputs.plan.step}"
         self.transport.prepare(inputs.plan.process_groups)
-        totals = self._totals(self._run_packs(inputs)[0])
-        return totals.loss_sum, totals.num_valid_tokens
+        return self._totals(self._run_packs(inputs)[0])[:2]
 
     @torch.no_grad()
     def predictions(self, inputs: StepInputs) -> list[Tensor]:
@@ -194,14 +185,17 @@ class RankStep:
         loss, timed = self._timed(pack.index, link, run)
         return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes)
 
-    def _totals(self, runs: Sequence[PackRun]) -> Totals:
-        """Return the sums of all ranks. The host waits here for the device."""
+    def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int, int]:
+        """Return the sums of loss, valid tokens and images over all ranks. The host waits here for the device. An image
+        counts once on each rank of its pack: only whether there are any matters.
+        """
         progress = self.engine.progress
         losses: list[float] = progress.read(torch.stack([run.loss for run in runs])) if runs else []
         loss_sum = torch.tensor(sum(losses), dtype=torch.float64)
         counts = [sum(run.num_valid_tokens for run in runs), sum(run.num_images for run in runs)]
-        return Totals(sum(numbers_of_ranks(loss_sum, self.world, progress)),
-                      *sums_of_counts(counts, self.world, progress))
+        total = sum(numbers_of_ranks(loss_sum, self.world, progress))
+        num_valid_tokens, num_images = sums_of_counts(counts, self.world, progress)
+        return total, num_valid_tokens, num_images
 
 
 class MicroBatchStep(RankStep):

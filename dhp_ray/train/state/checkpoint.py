@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic
 from typing import Any, NamedTuple
@@ -108,15 +108,13 @@ class Checkpointer:
         """
         saved: list[int] = []
         errors: list[str] = []
-        while True:
-            try:
-                step, error = self._results.get_nowait()
-            except Empty:
-                return saved, "; ".join(errors)
+        while not self._results.empty():
+            step, error = self._results.get()
             if error:
                 errors.append(f"step {step}: {error}")
             else:
                 saved.append(step)
+        return saved, "; ".join(errors)
 
     def finish(self) -> None:
         """Wait for a save under way; `poll` tells how it went. Raises AbortedError after an abort."""

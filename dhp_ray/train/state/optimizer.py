@@ -34,16 +34,6 @@ class OptimizerSettings:
     is_vision: Callable[[str], bool] = lambda name: False
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Intervals of the shard that one learning rate and one decay apply to, in one part of the model."""
-
-    learning_rate: float
-    weight_decay: float
-    is_vision: bool
-    intervals: tuple[slice, ...]
-
-
 class ShardedAdamW:
     """Writes the next version of a shard, bucket by bucket."""
 
@@ -76,23 +66,25 @@ class ShardedAdamW:
         steps_on = gradient.device if fused else torch.device("cpu")  # otherwise the host reads them one by one
         for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
             mine[bucket.shard].copy_(theirs[bucket.shard])
-        for group in self._groups[bucket.shard.start]:
-            if group.is_vision and not uses_vision:
+        for (learning_rate, weight_decay, is_vision), intervals in self._groups[bucket.shard.start].items():
+            if is_vision and not uses_vision:
                 continue
-            count = current.vision_updates if group.is_vision else current.version
-            steps = torch.full((len(group.intervals),), float(count), device=steps_on)
+            count = current.vision_updates if is_vision else current.version
+            steps = torch.full((len(intervals),), float(count), device=steps_on)
             adamw(
-                [following.value[interval] for interval in group.intervals],
+                [following.value[interval] for interval in intervals],
                 [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start]
-                 for interval in group.intervals],
-                [following.exp_avg[interval] for interval in group.intervals],
-                [following.exp_avg_sq[interval] for interval in group.intervals],
+                 for interval in intervals],
+                [following.exp_avg[interval] for interval in intervals],
+                [following.exp_avg_sq[interval] for interval in intervals],
                 [], list(steps.unbind()), fused=fused, amsgrad=False, maximize=False,
                 beta1=self.settings.betas[0], beta2=self.settings.betas[1], eps=self.settings.eps,
-                lr=group.learning_rate * learning_rate_factor, weight_decay=group.weight_decay)
+                lr=learning_rate * learning_rate_factor, weight_decay=weight_decay)
 
-    def _grouped(self, pieces: list[Piece]) -> list[_Group]:
-        """Group pieces by their settings; neighbours are joined over the padding between them, which stays zero."""
+    def _grouped(self, pieces: list[Piece]) -> dict[tuple[float, float, bool], list[slice]]:
+        """Return intervals of the shard by learning rate, decay and whether they are the vision encoder's; neighbours
+        are joined over the padding between them, which stays zero.
+        """
         found: dict[tuple[float, float, bool], list[slice]] = {}
         previous = None
         for piece in pieces:
@@ -104,7 +96,7 @@ class ShardedAdamW:
             else:
                 intervals.append(piece.shard)
             previous = key
-        return [_Group(*key, tuple(intervals)) for key, intervals in found.items()]
+        return found
 
 
 def learning_rate_factor(
