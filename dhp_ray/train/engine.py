@@ -61,7 +61,7 @@ class Engine(ABC):
         """`pieces` are this rank's, in the order of its shard; `group` None is for a single rank."""
         self.settings, self.group, self.shapes, self.device = settings, group, shapes, device
         self.progress = progress or Progress(device)
-        self._pieces = pieces
+        self.pieces = pieces
         self.optimizer = ShardedAdamW(settings, pieces, buckets, shapes)
         self.current = ShardState.zeros(shard_size, device)
         self.spare = ShardState.zeros(shard_size, device)
@@ -76,10 +76,6 @@ class Engine(ABC):
     def shard_size(self) -> int:
         """Elements of this rank's shard, padding included."""
         return self.current.value.numel()
-
-    def pieces(self) -> tuple[Piece, ...]:
-        """What this rank's shard holds, as intervals of flattened parameters."""
-        return self._pieces
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -146,7 +142,7 @@ class Engine(ABC):
 
         `rank` is this rank's. The states are the engine's own: they are valid until the next `update` or `load_state`.
         """
-        return [LocalShard(rank, state.version, self._pieces, state) for state in (self.current, self.spare)
+        return [LocalShard(rank, state.version, self.pieces, state) for state in (self.current, self.spare)
                 if state.version != UNFINISHED]
 
     def release(self) -> None:

@@ -124,7 +124,7 @@ class FlatEngine(Engine):
     def _fill_shard(self, weights: StoredWeights | None) -> None:
         """Fill this rank's shard of the trained parameters, from the module or from their files."""
         stored = []
-        for piece in self._pieces:
+        for piece in self.pieces:
             parameter, mine = self.parameters[piece.name], self.current.value[piece.shard]
             if parameter.is_meta:
                 stored.append(Interval(piece.name, piece.start, mine))

@@ -248,7 +248,7 @@ class ShardedEngine(Engine):
 
     def _reduce(self) -> float:
         """FSDP has reduced the gradients in every backward pass."""
-        return self._norm(self._gradient(piece) for piece in self._pieces)
+        return self._norm(self._gradient(piece) for piece in self.pieces)
 
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:
         return torch.cat([self._gradient(piece) for piece in self._unit_pieces[bucket.start]])

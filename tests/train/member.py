@@ -98,7 +98,7 @@ class Member:
             engine = FlatEngine(self.adapter.module, settings(self.adapter), world if size > 1 else None, size, rank,
                                 "fp32", 200_000, initialize=supplies is None, progress=self.progress)
         if supplies is not None:
-            engine.load_state(reshard(supplies, engine.pieces(), engine.shard_size, rank, save_group))
+            engine.load_state(reshard(supplies, engine.pieces, engine.shard_size, rank, save_group))
         transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT, self.progress)
         self.marks = LayerMarks(layers_by_name(self.adapter), self.progress, gathered=sync == "micro_batch")
         self.stepper = (MicroBatchStep if sync == "micro_batch"

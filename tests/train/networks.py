@@ -86,7 +86,7 @@ def train_step(
 def whole(engine: FlatEngine, kind: str) -> dict[str, Tensor]:
     """Value or moment by parameter name, flattened, put together from all ranks' pieces."""
     found = {name: torch.zeros(math.prod(shape)) for name, shape in engine.shapes.items()}
-    for piece in engine.pieces():
+    for piece in engine.pieces:
         found[piece.name][piece.start : piece.stop] = engine.current.tensors()[kind][piece.shard]
     for tensor in found.values():
         if engine.world_size > 1:

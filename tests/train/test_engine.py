@@ -106,7 +106,7 @@ def test_an_engine_holds_the_last_two_versions_and_never_one_that_is_being_writt
     train_step(engine, network, 1, 0, 1)
     assert versions_of(engine) == [(5, 2), (5, 1)]
     assert equal(engine.local_shards(5)[1].state, first)
-    assert engine.local_shards(5)[0].pieces == engine.pieces()
+    assert engine.local_shards(5)[0].pieces == engine.pieces
     engine.gradients()["hidden.bias"][0] = float("nan")
     assert not engine.update(1).applied
     assert versions_of(engine) == [(5, 2), (5, 1)], "a skipped update touches neither"

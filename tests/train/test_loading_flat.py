@@ -149,7 +149,7 @@ def re_form(
         read = adapter.weights.bytes_read
     engine = FlatEngine(adapter.module, settings(adapter), dist.group.WORLD, 3, rank, precision, BUCKET_BYTES, False,
                         weights=adapter.weights, device=CPU)
-    engine.load_state(reshard(shards, engine.pieces(), engine.shard_size, rank, dist.group.WORLD))
+    engine.load_state(reshard(shards, engine.pieces, engine.shard_size, rank, dist.group.WORLD))
     again = adapter.weights.bytes_read - read if adapter.weights else 0
     rank_plan = plan.rank_plan(1, rank)
     resident = {name: parameter.detach().clone() for name, parameter in adapter.module.named_parameters()}
@@ -183,7 +183,7 @@ def re_form_sharded(rank: int, path: str) -> dict[str, Any]:
     following = adapter_of(path, True, ["vision"])
     again = ShardedEngine(following, settings(following), dist.group.WORLD, rank, CPU, initialize=False)
     assert again.local_shards(rank) == []
-    again.load_state(reshard(shards, again.pieces(), again.shard_size, rank, dist.group.WORLD))
+    again.load_state(reshard(shards, again.pieces, again.shard_size, rank, dist.group.WORLD))
     assert following.weights is not None
     rows = sum(parameter.to_local().numel() for parameter in again.frozen.values())
     return {"first": exported, "again": full_parameters(again), "bytes": following.weights.bytes_read, "rows": rows}

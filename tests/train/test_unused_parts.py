@@ -66,7 +66,7 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
             [{"params": [parameter], "weight_decay": 0.5 if adapter.decays(name) else 0.0}
              for name, parameter in plain.named_parameters()], lr=1e-3, betas=(0.9, 0.95), eps=1e-3)
     payloads = {name: payload for name, (_, payload) in SAMPLES.items()}
-    vision = [piece.shard for piece in engine.pieces() if adapter.is_vision(piece.name)]
+    vision = [piece.shard for piece in engine.pieces if adapter.is_vision(piece.name)]
     found = []
     for step, packs in enumerate(BATCHES, start=1):
         broken = BROKEN.get(step - 1, ())

@@ -118,7 +118,7 @@ class Rank:
     def load_state(self, supplies: Sequence[LocalShard]) -> None:
         """Take over the state of an earlier generation; every rank calls this with what it is to supply."""
         with self.engine.progress.waiting("the state of other ranks"):
-            state = reshard(supplies, self.engine.pieces(), self.engine.shard_size, self.membership.rank,
+            state = reshard(supplies, self.engine.pieces, self.engine.shard_size, self.membership.rank,
                             self.state_group)
         self.engine.load_state(state)
 

@@ -175,7 +175,7 @@ class Checkpointer:
         """The pieces of a state by kind and parameter name; they share its memory."""
         entries: dict[str, Intervals] = {}
         for kind, tensor in state.tensors().items():
-            for piece in self.engine.pieces():
+            for piece in self.engine.pieces:
                 size = math.prod(self.engine.shapes[piece.name])
                 entry = entries.setdefault(f"{kind}.{piece.name}", Intervals(size, {}))
                 entry.parts[piece.start] = tensor[piece.shard]

@@ -145,7 +145,7 @@ class PeerReplica:
         on_device = engine.device.type != "cpu"
         self._stream: Any = torch.get_device_module(engine.device).Stream(engine.device) if on_device else None
         if on_device or snapshot:
-            self._own = DoubleBuffer.empty(engine.pieces(), engine.shard_size, on_device, versions=1 + snapshot)
+            self._own = DoubleBuffer.empty(engine.pieces, engine.shard_size, on_device, versions=1 + snapshot)
         self._snapshot = snapshot
 
     def begin(self) -> None:
@@ -219,7 +219,7 @@ class PeerReplica:
     def _described(self, owners: list[int]) -> dict[int, DoubleBuffer]:
         """Return empty replicas: each of `owners` tells its replica rank its shard's size and pieces."""
         assert self._group is not None
-        own = torch.frombuffer(bytearray(pickle.dumps(self._engine.pieces())), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(pickle.dumps(self._engine.pieces)), dtype=torch.uint8)
         sizes = torch.empty(2 * self._group.size(), dtype=torch.int64)
         all_gather_single(sizes, torch.tensor([self._engine.shard_size, own.numel()]), group=self._group)
         received = {owner: torch.empty(int(sizes[2 * owner + 1]), dtype=torch.uint8) for owner in owners}
