@@ -24,7 +24,7 @@ from dhp_ray.train.images_apart import EncoderPhases
 from dhp_ray.train.pack import pack_loss
 from dhp_ray.train.results import PackTime, StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
-from dhp_ray.train.step_inputs import StepInputs, on_device
+from dhp_ray.train.step_inputs import StepInputs, copied_ahead
 
 
 class Timed(NamedTuple):
@@ -126,7 +126,8 @@ class RankStep:
         if phases:
             features, time = self._phase(inputs, "encoding", phases.encode)
             times.append(time)
-        with closing(on_device(inputs.inputs, self.device)) as feed:
+        on_host = self.device.type == "cpu"
+        with closing((own for own in inputs.inputs) if on_host else copied_ahead(inputs.inputs, self.device)) as feed:
             runs = [self._run_pack(inputs.plan, pack, feed, own)
                     for pack, own in zip(inputs.packs, features, strict=True)]
         if phases and torch.is_grad_enabled() and self.adapter.trains("vision"):

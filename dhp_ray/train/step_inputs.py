@@ -115,17 +115,9 @@ def collated(
     return inputs
 
 
-def on_device(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
-    """Yield the inputs of each pack on a device (on the CPU as they are); close the generator."""
-    if device.type == "cpu":
-        yield from inputs
-    else:
-        yield from copied_ahead(inputs, device)
-
-
 def copied_ahead(inputs: Sequence[PackInputs], device: torch.device) -> Generator[PackInputs, None, None]:
     """Yield the inputs of each pack on a device. Those of the next pack, and no others, are copied while it computes,
-    from when it has done all that it was given before. The host waits for nothing.
+    from when it has done all that it was given before. The host waits for nothing. Close the generator.
     """
     module = torch.get_device_module(device)
     computing, copying = module.current_stream(device), module.Stream(device)

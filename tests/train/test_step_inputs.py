@@ -13,7 +13,7 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.train.collate import PackInputs, Payload, placeholder
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.step_inputs import StepInputs, collated, copied_ahead, on_device, packs_of
+from dhp_ray.train.step_inputs import StepInputs, collated, copied_ahead, packs_of
 from tests.packs import Film, make_pack, make_sample, own_payloads, rough_model
 from tests.ranks import run_ranks
 from tests.train.test_sharded_engine import make_plan, make_step, payloads_of
@@ -162,12 +162,6 @@ def test_a_pack_without_its_payload_is_refused() -> None:
         StepInputs(PLAN).add(PLAN.packs[0], {"a": payloads()["a"]}, rough_model())
 
 
-def test_on_the_cpu_inputs_are_not_copied() -> None:
-    inputs = collated(PLAN, payloads(), rough_model()).inputs
-    assert [given is made for given, made in zip(on_device(inputs, torch.device("cpu")), inputs, strict=True)] == [True,
-                                                                                                                  True]
-
-
 def test_what_is_copied_ahead_is_what_was_made_and_what_is_done_with_is_let_go() -> None:
     """By streams of the CPU, which do nothing: `test_a_device_holds...` has those of a device."""
     inputs = collated(PLAN, payloads(), rough_model()).inputs * 2
@@ -203,7 +197,7 @@ def test_a_device_holds_the_inputs_of_one_pack_ahead() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         sums = []
-        feed = on_device(inputs, device)
+        feed = copied_ahead(inputs, device)
         for _ in inputs:
             given = next(feed)
             for _ in range(20):
