@@ -15,6 +15,7 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
 from tests.integration.faults import Start, end, kill
 from tests.integration.jobs import losses, refused, train
+from tests.packs import save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 NUM_COMPARED = 12
@@ -25,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
-    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     processor.save(folder)
     return folder
 

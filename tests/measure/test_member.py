@@ -14,6 +14,7 @@ from dhp_ray.measure.rounds import PartResult, Sizes, Spec
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.measuring import member_with
 from dhp_ray.runtime.worker.rank import Rank
+from tests.engine_values import full_parameters
 from tests.measure.known_world import spec
 from tests.ranks import run_processes
 
@@ -29,12 +30,12 @@ def measured(
     config = load(["model.preset=tiny", "run.dir=unused", f"planner.sync={of.sync}", *overrides])
     nodes = tuple(f"node {node}" for node in of.nodes)
     member = Rank(config, Membership(rank, of.num_ranks, 1, "127.0.0.1", port, nodes=nodes), CPU)
-    before = member.engine.full_parameters()
+    before = full_parameters(member.engine)
     found = {}
     for part in parts:
         with mock.patch.object(member_module, "REPEATED_S", member_module.REPEATED_S if part == "packs" else 0.0):
             found[part] = member_with(member, of).measure(part)
-    after = member.engine.full_parameters()
+    after = full_parameters(member.engine)
     moved = max((float((after[name] - value).abs().max()) for name, value in before.items()), default=0.0)
     member.close()
     return found, moved

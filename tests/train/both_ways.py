@@ -16,7 +16,7 @@ from dhp_ray.planner.plan.types import Plan
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.step_inputs import collated
-from tests.packs import own_payloads, rough_model
+from tests.packs import own_payloads, rough_model, save_model
 from tests.train.networks import whole
 from tests.train.random_plans import SAMPLES, STEP, World
 from tests.train.test_lora_plans import with_rough_adapters
@@ -25,7 +25,7 @@ from tests.train.test_lora_plans import with_rough_adapters
 def config_of(folder: Path, world: World, dropout: float) -> Config:
     """Of a run in this world, with adapters if there is dropout. Its model is saved in `folder`."""
     model = rough_model(preset=world.preset)
-    model.save(folder, {name: value.detach() for name, value in model.module.named_parameters()})
+    save_model(model, folder, {name: value.detach() for name, value in model.module.named_parameters()})
     adapters = ["train.lora.rank=4", "train.lora.alpha=8", f"train.lora.dropout={dropout}"] if dropout else []
     return load([f"model.path={folder}", "model.preset=", f"planner.sync={world.sync}",
                  f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.packs import plain_copy, plain_gradients, rough_model
+from tests.packs import plain_copy, plain_gradients, rough_model, save_model
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +19,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for preset, samples in SAMPLES.items():
         adapter = rough_model(preset=preset)
         plain = plain_copy(adapter)
-        adapter.save(folder / preset / "model",
-                     {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+        save_model(adapter, folder / preset / "model",
+                   {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
         torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in samples},
                    folder / preset / "gradients")
     return folder

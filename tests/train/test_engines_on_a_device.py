@@ -23,6 +23,7 @@ from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import collated
 from tests import async_backend
 from tests.async_backend.shared_gpu import share_gpu
+from tests.engine_values import full_parameters
 from tests.packs import rough_model
 from tests.ranks import run_processes
 from tests.train.test_sharded_engine import Groups, make_plan, payloads_of, settings
@@ -70,7 +71,7 @@ def train(rank: int, port: int, world_size: int, backend: str, sync: str, recomp
         result = step.run(inputs, 1.0)
         losses.append(result.loss_sum)
         norms.append(result.gradient_norm)
-    found = {name: value.cpu() for name, value in engine.full_parameters().items()}
+    found = {name: value.cpu() for name, value in full_parameters(engine).items()}
     saved = io.BytesIO()
     torch.save((losses, norms, found), saved)
     transport.close()

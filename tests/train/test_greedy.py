@@ -29,6 +29,7 @@ from tests.packs import (
     plain_copy,
     position_inputs,
     rough_model,
+    save_model,
     with_splits,
 )
 from tests.ranks import run_processes
@@ -54,7 +55,7 @@ def asked(preset: str) -> list[tuple[Sample, Payload]]:
 def plain(preset: str, folder: Path) -> dict[str, list[int]]:
     """Of the same prompts by transformers; writes the model."""
     adapter = rough_model(tie_word_embeddings=False, preset=preset)
-    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     module, family, found = plain_copy(adapter).eval(), ProcessorSpec(preset).load().family, {}
     for sample, payload in asked(preset):
         ids = payload.input_ids[:-NUM_TOKENS].astype(np.int64)

@@ -15,6 +15,7 @@ import torch
 
 from dhp_ray.train import images_apart
 from dhp_ray.train.state.shards import LocalShard
+from tests.engine_values import full_parameters
 from tests.ranks import run_processes
 from tests.train.member import Member, die, supplied
 from tests.train.networks import whole
@@ -46,7 +47,7 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
             member.step(0)
             member.mirror.finish()
             expected = {kind: whole(member.stepper.engine, kind) for kind in KINDS}  # type: ignore[arg-type]
-            parameters = member.stepper.engine.full_parameters()
+            parameters = full_parameters(member.stepper.engine)
             found = supplied(member.leave(), survivors, old_size, process, 1)
         else:
             member.generation += 1
@@ -63,7 +64,7 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
             member.join(order.index(process), new_size, new_sync, found)
             engine = member.stepper.engine
             after = {kind: whole(engine, kind) for kind in KINDS}  # type: ignore[arg-type]
-            resident = engine.full_parameters()
+            resident = full_parameters(engine)
             if process in survivors:
                 same = engine.state_version == 1 and all(torch.equal(after[kind][name], expected[kind][name])
                                                          for kind in KINDS for name in engine.shapes)

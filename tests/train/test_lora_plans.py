@@ -16,7 +16,7 @@ from dhp_ray.config import Config, load
 from dhp_ray.model.lora import first_values, kept, layer_key, token_keys
 from dhp_ray.planner.plan.types import Plan
 from tests.model.test_lora import ALL, save, with_adapters
-from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model
+from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model, save_model
 from tests.ranks import run_processes
 from tests.train.random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
 
@@ -60,7 +60,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for preset in PATCH_DIMS:
         base = rough_model(preset=preset)
-        base.save(folder / preset / "model", {name: value.detach() for name, value in base.module.named_parameters()})
+        save_model(base, folder / preset / "model",
+                   {name: value.detach() for name, value in base.module.named_parameters()})
     return folder
 
 

@@ -19,6 +19,7 @@ from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.step_inputs import collated
+from tests.engine_values import full_parameters
 from tests.packs import rough_model
 from tests.train.networks import run_tensors, whole
 from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_of, settings
@@ -52,8 +53,8 @@ def save_and_load(
         checkpointer.load("checkpoints/step_000002")
     found = {"version": stepper.engine.state_version,
              **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
-    names = [name for name in stepper.engine.full_parameters() if not adapter.is_vision(name)]
-    parameters = stepper.engine.full_parameters()
+    names = [name for name in full_parameters(stepper.engine) if not adapter.is_vision(name)]
+    parameters = full_parameters(stepper.engine)
     return found | {"parameters": {name: parameters[name].flatten()
                                    for name in names}} | {"loss": stepper.run(inputs, 1.0).loss_sum}
 

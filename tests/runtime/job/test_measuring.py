@@ -20,7 +20,7 @@ from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.runtime.job import measuring
 from dhp_ray.runtime.job.measuring import _rank_main
 from tests.checkout import job_of
-from tests.packs import TOKEN_IDS
+from tests.packs import TOKEN_IDS, save_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,7 +60,7 @@ def test_a_folder_without_processor_is_refused_in_one_line(
     job: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     adapter = build_model("tiny", "", TOKEN_IDS, 0)
-    adapter.save(tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, tmp_path, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     assert job.main(["cluster.device=cpu", f"model.path={tmp_path}", "train.activation_checkpointing=true"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1

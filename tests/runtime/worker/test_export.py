@@ -26,6 +26,7 @@ from dhp_ray.runtime.worker import export
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.runtime.worker.worker import give_back_memory
 from dhp_ray.storage import Folder, StorageError
+from tests.packs import save_model
 from tests.ranks import run_processes
 from tests.runtime.worker.test_loading_memory import pss_bytes, random_folder
 
@@ -39,7 +40,7 @@ def given(folder: Path, tied: bool = True) -> Path:
     """
     processor = ProcessorSpec("tiny").load()
     adapter = build_model("tiny", "", processor.token_ids, 0)
-    adapter.save(folder, dict(adapter.module.named_parameters()))
+    save_model(adapter, folder, dict(adapter.module.named_parameters()))
     processor.save(folder)
     weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
     embedding = next(name for name in weights if name.endswith("embed_tokens.weight"))

@@ -20,6 +20,7 @@ from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import Folder
 from dhp_ray.train.state.checkpoint import Checkpointer, Intervals, compare_shapes, needed_files
 from dhp_ray.train.state.shards import ShardState
+from tests.engine_values import full_parameters
 from tests.train.networks import Network, make_engine, run_tensors, train_step, whole
 
 KINDS = ("value", "exp_avg", "exp_avg_sq")
@@ -108,7 +109,7 @@ def load_checkpoint(rank, world_size, run_dir, bucket_bytes, folder_kind=Folder,
     checkpointer = make_checkpointer(engine, rank, world_size, run_dir, folder_kind=folder_kind)
     checkpointer.load(NAME)
     assert engine.current.vision_updates == 2
-    state, version, full = state_of(engine), engine.state_version, engine.full_parameters()
+    state, version, full = state_of(engine), engine.state_version, full_parameters(engine)
     resident = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for step in range(3, 6):
         train_step(engine, network, step, rank, world_size)
