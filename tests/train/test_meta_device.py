@@ -96,7 +96,7 @@ def test_a_pack_reads_nothing_of_its_device(
     payloads = {sample.id: payload for sample, payload in SAMPLES}
     for rank in pack.ranks:
         inputs = collate(pack, own_payloads(pack, payloads, rank), rank, on_cpu)
-        run(on_meta, inputs.to(META), pack.ranks)
+        run(on_meta, inputs.map(lambda tensor: tensor.to(META)), pack.ranks)
     trained = [parameter for parameter in on_meta.module.parameters() if parameter.requires_grad]
     assert all(parameter.grad is not None and parameter.grad.device == META for parameter in trained)
 
