@@ -47,8 +47,6 @@ transit. In memory, a pack then takes `pack_bytes + language_bytes_per_token * s
 that a rank holds with activations in host memory takes `most_pack_bytes`. A patch takes `encoder_bytes_per_patch` from
 its forward to its backward pass, in addition to `encoder_bytes` of a pass. With `sync=micro_batch` a pass takes at
 least `encoder_gather_s`, because the encoder's parameters are gathered and its gradients reduced.
-
-Both kinds of communication are one formula over a table by degree (`rates.py`), which is all that the schedulers see.
 """
 
 from __future__ import annotations
@@ -205,14 +203,9 @@ class CostModel:
     _cache: dict[tuple[int, LayerShare], Rates] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("quadratic_s", "linear_s", "comm_bytes_per_token", "fixed_s", "overlap", "latency_s", "pack_s",
-                     "group_s", "gather_s", "vision_quadratic_s", "vision_linear_s", "encoder_pass_s",
-                     "attention_block", "update_s", "vision_forward", "feature_bytes", "encoder_gather_s",
-                     "memory_bytes_per_token", "encoder_bytes_per_patch", "encoder_bytes",
-                     "language_bytes_per_token", "pack_bytes", "most_pack_bytes", "offload_bytes_per_token",
-                     "offload_bytes_per_patch", "host_bytes_per_s",
-                     "forward"):
-            object.__setattr__(self, name, constant(name, getattr(self, name)))
+        for item in fields(self):
+            if item.type == "float":
+                object.__setattr__(self, item.name, constant(item.name, getattr(self, item.name)))
         if self.quadratic_s + self.linear_s == 0:
             raise PlanError("linear_s: got 0 with quadratic_s 0; a token must cost something")
         if self.overlap > 1:
@@ -241,15 +234,16 @@ class CostModel:
         """
         tree = constants_of_file(path)
         try:
-            return cls.from_json({name: value for name, value in tree.items() if name not in SECTIONS})
+            return cls.from_json(tree)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
     @classmethod
     def from_json(cls, tree: Any) -> CostModel:
+        """The constants of a mapping, which may have the sections of a measured file beside them."""
         if not isinstance(tree, dict):
             raise PlanError("no constants; a cost file is a mapping from names to numbers")
-        tree = {name: value for name, value in tree.items() if name not in GONE}
+        tree = {name: value for name, value in tree.items() if name not in (*GONE, *SECTIONS)}
         known = [item.name for item in fields(cls) if not item.name.startswith("_")]
         for name in REQUIRED:
             if name not in tree:

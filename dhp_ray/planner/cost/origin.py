@@ -5,20 +5,19 @@
     settings: {sync: [step], precision: bf16, activation_checkpointing: false, freeze: [], lora: {},
                fused_operators: false}
     versions: {torch: 2.13.0, ...}     measured: {...}     other observations, for people
-    errors: {linear_s: 0.03, ...}     intervals: {linear_s: [low, high], ...}, in files of earlier versions alone
+    errors: {linear_s: 0.03, ...}, and `intervals` in files of earlier versions: for people
 
 A file without these sections has the older form: its origin is unknown, and it is used without a check.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhp_ray.planner.cost.model import SECTIONS, SYNCS, CostModel, constants_of_file
+from dhp_ray.planner.cost.model import SYNCS, CostModel, constants_of_file
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.planner.memory.model_shape import ModelShape
@@ -55,8 +54,7 @@ class CostFile:
     def parsed(cls, tree: Mapping[str, Any], name: str | Path) -> CostFile:
         """The content of a file with this name. Raises PlanError as `load` does."""
         try:
-            cost = CostModel.from_json({key: value for key, value in tree.items() if key not in SECTIONS})
-            return cls(cost, origin_of({key: tree[key] for key in SECTIONS if key in tree}))
+            return cls(CostModel.from_json(tree), origin_of(tree))
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from None
 
@@ -65,25 +63,20 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
     """The origin in the sections of a file; None if it has none of them.
 
     Raises:
-        PlanError: a section is missing or is not a mapping, or an interval or error is not a number of at least 0.
+        PlanError: a section is missing or is not a mapping.
     """
-    needed = ("device", "model", "settings")
-    if not any(name in sections for name in needed):
+    needed = {"device": ("kind", "name"), "model": ("name", "shape"), "settings": ("sync", *SETTINGS)}
+    if not any(section in sections for section in needed):
         return None
-    for name in needed:
-        if not isinstance(sections.get(name), Mapping):
-            raise PlanError(f"{name}: got {sections.get(name)!r}; allowed: a section, as jobs/measure.py writes it")
-    for name in ("kind", "name"):
-        if name not in sections["device"]:
-            raise PlanError(f"device.{name}: missing")
-    for name in ("name", "shape"):
-        if name not in sections["model"]:
-            raise PlanError(f"model.{name}: missing")
+    for section, names in needed.items():
+        found = sections.get(section)
+        if not isinstance(found, Mapping):
+            raise PlanError(f"{section}: got {found!r}; allowed: a section, as jobs/measure.py writes it")
+        for name in names:
+            if name not in found:
+                raise PlanError(f"{section}.{name}: missing")
     if not isinstance(sections["model"]["shape"], Mapping):
         raise PlanError(f"model.shape: got {sections['model']['shape']!r}; allowed: the numbers of a model's shape")
-    for name in ("sync", *SETTINGS):
-        if name not in sections["settings"]:
-            raise PlanError(f"settings.{name}: missing")
     sharding = sections["settings"].get("sharding", "whole")  # older files say
     if sharding != "whole":
         raise PlanError(f"settings.sharding: got {sharding!r}, which no longer exists; allowed: whole, or a file "
@@ -91,10 +84,6 @@ def origin_of(sections: Mapping[str, Any]) -> Origin | None:
     syncs = sections["settings"]["sync"]
     if not isinstance(syncs, list) or not all(sync in SYNCS for sync in syncs):
         raise PlanError(f"settings.sync: got {syncs!r}; allowed: a list of {', '.join(SYNCS)}")
-    for name in ("intervals", "errors"):
-        for key, value in _leaves(sections.get(name, {}), name):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise PlanError(f"{key}: got {value!r}; allowed: a number of at least 0")
     return Origin(*(dict(sections[name]) for name in needed))
 
 
@@ -155,10 +144,3 @@ def device_words(device: Mapping[str, Any]) -> str:
 def _words(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
-
-def _leaves(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        return [leaf for name, value in tree.items() for leaf in _leaves(value, f"{prefix}.{name}")]
-    if isinstance(tree, list):
-        return [(prefix, value) for value in tree]
-    return [(prefix, tree)]
