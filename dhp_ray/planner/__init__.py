@@ -116,7 +116,8 @@ def plan_batch(
     """
     begin = time.perf_counter()
     problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool, encoder=encoder)
-    return _timed(_shortest(problem, planner, PLANNERS[planner]), begin)
+    plan = _shortest(problem, planner, PLANNERS[planner])
+    return replace(plan, planning_time_s=time.perf_counter() - begin)
 
 
 def plan_data_set(problems: Sequence[Problem]) -> list[Plan]:
@@ -146,12 +147,8 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
     """The plan of a batch under a given layout, with images in the packs or apart from them as `problem.encoder` says.
     """
     begin = time.perf_counter()
-    return _timed(_shortest(problem, "static", lambda seen: uniform(seen, layout)), begin)
-
-
-def _timed(plan: Plan, begin: float) -> Plan:
-    object.__setattr__(plan, "planning_time_s", time.perf_counter() - begin)
-    return plan
+    plan = _shortest(problem, "static", lambda seen: uniform(seen, layout))
+    return replace(plan, planning_time_s=time.perf_counter() - begin)
 
 
 class _Candidate(NamedTuple):

@@ -1,5 +1,4 @@
-"""Conditions that a plan must meet to be run.
-"""
+"""Why a batch cannot be planned, or a plan must not run."""
 
 from __future__ import annotations
 

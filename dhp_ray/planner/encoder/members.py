@@ -145,15 +145,3 @@ def _dealt(
         if busy.max() < best_s:
             best, best_s = member, busy.max()
     return best, best_s
-
-
-@inner
-def _deal(seconds: float, speeds: np.ndarray, busy: np.ndarray) -> int:
-    """The member that an image goes to; its time is added to `busy`."""
-    best, best_s = 0, np.inf
-    for other in range(len(speeds)):
-        other_s = busy[other] + seconds / speeds[other]
-        if other_s < best_s:
-            best, best_s = other, other_s
-    busy[best] = best_s
-    return best

@@ -162,12 +162,11 @@ class MemoryModel:
         image more than the mean.
         """
         degree = min(2, self.settings.world_size)  # a ring's buffers are as large for two ranks as for more
+        text = PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload, recomputed)
         if not self.shape.vision:
-            return PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload=offload,
-                            recomputed=recomputed)
+            return text
         more = min(self.settings.image_limit or tokens, self.settings.largest_image) * (degree > 1)
-        return PackLoad(tokens, tokens, tokens, (tokens + more) * self.shape.merge_area, tokens // SHORTEST_MEAN + 1,
-                        degree, offload=offload, recomputed=recomputed)
+        return text._replace(vision_tokens=tokens, patches=(tokens + more) * self.shape.merge_area)
 
     def memory(self, load: PackLoad) -> Memory:
         """What a rank needs while it runs this part of a pack."""

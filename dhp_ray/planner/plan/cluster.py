@@ -23,16 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
 from dhp_ray.planner.errors import PlanError
-
-
-def regular_nodes(num_ranks: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Nodes of equal size, one after another; the last one may be smaller."""
-    return tuple([rank // ranks_per_node for rank in range(num_ranks)])
 
 
 def numbered(nodes: Sequence[Hashable]) -> tuple[int, ...]:
@@ -65,9 +60,6 @@ class LayerShare:
     if bytes are not linear in tokens). By default no layer is relieved; with both 0 every pack has `share`.
     """
 
-    name: ClassVar[str] = ""
-    """In messages and in a plan file's inputs."""
-
     share: float = 0.0
     from_tokens: int = 0
     tokens_per_rank: int = 0
@@ -78,9 +70,9 @@ class LayerShare:
             self.share and not 0 <= self.from_tokens <= self.free_tokens < self.tokens_per_rank
         ):
             raise PlanError(
-                f"{self.name}: share={self.share} from_tokens={self.from_tokens} free_tokens={self.free_tokens} "
-                f"tokens_per_rank={self.tokens_per_rank}; allowed: a share from 0 to 1, and, with one above 0, "
-                "from_tokens from 0 to free_tokens, and free_tokens below tokens_per_rank"
+                f"{type(self).__name__.lower()}: share={self.share} from_tokens={self.from_tokens} "
+                f"free_tokens={self.free_tokens} tokens_per_rank={self.tokens_per_rank}; allowed: a share from 0 to 1, "
+                "and, with one above 0, from_tokens from 0 to free_tokens, and free_tokens below tokens_per_rank"
             )
 
     @property
@@ -109,14 +101,12 @@ class Offload(LayerShare):
     """The share of a pack's layers whose activations go to host memory."""
 
     __slots__ = ()
-    name = "offload"
 
 
 class Recomputation(LayerShare):
     """The share of a pack's layers that are recomputed in the backward pass."""
 
     __slots__ = ()
-    name = "recomputation"
 
 
 NO_OFFLOAD, NO_RECOMPUTATION = Offload(), Recomputation()
@@ -157,7 +147,7 @@ class ClusterSpec:
         for rank, speed in enumerate(self.speeds):
             if not 0.0 < speed < float("inf"):
                 raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be above 0 and finite")
-        regular = regular_nodes(self.num_ranks, self.ranks_per_node)
+        regular = tuple([rank // self.ranks_per_node for rank in range(self.num_ranks)])
         object.__setattr__(self, "nodes", numbered(self.nodes or regular))
         if len(self.nodes) != self.num_ranks:
             raise PlanError(f"cluster: nodes of {len(self.nodes)} ranks for {self.num_ranks} ranks")
@@ -170,9 +160,7 @@ class ClusterSpec:
         offload: Offload = NO_OFFLOAD, recomputation: Recomputation = NO_RECOMPUTATION,
     ) -> ClusterSpec:
         """The cluster whose ranks are on these nodes, given by numbers or names."""
-        numbers = numbered(nodes)
-        return cls(len(numbers), max(sizes_of(numbers), default=0), tokens_per_rank, speeds, numbers, offload,
-                   recomputation)
+        return cls(len(nodes), 1, tokens_per_rank, speeds, numbered(nodes), offload, recomputation)
 
     @property
     def max_tokens(self) -> int:

@@ -10,6 +10,7 @@ Plan -> RankPlan -> Pack ... the slice of one rank
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
@@ -18,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import ValidationError, convert, to_builtins
 
-from dhp_ray.planner.errors import PlanError as PlanError
-from dhp_ray.planner.plan.cluster import ClusterSpec as ClusterSpec
+from dhp_ray.planner.errors import PlanError
+from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.schedule import first_of_its_kind, flat
 
 Kind = TypeVar("Kind")
@@ -218,10 +219,7 @@ class Plan:
 
     def degrees(self) -> dict[int, int]:
         """Number of packs of each degree."""
-        counts: dict[int, int] = {}
-        for group in self.groups:
-            counts[group.degree] = counts.get(group.degree, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(group.degree for group in self.groups).items()))
 
     def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
         return self.rank_plans(step, plan_id)[rank]
@@ -247,9 +245,9 @@ class Plan:
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
-        check(self)
-        check_passes(self)
-        check_splits(self)
+        _check_groups(self)
+        _check_passes(self)
+        _check_splits(self)
 
     def to_json(self) -> dict[str, Any]:
         """The form of a plan file. From `inputs` (if given, here with the samples) the plan can be made again."""
@@ -295,8 +293,7 @@ def of_json(tree: Any, kind: type[Kind]) -> Kind:
         raise PlanError(f"plan file: damaged ({error})") from None
 
 
-def check(plan: Plan) -> None:
-    """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""
+def _check_groups(plan: Plan) -> None:
     rows, pieces = flat([group.sequences for group in plan.groups])
     if len(rows) != len(plan.samples) or (np.sort(rows) != np.arange(len(rows))).any():
         raise PlanError(f"plan: {len(rows)} placements for {len(plan.samples)} sequences; each must run exactly once")
@@ -351,9 +348,9 @@ def check(plan: Plan) -> None:
             raise PlanError(f"plan: rank {ranks[twice][0]} runs twice in micro-batch {micro_batch[group_of[twice][0]]}")
 
 
-def check_passes(plan: Plan) -> None:
-    """Raise PlanError unless ranks that run micro-batches in lockstep also encode in lockstep: every image is in one of
-    the passes that all ranks run.
+def _check_passes(plan: Plan) -> None:
+    """Ranks that run micro-batches in lockstep also encode in lockstep: every image is in one of the passes that all
+    ranks run.
     """
     lockstep, count = plan.vision.apart and plan.sync == "micro_batch", plan.vision.num_passes
     if lockstep != (count > 0):
@@ -366,9 +363,9 @@ def check_passes(plan: Plan) -> None:
                             f"{group.passes}")
 
 
-def check_splits(plan: Plan) -> None:
-    """Raise PlanError unless images that several ranks encode are encoded apart from the packs, by different ranks, at
-    most one for each step in time. In lockstep they must be in passes that all ranks run.
+def _check_splits(plan: Plan) -> None:
+    """Images that several ranks encode are encoded apart from the packs, by different ranks, at most one for each step
+    in time; in lockstep in passes that all ranks run.
     """
     for index, group in enumerate(plan.groups):
         grids = [grid for row in group.sequences if group.splits for grid in plan.samples[row].vision_grids]
