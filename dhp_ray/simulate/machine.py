@@ -106,7 +106,7 @@ class Machine:
         cluster, names = self.settings.cluster, tuple(map(str, nodes))
         return Ranks(kind=cluster.kind, shape=self.shape, memory_bytes=int(self.memory_bytes), nodes=names,
                      node_memory_bytes=dict.fromkeys(names, cluster.node_memory_gib * 2**30),
-                     device_names=(self.device.matches[0],))
+                     device_names=(str(self.device.matches[0]),))
 
     def _place(self, nodes: tuple[int, ...]) -> Place:
         """The place of a membership with a rank on each of these nodes (a node once for each of its ranks)."""
