@@ -160,11 +160,21 @@ def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
 
 
 def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
-    """The turns of a conversation in which the assistant may call `tools`: the system turn lists them. If there is no
-    system turn, they follow the template's default text.
+    """The turns of a conversation in which the assistant may call `tools`: the system turn ends with their signatures.
+    If there is no system turn, they follow the template's default text.
+
+    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
+    list as JSON text; nulls are treated as in calls.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
-    text = tools_text(system, tools)
+    tools = _read(tools, "tools")
+    lines = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
+            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
+        lines.append("\n" + _json(tool if tool is not signature else {"type": "function", "function": tool}))
+    text = (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
     _check_text("tools", text)
     return [Turn("system", (ContentPart("text", text),)), *rest]
 
@@ -307,22 +317,6 @@ def calls_text(calls: Any) -> str:
     """
     calls = _read(calls, "the call of a tool")
     return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
-
-
-def tools_text(system: str, tools: Any) -> str:
-    """The system turn of a conversation that offers tools: its own text, then the signatures of the tools.
-
-    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
-    list as JSON text; nulls are treated as in calls.
-    """
-    tools = _read(tools, "tools")
-    lines = []
-    for tool in tools if isinstance(tools, list) else [tools]:
-        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
-            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
-        lines.append("\n" + _json(tool if tool is not signature else {"type": "function", "function": tool}))
-    return (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
 
 
 def holds_any(value: Any) -> bool:

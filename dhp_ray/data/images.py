@@ -15,7 +15,6 @@ from dhp_ray.data.families.base import Family
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 
-MAX_DECODED_PIXELS = MediaLimits().max_decoded_pixels
 # Pillow from 11.3 on, if it was built with libavif
 _READS_AVIF = "avif" in features.modules and features.check("avif")
 # Raster formats only: Pillow also opens documents, which an external program would have to render.
@@ -31,7 +30,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
-def image_size(data: bytes, max_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
+def image_size(data: bytes, max_pixels: int = MediaLimits().max_decoded_pixels) -> tuple[int, int]:
     """(width, height) in pixels of an encoded image, upright by its EXIF orientation. Reads headers only, and decodes
     pixels only of a PNG with metadata behind them.
 
