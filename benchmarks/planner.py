@@ -1,7 +1,8 @@
-"""The planner's figures: modelled step times beside its peers' and the baselines', reuse of groups.
+"""The planner's figures: modelled step times beside its peers' and the baselines', planning on
+many ranks, reuse of groups.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
-    python benchmarks/planner.py [peers] [cases] [pool]    (none: all)
+    python benchmarks/planner.py [peers] [cases] [ranks] [pool]    (none: all)
 
 FOLDER holds `cost/flexsp_gpt7b_a800.yaml` and `lengths/`. Times are seconds of the cost model, tokens_per_rank 8192, 8
 ranks a node, unless said otherwise. The baselines are in benchmarks/comparisons.py.
@@ -144,6 +145,19 @@ def cases(cost: CostModel) -> None:
               f"{statistics.mean(alone):.4f} | {max(alone):.4f} |", flush=True)
 
 
+def ranks(_: CostModel) -> None:
+    cost = CostModel.load(Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml")
+    print("\n## Planning on many ranks: thread seconds, and the step planned (bound), bimodal lengths, two a rank\n")
+    print("| ranks | sync | equal speeds | 5 % spread of speeds |\n|---|---|---|---|")
+    for num_ranks, sync in product((64, 512, 1024, 4096), ("step", "micro_batch")):
+        lengths, cells = bimodal(2 * num_ranks, num_ranks, 1), []
+        for speeds in ((), tuple(np.clip(np.random.default_rng(1).normal(1, 0.05, num_ranks), 0.7, 1.3))):
+            begin = time.thread_time()
+            plan = planned(lengths, num_ranks, cost, sync=sync, speeds=speeds)
+            cells.append(f"{time.thread_time() - begin:.2f} s, {plan.predicted_time_s:.3f} ({plan.lower_bound_s:.3f})")
+        print(f"| {num_ranks} | {sync} | {' | '.join(cells)} |", flush=True)
+
+
 def pool(cost: CostModel) -> None:
     print("\n## Reuse of groups: 200 batches of Wikipedia lengths, 64 ranks, a pool of 32 (least recently used goes)\n")
     print(
@@ -207,7 +221,7 @@ def weighed(
     return new_groups / batches, time_s / batches
 
 
-TABLES = {"peers": peers, "cases": cases, "pool": pool}
+TABLES = {"peers": peers, "cases": cases, "ranks": ranks, "pool": pool}
 
 
 def main(names: list[str]) -> int:
