@@ -52,7 +52,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from dhp_ray.planner.cost.rates import Number, OverlapOf
-from dhp_ray.planner.primitives.bisection import compiled_halve
+from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Item, Items, Problem, compiled_predicted_s, compiled_share_of
 
@@ -303,6 +303,6 @@ def _bound(items: Items, limits: Limits, room: Room) -> float:
         return low
     while not _fits(items, rows, others, limits, span[1], room):
         span[0], span[1] = span[1], span[1] * 1.2
-    while compiled_halve(span, 1e-6):
+    while halve(span, 1e-6):
         span[int(_fits(items, rows, others, limits, span[2], room))] = span[2]
     return span[0]

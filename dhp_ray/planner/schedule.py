@@ -29,6 +29,13 @@ def in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     return Schedule(rows, first_row, ranks, first_rank, schedule.micro_batch[order])
 
 
+def group_of_row(schedule: Schedule) -> np.ndarray:
+    """The group that runs each row of the batch."""
+    group = np.empty(len(schedule.rows), dtype=np.int64)
+    group[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
+    return group
+
+
 def crosses_nodes(schedule: Schedule, node: np.ndarray) -> np.ndarray:
     """Whether each group's ranks are on more than one node; `node`: the node of each rank."""
     nodes, first = node[schedule.ranks], schedule.first_rank[:-1]

@@ -231,96 +231,72 @@ class EncoderTimeline(NamedTuple):
         return float(self.end_s.max())
 
 
-class Packs(NamedTuple):
-    """Group g runs on `ranks[first_rank[g]:first_rank[g + 1]]` for `times_s[g]` seconds, without its images, in
-    `micro_batch[g]`.
-    """
-
-    ranks: np.ndarray
-    first_rank: np.ndarray
-    times_s: np.ndarray
-    micro_batch: np.ndarray
-
-
 def timeline_of(
-    images: EncodedImages, passes: np.ndarray | None, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+    problem: Problem, schedule: Schedule, times_s: np.ndarray, images: EncodedImages, passes: np.ndarray | None,
+    keeps: bool,
 ) -> EncoderTimeline:
-    """The timeline of either mode. `passes`: the pass of each image on its rank, with sync=micro_batch."""
-    if passes is None:
-        return encoder_timeline(images, packs, speeds, cost, keeps)
-    return lockstep_timeline(images, passes, packs, speeds, cost, keeps)
-
-
-def encoder_timeline(
-    images: EncodedImages, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
-) -> EncoderTimeline:
-    """The timeline with sync=step."""
-    forward, backward = _shares(cost, keeps)
+    """The timeline of groups that take `times_s` without their images. `passes`: the pass of each image on its rank,
+    with sync=micro_batch. `keeps`: `VisionPlan.keeps`.
+    """
+    cost, speeds = problem.cost, problem.speeds
+    forward = cost.vision_forward
+    backward = 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)  # 0: nothing of it is trained
+    exchange_s = _exchange_s(images, schedule, cost, len(speeds))
+    if passes is not None:
+        return _in_lockstep(problem, schedule, times_s, images, passes, forward, backward, float(exchange_s.max()))
     busy_s = np.bincount(images.encoder, images.seconds / speeds[images.encoder], len(speeds))
     busy_s = busy_s + cost.encoder_pass_s * (busy_s > 0) / speeds
     encoded_s = forward * busy_s
-    exchange_s = _exchange_s(images, packs, len(speeds), cost)
-    ready_s = _meeting(images, packs, encoded_s) + exchange_s
-    starts_s, ended_s = list_schedule_from(ready_s, packs.ranks, packs.first_rank, packs.times_s)
+    groups = (images.encoder, images.group, schedule.ranks, schedule.first_rank)
+    ready_s = _meeting(*groups, encoded_s) + exchange_s
+    starts_s, ended_s = list_schedule_from(ready_s, schedule.ranks, schedule.first_rank, times_s)
     begin_s = end_s = ended_s
     if backward:
-        begin_s = _meeting(images, packs, ended_s) + exchange_s
+        begin_s = _meeting(*groups, ended_s) + exchange_s
         end_s = begin_s + backward * busy_s
     return EncoderTimeline(encoded_s, ready_s, starts_s, ended_s, begin_s, end_s, forward * busy_s, backward * busy_s)
 
 
-def lockstep_timeline(
-    images: EncodedImages, passes: np.ndarray, packs: Packs, speeds: np.ndarray, cost: CostModel, keeps: bool
+def _in_lockstep(
+    problem: Problem, schedule: Schedule, times_s: np.ndarray, images: EncodedImages, passes: np.ndarray,
+    forward: float, backward: float, exchange_s: float,
 ) -> EncoderTimeline:
-    """The timeline with sync=micro_batch. `passes`: the pass of each image on its rank. A pass takes as long as its
-    images on the slowest rank, and at least as long as gathering the encoder's parameters and reducing its gradients.
+    """A pass takes as long as its images on the slowest rank, and at least as long as gathering the encoder's
+    parameters and reducing its gradients.
     """
+    cost, speeds = problem.cost, problem.speeds
     num_ranks, num_passes = len(speeds), int(passes.max()) + 1
     seconds = np.bincount(images.encoder * num_passes + passes, images.seconds, num_ranks * num_passes)
     busy_s = seconds.reshape(num_ranks, num_passes)
     busy_s = (busy_s + cost.encoder_pass_s * (busy_s > 0)) / speeds[:, None]
     passes_s = float(np.maximum(busy_s.max(axis=0), cost.encoder_gather_s).sum())
-    forward_s, backward_s = _shares(cost, keeps)
-    exchange_s = float(_exchange_s(images, packs, num_ranks, cost).max())
-    slowest_s = np.zeros(int(packs.micro_batch.max()) + 1)
-    np.maximum.at(slowest_s, packs.micro_batch, packs.times_s)
-    numbers = np.unique(packs.micro_batch)  # `fixed_s` counts only for micro-batches with packs
+    slowest_s = np.zeros(int(schedule.micro_batch.max()) + 1)
+    np.maximum.at(slowest_s, schedule.micro_batch, times_s)
+    numbers = np.unique(schedule.micro_batch)  # `fixed_s` counts only for micro-batches with packs
     begins_s = np.zeros(len(slowest_s))
     begins_s[numbers] = np.cumsum(slowest_s[numbers] + cost.fixed_s) - slowest_s[numbers] - cost.fixed_s
-    ready_s = forward_s * passes_s + exchange_s
+    ready_s = forward * passes_s + exchange_s
     ended_s = ready_s + float(slowest_s.sum()) + cost.fixed_s * (len(numbers) - 1)
-    begin_s = ended_s + exchange_s * (backward_s > 0)
+    begin_s = ended_s + exchange_s * (backward > 0)
     encoded_s, ready_all_s, ended_all_s, begin_all_s, end_s = (
         np.full(num_ranks, at_s)
-        for at_s in (forward_s * passes_s, ready_s, ended_s, begin_s, begin_s + backward_s * passes_s))
-    return EncoderTimeline(encoded_s, ready_all_s, ready_s + begins_s[packs.micro_batch], ended_all_s, begin_all_s,
-                           end_s, forward_s * busy_s.sum(axis=1), backward_s * busy_s.sum(axis=1))
+        for at_s in (forward * passes_s, ready_s, ended_s, begin_s, begin_s + backward * passes_s))
+    return EncoderTimeline(encoded_s, ready_all_s, ready_s + begins_s[schedule.micro_batch], ended_all_s, begin_all_s,
+                           end_s, forward * busy_s.sum(axis=1), backward * busy_s.sum(axis=1))
 
 
-def _shares(cost: CostModel, keeps: bool) -> tuple[float, float]:
-    """The share of an image's seconds in each phase; 0 for the second phase if nothing of the encoder is trained."""
-    forward = cost.vision_forward
-    return forward, 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)
-
-
-def _exchange_s(images: EncodedImages, packs: Packs, num_ranks: int, cost: CostModel) -> np.ndarray:
-    """Seconds of each rank for the rows that it sends or receives, whichever are more. The ranks of a group have equal
-    shares of an image's rows.
-    """
-    rows = _compiled_most_rows(images.rows, images.encoder, images.group, packs.ranks, packs.first_rank, num_ranks)
+def _exchange_s(images: EncodedImages, schedule: Schedule, cost: CostModel, num_ranks: int) -> np.ndarray:
+    """Seconds of each rank for the rows that it sends or receives, whichever are more."""
+    rows = _most_rows(images.rows, images.encoder, images.group, schedule.ranks, schedule.first_rank, num_ranks)
     seconds: np.ndarray = cost.feature_bytes / cost.slowest_bytes_per_s * rows
     return seconds
 
 
-def _meeting(images: EncodedImages, packs: Packs, free_s: np.ndarray) -> np.ndarray:
-    """When each rank and all ranks that it exchanges with are free."""
-    return _compiled_meeting(images.encoder, images.group, packs.ranks, packs.first_rank, free_s)
-
-
 @compiled
-def _compiled_meeting(
+def _meeting(
     encoder: np.ndarray, group: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, free_s: np.ndarray
 ) -> np.ndarray:
+    """When each rank and all ranks that it exchanges with are free."""
     meeting_s = free_s.copy()
     for image in range(len(encoder)):
         mine = encoder[image]
@@ -331,9 +307,10 @@ def _compiled_meeting(
 
 
 @compiled
-def _compiled_most_rows(
+def _most_rows(
     rows: np.ndarray, encoder: np.ndarray, group: np.ndarray, ranks: np.ndarray, first_rank: np.ndarray, num_ranks: int
 ) -> np.ndarray:
+    """The rows that each rank sends or receives. The ranks of a group have equal shares of an image's rows."""
     sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
     for image in range(len(encoder)):
         members = ranks[first_rank[group[image]] : first_rank[group[image] + 1]]
@@ -349,21 +326,18 @@ def starts_of(groups: Sequence[Pack], num_ranks: int, sync: str, fixed_s: float)
     they belong to).
     """
     if sync == "micro_batch":
-        return _micro_batches(groups, fixed_s)
+        numbers = np.array([group.micro_batch for group in groups])
+        begin, time = {}, 0.0
+        for number, seconds in zip(np.unique(numbers).tolist(),
+                                   micro_batches_s(numbers, PackTimes.of(groups)).tolist()):
+            time += fixed_s
+            begin[number] = time
+            time += seconds
+        return [begin[group.micro_batch] for group in groups], time
     ranks, degrees = flat([group.ranks for group in groups])
     times = np.array([group.predicted_time_s for group in groups])
     starts, ends = list_schedule(ranks, firsts_of(degrees), times, num_ranks)
     return (starts + fixed_s).tolist(), float(ends.max() + fixed_s)
-
-
-def _micro_batches(groups: Sequence[Pack], fixed_s: float) -> tuple[list[float], float]:
-    numbers = np.array([group.micro_batch for group in groups])
-    begin, time = {}, 0.0
-    for number, seconds in zip(np.unique(numbers).tolist(), micro_batches_s(numbers, PackTimes.of(groups)).tolist()):
-        time += fixed_s
-        begin[number] = time
-        time += seconds
-    return [begin[group.micro_batch] for group in groups], time
 
 
 def fixed_starts(plan: Plan) -> list[float]:
@@ -394,25 +368,30 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
     return timeline_apart(plan, problem, np.array([group.predicted_time_s for group in plan.groups]))
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """The groups of a plan as flat arrays."""
+    rows, num_rows = flat([group.sequences for group in plan.groups])
+    ranks, degrees = flat([group.ranks for group in plan.groups])
+    micro_batch = np.array([group.micro_batch for group in plan.groups], dtype=np.int64)
+    return Schedule(rows, firsts_of(num_rows), ranks, firsts_of(degrees), micro_batch)
+
+
 def timeline_apart(plan: Plan, problem: Problem, times_s: np.ndarray) -> EncoderTimeline:
     """The same for groups that take `times_s`, with the costs and the ranks of `problem`."""
-    rows, pieces = flat([group.sequences for group in plan.groups])
-    group_of_row = np.empty(len(rows), dtype=np.int64)
-    group_of_row[rows] = np.repeat(np.arange(len(pieces)), pieces)
-    numbers = gathered(np.arange(len(problem.all_image_s)), problem.first_image, rows)[0].tolist()  # in plan order
-    on_ranks, in_passes, splits = list[tuple[int, ...]](), list[tuple[int, ...]](), dict[int, int]()
+    schedule, num_parts = schedule_of(plan), np.ones(len(problem.all_image_s), dtype=np.int64)
+    numbers = gathered(np.arange(len(num_parts)), problem.first_image, schedule.rows)[0].tolist()  # in plan order
+    on_ranks, in_passes = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for group in plan.groups:
-        splits |= {numbers[len(on_ranks) + split.image]: len(split.ranks) for split in group.splits}
+        for split in group.splits:
+            num_parts[numbers[len(on_ranks) + split.image]] = len(split.ranks)
         on_ranks += encoding_ranks(group.encoders, group.splits)
         if group.passes:
             in_passes += encoding_ranks(group.passes, [replace(split, ranks=split.passes) for split in group.splits])
     in_order = np.argsort(numbers)
-    images = encoded_images(problem, group_of_row, splits)
+    images = encoded_images(problem, schedule, num_parts)
     images = images.on_ranks(flat([on_ranks[place] for place in in_order])[0])
     passes = flat([in_passes[place] for place in in_order])[0] if plan.vision.num_passes else None
-    ranks, degrees = flat([group.ranks for group in plan.groups])
-    packs = Packs(ranks, firsts_of(degrees), times_s, np.array([group.micro_batch for group in plan.groups]))
-    return timeline_of(images, passes, packs, problem.speeds, problem.cost, plan.vision.keeps)
+    return timeline_of(problem, schedule, times_s, images, passes, plan.vision.keeps)
 
 
 def idle_fraction(plan: Plan) -> float:

@@ -1,5 +1,5 @@
 """The time of a plan in plain Python, whose images are encoded in its packs or apart from them: the slow, obvious
-reference of `encoder_timeline` and of the prices of packs."""
+reference of `timeline_of` and of the prices of packs."""
 
 from __future__ import annotations
 

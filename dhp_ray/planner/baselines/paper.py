@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
-from dhp_ray.planner.primitives.bisection import compiled_halve
+from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
 from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
@@ -105,7 +105,7 @@ def allocate(items: Items, members: np.ndarray, machine: Machine, powers: bool) 
     span = np.zeros(3)
     for item in members:
         span[1] = max(span[1], _time(items[item], items[item].minimum_degree, machine))
-    while compiled_halve(span, 1e-6):
+    while halve(span, 1e-6):
         span[int(_needed(items, members, span[2], machine, powers)[1])] = span[2]
     return _needed(items, members, span[1], machine, powers)[0]
 

@@ -19,7 +19,7 @@ If no rank's memory holds the activations of an image, it is cut into at least a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -28,7 +28,7 @@ import numpy as np
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.plan.types import Grid, shares
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import firsts_of
+from dhp_ray.planner.schedule import Schedule, firsts_of, group_of_row
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,14 @@ class EncodedImages:
         return slice(int(self.first[image]), int(self.first[image + 1]))
 
 
-def encoded_images(
-    problem: Problem, group_of_row: np.ndarray, num_parts: np.ndarray | Mapping[int, int]
-) -> EncodedImages:
-    """The images of a batch whose sequences run in these groups. `num_parts`: of each image, or of those that are
-    split. No encoders are assigned yet.
-    """
-    count = len(problem.all_image_s)
-    counts = np.ones(count, dtype=np.int64)
-    if isinstance(num_parts, Mapping):
-        counts[list(num_parts)] = list(num_parts.values())
-    else:
-        counts = num_parts
+def encoded_images(problem: Problem, schedule: Schedule, num_parts: np.ndarray) -> EncodedImages:
+    """The images of a batch whose packs run by this schedule, each in so many parts. No encoders are assigned yet."""
     row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
-    first, image = firsts_of(counts), np.repeat(np.arange(count), counts)
+    first, image = firsts_of(num_parts), np.repeat(np.arange(len(num_parts)), num_parts)
     patches = problem.all_image_patches[image]
     found = EncodedImages(image, first, problem.all_image_s[image], patches,
                           problem.cost.encoder_bytes_per_patch * patches, problem.all_image_rows[image],
-                          group_of_row[row][image], np.zeros(len(image), dtype=np.int64))
+                          group_of_row(schedule)[row][image], np.zeros(len(image), dtype=np.int64))
     for number in found.split().tolist():
         parts = found.parts(number)
         share = np.array(shares(grid_of(problem, number), parts.stop - parts.start))

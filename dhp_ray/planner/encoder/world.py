@@ -29,14 +29,13 @@ from dhp_ray.planner.encoder.images import EncodedImages, encoded_images, grid_o
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import VisionPlan
 from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
-from dhp_ray.planner.primitives.bisection import compiled_halve
+from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.primitives.heap import sift_down
 from dhp_ray.planner.primitives.rebalancing import Loads, rebalance
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.problem import Problem
-from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.timeline import Packs, timeline_of
+from dhp_ray.planner.schedule import Schedule, group_of_row
+from dhp_ray.planner.timeline import timeline_of
 
 
 @compiled
@@ -187,8 +186,31 @@ def _longest_first(
                     best, best_s = rank, load[rank] + image_s[image] / speeds[rank]
                 position = ends[position]
         encoder[image], load[best] = best, best_s
-        sift_down(heap, place, load, place[best], begin[place[best]], ends[place[best]])
+        _sift_down(heap, place, load, place[best], begin[place[best]], ends[place[best]])
     return load
+
+
+@inner
+def _sift_down(
+    heap: np.ndarray, place: np.ndarray, load: np.ndarray, position: int, begin: int, end: int
+) -> None:
+    """Move a rank whose load has risen to its place in the heap at `heap[begin:end]`, which has the least loaded rank
+    on top. `place`: the place of each rank.
+    """
+    rank = heap[position]
+    while True:
+        child = begin + 2 * (position - begin) + 1
+        if child >= end:
+            break
+        if child + 1 < end and load[heap[child + 1]] < load[heap[child]]:
+            child += 1
+        if load[heap[child]] >= load[rank]:
+            break
+        heap[position] = heap[child]
+        place[heap[position]] = position
+        position = child
+    heap[position] = rank
+    place[rank] = position
 
 
 @inner
@@ -199,7 +221,7 @@ def _fullest_first(
     `most_s`.
     """
     end_s, span = np.full(len(speeds), np.inf), np.array([least_s, most_s, 0.0])
-    while compiled_halve(span, EVEN):
+    while halve(span, EVEN):
         span[int(_best_fit(image_s, order, speeds, span[2], encoder))] = span[2]
     if span[1] < most_s and _best_fit(image_s, order, speeds, span[1], encoder):
         end_s = np.zeros(len(speeds))
@@ -280,7 +302,7 @@ class Room(NamedTuple):
     beside_packs: np.ndarray
 
 
-def room_for_images(problem: Problem, schedule: Schedule, group_of_row: np.ndarray) -> Room | None:
+def room_for_images(problem: Problem, schedule: Schedule) -> Room | None:
     """The room of all ranks; None if some rank has no memory for its features with its largest pack, or with a pass."""
     cost, cluster = problem.cost, problem.cluster
     limit = cost.memory_bytes_per_token * cluster.tokens_per_rank
@@ -290,7 +312,7 @@ def room_for_images(problem: Problem, schedule: Schedule, group_of_row: np.ndarr
     degrees = np.diff(schedule.first_rank)
     share = -(-tokens // degrees)
     row = np.repeat(np.arange(len(problem.samples)), np.diff(problem.first_image))
-    of_pack = np.bincount(group_of_row[row], problem.all_image_rows, len(degrees))
+    of_pack = np.bincount(group_of_row(schedule)[row], problem.all_image_rows, len(degrees))
     pack, features = np.zeros(cluster.num_ranks), np.zeros(cluster.num_ranks)
     group = np.repeat(np.arange(len(degrees)), degrees)
     np.maximum.at(pack, schedule.ranks, _packs_bytes(cost, cluster, share)[group])
@@ -366,9 +388,7 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
     that alone take longer than the mean of all ranks; any one if they are few; and then, one part after another, those
     that hold up the fullest rank.
     """
-    group_of_row = np.empty(len(problem.samples), dtype=np.int64)
-    group_of_row[schedule.rows] = np.repeat(np.arange(len(schedule.first_row) - 1), np.diff(schedule.first_row))
-    room = room_for_images(problem, schedule, group_of_row)
+    room = room_for_images(problem, schedule)
     if room is None:
         return None
     num_ranks, cost = problem.cluster.num_ranks, problem.cost
@@ -378,7 +398,7 @@ def world_of(problem: Problem, schedule: Schedule, times: np.ndarray) -> World |
         return None
 
     def at(num_parts: np.ndarray) -> World | None:
-        images = encoded_images(problem, group_of_row, num_parts)
+        images = encoded_images(problem, schedule, num_parts)
         return _world(problem, schedule, times, images.on_ranks(ranks_of_images(problem, schedule, images)), room)
 
     best = at(least)
@@ -426,7 +446,6 @@ def _world(
         seconds = images.seconds / problem.speeds[images.encoder] if images.seconds.any() else images.patches
         passes = lockstep_passes(seconds, images.patches, images.encoder, num_ranks, 0 if kept else vision.pass_patches)
         vision = replace(vision, num_passes=int(passes.max()) + 1)
-    packs = Packs(schedule.ranks, schedule.first_rank, times, schedule.micro_batch)
-    timeline = timeline_of(images, passes, packs, problem.speeds, problem.cost, vision.keeps)
+    timeline = timeline_of(problem, schedule, times, images, passes, vision.keeps)
     return World(vision, images, passes, timeline.forward_busy_s + timeline.backward_busy_s,
                  problem.cost.fixed_s + timeline.makespan_s)

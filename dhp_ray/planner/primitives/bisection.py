@@ -7,6 +7,7 @@ import numpy as np
 from dhp_ray.planner.primitives.compiled import inner
 
 
+@inner
 def halve(span: np.ndarray, tolerance: float) -> bool:
     """`span` (3,): an infeasible makespan, a feasible one, and the one to try, which this sets halfway between them.
     Returns False once the two differ by at most `tolerance`, a share of the second. The caller tries the third makespan
@@ -17,7 +18,3 @@ def halve(span: np.ndarray, tolerance: float) -> bool:
     """
     span[2] = (span[0] + span[1]) / 2
     return bool(span[1] - span[0] > tolerance * span[1])
-
-
-compiled_halve = inner(halve)
-"""`halve` for compiled loops."""
