@@ -47,14 +47,14 @@ O(sequences).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.cost.rates import Number, OverlapOf
+from dhp_ray.planner.cost.rates import predicted_s, share_of
 from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.problem import Item, Items, Problem, compiled_predicted_s, compiled_share_of
+from dhp_ray.planner.problem import Item, Items, Problem
 
 LIMIT = np.dtype(
     [
@@ -73,46 +73,21 @@ for each second. `stretch` is the least area over compute, which is 1 except wit
 slow as its slowest member.
 """
 
-
-class LimitOf(OverlapOf[Number], Protocol[Number]):
-    """The fields of LIMIT: numbers of one record, arrays of many."""
-
-    speed: Number
-    encode_speed: Number
-    transfer_s: Number
-    encoder_pass_s: Number
-    charge_s: Number
-    kept_charge_s: Number
-    most_again: Number
-    exchange_s: Number
-    stretch: Number
-
-
-Limit: TypeAlias = LimitOf[float]
-
-
-class Limits(LimitOf[np.ndarray], Protocol):
-    """A numpy.recarray of LIMIT, one for each number of ranks from 0 (unused) to N."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, num_ranks: int) -> Limit: ...
-
-
 STRETCHED = 64
 """Number of ranks in the largest set that is examined."""
 
 
-def limits_of(problem: Problem) -> Limits:
-    """The limits of a cluster with its costs."""
+def limits_of(problem: Problem) -> np.recarray:
+    """The limits of a cluster with its costs: a LIMIT for each number of ranks from 0 (unused) to N."""
     cluster, rates = problem.cluster, problem.machine.rates
     fastest = np.sort(problem.speeds)[::-1]
     degrees = np.arange(cluster.num_ranks + 1)
-    limits = cast(Limits, np.recarray(len(degrees), dtype=LIMIT))
+    limits = np.recarray(len(degrees), dtype=LIMIT)
     limits.speed = fastest[np.maximum(degrees, 1) - 1]
     limits.encode_speed = np.concatenate([[1.0], np.cumsum(fastest)])
     if problem.encoder != "group":
         limits.encode_speed[1:] = fastest.sum()
-    limits.transfer_s = np.where(
+    limits.transfer_s = transfer_s = np.where(
         degrees > cluster.ranks_per_node, rates.across_s, np.minimum(rates.inside_s, rates.across_s)
     )
     limits.overlap, limits.overhead_s, limits.least_s = rates.overlap, rates.overhead_s, rates.least_s
@@ -122,7 +97,7 @@ def limits_of(problem: Problem) -> Limits:
     if problem.encoder != "group":  # packs then run no image again
         limits.encoded_again[:] = 0.0
     slowest_sum = np.concatenate([[0.0], np.cumsum(fastest[::-1])])
-    exchange = (0.0 if rates.overlap.any() else 1.0) * limits.transfer_s * slowest_sum
+    exchange = (0.0 if rates.overlap.any() else 1.0) * transfer_s * slowest_sum
     again = cluster.recomputation
     kept_tokens = again.free_tokens or cluster.most_tokens_per_rank
     charge, kept_charge = (exchange + rates.overhead_s * slowest_sum / (tokens * np.maximum(degrees, 1))
@@ -193,25 +168,16 @@ def bounded(problem: Problem) -> Problem:
 
 
 @inner
-def _least_time(item: Item, degree: int, limit: Limit, fastest: float) -> float:
+def _least_time(item: Item, degree: int, limit: np.record, fastest: float) -> float:
     encode_s = max(item.vision_s / limit.encode_speed, item.image_s / fastest)
     if item.image_s > 0.0:
         encode_s += limit.encoder_pass_s / fastest
-    return compiled_predicted_s(
-        item.language_s,
-        item.attention_s,
-        encode_s,
-        item.host_s,
-        item.tokens,
-        degree,
-        limit.speed,
-        limit.transfer_s,
-        limit,
-    )
+    return predicted_s(item.language_s, item.attention_s, encode_s, item.host_s, item.tokens, degree, limit.speed,
+                       limit.transfer_s, limit)
 
 
 @inner
-def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: Limits) -> None:
+def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: np.recarray) -> None:
     """Add the least areas of an item on at least `degree` ranks: of its pack, with and without its share of fixed
     costs, and of its images, which may be divided among the members in any way, so their area is not stretched.
     """
@@ -226,7 +192,7 @@ def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: Limits) -> No
         keeps = max(degree, int(np.ceil(tokens / limits[1].free_tokens))) if limits[1].free_tokens else len(limits)
         while degree < min(keeps, len(limits)):  # its pack has no fewer tokens than it, and computes as much again
             limit, after = limits[degree], min(2 * degree, keeps, len(limits))
-            again = limits[after - 1].again * compiled_share_of(tokens, limits[after - 1])
+            again = limits[after - 1].again * share_of(tokens, limits[after - 1])
             own_s = item.language_s * limit.stretch * (1.0 + again)
             alone_s = min(alone_s, own_s + tokens * limit.exchange_s)
             once_s = limit.overhead_s * limits[len(limits) - 1].speed * degree  # of a pack with this sequence alone
@@ -254,7 +220,7 @@ def _have_room(areas: np.ndarray, makespan: float, room: Room) -> bool:
 
 
 @inner
-def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
+def _shortest(item: Item, floor_s: float, limits: np.recarray) -> float:
     """Least time of an item over all degrees; may return any time up to `floor_s` instead."""
     best = np.inf
     for degree in range(item.minimum_degree, len(limits)):
@@ -265,7 +231,7 @@ def _shortest(item: Item, floor_s: float, limits: Limits) -> float:
 
 
 @inner
-def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, makespan: float, room: Room) -> bool:
+def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: np.recarray, makespan: float, room: Room) -> bool:
     """Whether `rows` fit in addition to the areas of the others, on the degrees that meet the makespan."""
     fastest, areas = limits[1].speed, others.copy()
     for row in rows:
@@ -280,7 +246,7 @@ def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: Limits, ma
 
 
 @compiled
-def _bound(items: Items, limits: Limits, room: Room) -> float:
+def _bound(items: Items, limits: np.recarray, room: Room) -> float:
     areas, fastest = np.zeros(3), limits[1].speed
     for row in range(len(items)):
         _add_areas(areas, items[row], items[row].minimum_degree, limits)

@@ -1,10 +1,8 @@
-"""Seconds of a pack by its degree: one formula for both kinds of communication, over a table that a cost model fills
-(`CostModel.rates`). Schedulers see nothing else of costs.
+"""Seconds of a pack by its degree: the formulas of `model.py` over a table that a cost model fills (`CostModel.rates`),
+one for both kinds of communication. Schedulers see nothing else of costs. Python calls them with arrays of many packs,
+compiled loops with the numbers of one.
 
-    compute = language / (d v) + encode / v
-    time = compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + again + overhead_s
-
-and at least least_s. `overhead_s` includes latency and pack_s; `waits` and `again` are those of `cost.py`.
+    time = max(least_s, compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + again + overhead_s)
 """
 
 from __future__ import annotations
@@ -12,6 +10,8 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
+
+from dhp_ray.planner.primitives.compiled import shared
 
 Number = TypeVar("Number", float, np.ndarray)
 
@@ -68,6 +68,7 @@ def pairs_of(num_tokens: Any, block: float) -> Any:
     return num_tokens * (num_tokens + np.minimum(num_tokens, block))
 
 
+@shared
 def predicted_s(
     language_s: Number,
     attention_s: Number,
@@ -77,14 +78,15 @@ def predicted_s(
     degree: Number,
     speed: Number,
     transfer_s: Number,
-    rate: OverlapOf[Number],
+    rate: Any,
 ) -> Number:
-    """Seconds of a pack by the formula above, or of many at once: `running_s`, and at least `least_s`."""
+    """Seconds of a pack by the formula above: `running_s`, and at least `least_s`."""
     time_s: Number = np.maximum(rate.least_s, running_s(
         language_s, attention_s, encode_s, host_s, num_tokens, degree, speed, transfer_s, rate))
     return time_s
 
 
+@shared
 def running_s(
     language_s: Number,
     attention_s: Number,
@@ -94,12 +96,12 @@ def running_s(
     degree: Number,
     speed: Number,
     transfer_s: Number,
-    rate: OverlapOf[Number],
+    rate: Any,
 ) -> Number:
     """Seconds of a pack whose layers' parameters are there.
 
-    `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `transfer_s`:
-    `inside_s` or `across_s` of the degree's `rate`.
+    `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `rate`: the RATE
+    of the degree, and `transfer_s` its `inside_s` or `across_s`.
     """
     seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if np.any(rate.moved):
@@ -110,6 +112,7 @@ def running_s(
     return seconds
 
 
+@shared
 def held_s(
     language_s: Number,
     attention_s: Number,
@@ -118,36 +121,36 @@ def held_s(
     degree: Number,
     speed: Number,
     transfer_s: Number,
-    rate: OverlapOf[Number],
+    rate: Any,
 ) -> Number:
-    """Seconds of a pack that keeps all activations on its ranks, without `least_s`. The only place with this formula.
-    """
+    """Seconds of a pack that keeps all activations on its ranks, without `least_s`."""
     exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
     return language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
 
 
-def share_of(num_tokens: Number, rate: OverlapOf[Number]) -> Number:
-    """What `moved`, `again` and `encoded_again` are multiplied by. The only place with this formula, except for
-    `LayerShare`."""
+@shared
+def share_of(num_tokens: Number, rate: Any) -> Number:
+    """What `moved`, `again` and `encoded_again` are multiplied by (`LayerShare.share_of`)."""
     share: Number = np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
     return share
 
 
-def again_s(seconds: Number, encode_s: Number, rate: OverlapOf[Number]) -> Number:
+@shared
+def again_s(seconds: Number, encode_s: Number, rate: Any) -> Number:
     """Seconds that a pack of `seconds` computes again if all of its layers are recomputed."""
     return rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
 
 
-def encoding_s(encode_s: Number, num_tokens: Number, rate: OverlapOf[Number]) -> Number:
-    """Seconds for which a pack's busiest member encodes: `encode_s`, and what of it runs again.
-    `compiled_encoding_s` is the same for compiled loops.
-    """
+@shared
+def encoding_s(encode_s: Number, num_tokens: Number, rate: Any) -> Number:
+    """Seconds for which a pack's busiest member encodes: `encode_s`, and what of it runs again."""
     return encode_s * (1.0 + share_of(num_tokens, rate) * rate.encoded_again)
 
 
+@shared
 def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:
     """Seconds that a pack waits for its copies out, during the share `forward` of its compute, and back, during the
-    rest. The only place with this formula.
+    rest.
     """
     waits: Number = np.maximum(0.0, copied_s - forward * compute_s) + np.maximum(
         0.0, copied_s - (1.0 - forward) * compute_s)

@@ -30,6 +30,7 @@ from numba import njit
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+from numba.extending import register_jitable
 
 from dhp_ray.user_cache import cache_folders, keep
 
@@ -94,6 +95,11 @@ def inner(function: Function) -> Function:
     """
     options: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Function, _cached(njit(**options)(function), function))
+
+
+def shared(function: Function) -> Function:
+    """Leave a function to Python, and compile it into each compiled function that calls it."""
+    return cast(Function, register_jitable(function))
 
 
 def version() -> str:
