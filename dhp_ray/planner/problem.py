@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from dhp_ray.planner.cost.model import CostModel
-from dhp_ray.planner.cost.rates import Number, OverlapOf, Rate, Rates, again_s, held_s, predicted_s, share_of, waits_s
+from dhp_ray.planner.cost.rates import Number, Rate, Rates, predicted_s
 from dhp_ray.planner.encoder.members import fullest_member_s
 from dhp_ray.planner.errors import PlanError, SequenceTooLongError
 from dhp_ray.planner.plan.cluster import ClusterSpec, sizes_of
@@ -131,55 +131,6 @@ def times_at(items: Items, degree: int, machine: Machine) -> np.ndarray:
     )
 
 
-compiled_held_s, compiled_share_of = inner(held_s), inner(share_of)
-compiled_waits_s, compiled_again_s = inner(waits_s), inner(again_s)
-
-
-@inner
-def compiled_encoding_s(encode_s: float, num_tokens: float, rate: OverlapOf[float]) -> float:
-    """`encoding_s` for compiled loops."""
-    return encode_s * (1.0 + compiled_share_of(num_tokens, rate) * rate.encoded_again) if rate.again > 0.0 else encode_s
-
-
-@inner
-def compiled_running_s(
-    language_s: float,
-    attention_s: float,
-    encode_s: float,
-    host_s: float,
-    num_tokens: float,
-    degree: int,
-    speed: float,
-    transfer_s: float,
-    rate: OverlapOf[float],
-) -> float:
-    """`running_s` for compiled loops."""
-    seconds = compiled_held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
-    if rate.moved > 0.0:
-        copied_s = host_s * rate.moved * compiled_share_of(num_tokens, rate)
-        seconds += compiled_waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
-    if rate.again > 0.0:
-        seconds += compiled_share_of(num_tokens, rate) * compiled_again_s(seconds, encode_s, rate)
-    return seconds
-
-
-@inner
-def compiled_predicted_s(
-    language_s: float,
-    attention_s: float,
-    encode_s: float,
-    host_s: float,
-    num_tokens: float,
-    degree: int,
-    speed: float,
-    transfer_s: float,
-    rate: OverlapOf[float],
-) -> float:
-    """`predicted_s` for compiled loops."""
-    return max(rate.least_s, compiled_running_s(
-        language_s, attention_s, encode_s, host_s, num_tokens, degree, speed, transfer_s, rate))
-
-
 @inner
 def encode_s_of(item: Item, degree: int) -> float:
     """Seconds of the images of the most loaded of `degree` nominal ranks; above DEGREES as if they were dealt out
@@ -197,7 +148,7 @@ def time_s(item: Item, degree: int, crosses: bool, speed: float, rate: Rate) -> 
     if item.image_s > 0.0:
         encode_s += rate.encoder_pass_s
     transfer_s = rate.across_s if crosses else rate.inside_s
-    return compiled_predicted_s(
+    return predicted_s(
         item.language_s,
         item.attention_s,
         encode_s / speed,

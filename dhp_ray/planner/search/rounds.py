@@ -17,9 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.bound import limits_of
+from dhp_ray.planner.cost.rates import encoding_s, running_s
 from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.problem import Item, Machine, Problem, compiled_encoding_s, compiled_running_s, encode_s_of, time_s
+from dhp_ray.planner.problem import Item, Machine, Problem, encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import Batch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
@@ -348,6 +349,6 @@ def _with(batch: Batch, sums: np.ndarray, image_s: float, item: Item, degree: in
         encode_s += rate.encoder_pass_s
     transfer_s = rate.across_s if crosses else rate.inside_s
     tokens = sums[4] + item.tokens
-    seconds = compiled_running_s(sums[0] + item.language_s, sums[1] + item.attention_s, encode_s / slowest,
-                                 sums[2] + item.host_s, tokens, degree, slowest, transfer_s, rate)
-    return compiled_encoding_s(encode_s / slowest, tokens, rate), seconds
+    seconds = running_s(sums[0] + item.language_s, sums[1] + item.attention_s, encode_s / slowest,
+                        sums[2] + item.host_s, tokens, degree, slowest, transfer_s, rate)
+    return encoding_s(encode_s / slowest, tokens, rate), seconds

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.planner.cost.rates import encoding_s, running_s
 from dhp_ray.planner.encoder.members import longest_member_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
-from dhp_ray.planner.problem import compiled_encoding_s, compiled_running_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import Batch
 
@@ -166,9 +166,9 @@ def retime(batch: Batch, state: State, pack: int) -> None:
         encode_s = longest_member_s(rows, batch.first_image, batch.image_s, batch.patches, speeds)
         encode_s += rate.encoder_pass_s / slowest
     sums = state.sums[pack]
-    seconds = compiled_running_s(sums[LANGUAGE], sums[ATTENTION], encode_s, sums[HOST], sums[TOKENS], degree, slowest,
-                                 rate.across_s if crosses else rate.inside_s, rate)
-    encode_s = compiled_encoding_s(encode_s, sums[TOKENS], rate)
+    seconds = running_s(sums[LANGUAGE], sums[ATTENTION], encode_s, sums[HOST], sums[TOKENS], degree, slowest,
+                        rate.across_s if crosses else rate.inside_s, rate)
+    encode_s = encoding_s(encode_s, sums[TOKENS], rate)
     state.time[pack], state.encode[pack], state.rest[pack] = max(rate.least_s, seconds), encode_s, seconds - encode_s
 
 

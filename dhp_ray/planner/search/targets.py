@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from dhp_ray.planner.cost.rates import running_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.problem import compiled_running_s, encode_s_of, time_s
+from dhp_ray.planner.problem import encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, in_order
 from dhp_ray.planner.search.batch import Batch
 from dhp_ray.planner.search.placing import CachedGroups
@@ -141,7 +142,7 @@ def build(
 def _alone_s(batch: Batch, row: int) -> float:
     """Seconds that a sequence adds to a pack of one rank."""
     item, rate = batch.items[row], batch.rates[1]
-    seconds = compiled_running_s(
+    seconds = running_s(
         item.language_s, item.attention_s, encode_s_of(item, 1), item.host_s, item.tokens, 1, 1.0, 0.0, rate)
     return seconds - rate.overhead_s
 
