@@ -117,9 +117,8 @@ class Family(ABC):
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()},
+        tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())},
                                          merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -293,3 +292,10 @@ def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge
                          width // patch_size // merge_size, merge_size, patch_size)
     ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch_size * patch_size**2)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (as GPT-2 does)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
