@@ -75,8 +75,7 @@ PARTS = (
     (WorkerGroup, "start", "calls to the ranks"), (WorkerGroup, "collect", "their answers, by rank"),
     (Dispatcher, "_plan", "planning"), (Dispatcher, "_send", "slices, and calls that send them"),
     (RunRecords, "plan", "the plan file"), (RunRecords, "commit", "metrics and ledger"),
-    (ScalarLog, "step", "TensorBoard"), (Commits, "commit", "the rest of a commit"),
-    (Session, "leaving", "who leaves"))
+    (ScalarLog, "step", "TensorBoard"), (Commits, "commit", "the rest of a commit"))
 """Methods, and what the table calls the time in each that is not in another of them."""
 
 BESIDE = ("planning", "slices, and calls that send them", "the plan file")

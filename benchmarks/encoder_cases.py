@@ -6,7 +6,7 @@ import random
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample
 from dhp_ray.planner.plan.types import Grid
-from dhp_ray.simulate.machine import Machine
+from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.settings import load_simulation
 
 KINDS = {"text": (0.90, 0.08, 0.01, 0.01), "image": (0.20, 0.55, 0.20, 0.05), "video": (0.35, 0.15, 0.10, 0.40),
@@ -46,5 +46,5 @@ def cluster_and_cost(num_ranks: int) -> tuple[ClusterSpec, CostModel]:
     """So many H100, 8 a node, and what a run there would plan with: a 3B in sync=step, all packs recomputed."""
     words = ["cluster=h100", f"cluster.num_ranks={num_ranks}", "model=qwen2_5_vl_3b", "sync=step",
              "train.activation_checkpointing=true", "faults.mirror_every_steps='0'"]
-    place = Machine(load_simulation(words), 40_000, []).first
+    place = SimulatedCluster(load_simulation(words), 40_000, []).first
     return place.cluster, place.cost

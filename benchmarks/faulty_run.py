@@ -38,7 +38,7 @@ import yaml  # noqa: E402
 
 from benchmarks.worlds import data_overrides  # noqa: E402
 from dhp_ray.planner import CostModel, Plan, Sample  # noqa: E402
-from dhp_ray.simulate.machine import Machine  # noqa: E402
+from dhp_ray.simulate.machine import SimulatedCluster  # noqa: E402
 from dhp_ray.simulate.run import SimulatedRun  # noqa: E402
 from dhp_ray.simulate.settings import Event, FaultKind, FaultSettings, load_simulation  # noqa: E402
 from tests.integration.faults import Run, kill, seconds_since  # noqa: E402
@@ -246,7 +246,7 @@ def simulated(calibration: Calibration, folder: Path, duration_s: float, with_fa
         join_s=calibration.median_of("join_s"), mirror_every_steps="1", copy_s=1e-3,
         checkpoint_every_s=calibration.save_every_s, stage_s=calibration.stage_s)
     batches: Any = SeenBatches(calibration.samples)
-    machine = Machine(replace(settings, faults=faults), batches.longest_tokens, batches(1))
+    machine = SimulatedCluster(replace(settings, faults=faults), batches.longest_tokens, batches(1))
     record = SimulatedRun("dhp", machine, batches).simulate()
     assert not record.error, record.error
     return float(sum(step.num_tokens for step in record.steps))

@@ -215,8 +215,8 @@ def weighed(
         made = [ranks for ranks in plan.process_groups() if ranks not in pool]
         new_groups += len(made)
         members, degrees = flat(made)
-        making_s = list_schedule(members, firsts_of(degrees), np.full(len(made), group_s), 64)[1].max()
-        time_s += plan.predicted_time_s - cost.fixed_s + making_s
+        group_creation_s = list_schedule(members, firsts_of(degrees), np.full(len(made), group_s), 64)[1].max()
+        time_s += plan.predicted_time_s - cost.fixed_s + group_creation_s
         pool = [*(ranks for ranks in pool if ranks not in plan.process_groups()), *plan.process_groups()][-held:]
     return new_groups / batches, time_s / batches
 

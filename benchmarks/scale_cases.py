@@ -17,7 +17,7 @@ from dhp_ray.planner.plan.types import VisionPlan
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.timeline import groups_of, makespan_of, times_of
-from dhp_ray.simulate.machine import Machine, Place
+from dhp_ray.simulate.machine import Place, SimulatedCluster
 from dhp_ray.simulate.settings import Simulation, load_simulation
 from dhp_ray.simulate.workload import Workload
 
@@ -72,7 +72,7 @@ class Opened:
         self.case, settings = case, case.settings
         self.batches = batches or batches_of(case)
         longest = max(sample.num_tokens for batch in self.batches for sample in batch)
-        self.machine = Machine(settings, longest, self.batches[0])
+        self.machine = SimulatedCluster(settings, longest, self.batches[0])
         self.place: Place = self.machine.place(tuple(rank // NODE_RANKS for rank in range(case.num_ranks)))
         self.cost: CostModel = replace(self.place.cost, group_s=0.0)
 

@@ -27,7 +27,7 @@ class AbortedError(RuntimeError):
     """The generation was aborted: what came from peers since may be garbage."""
 
 
-class Mark(NamedTuple):
+class Heartbeat(NamedTuple):
     """A place in training: where it is in the plan (`stage`), what begins there, and whether that waits for peers."""
 
     number: int
@@ -79,8 +79,8 @@ class Progress:
         self.aborted = False
         self.parts_copied = 0
         """Parts of the state that have been copied to host memory after an abort, which ends the marks."""
-        self._passed = self._recorded = Mark(0, "", "", waits_for_peers=False)
-        self._ahead: deque[tuple[Mark, Any]] = deque()  # recorded, and not known to be passed
+        self._passed = self._recorded = Heartbeat(0, "", "", waits_for_peers=False)
+        self._ahead: deque[tuple[Heartbeat, Any]] = deque()  # recorded, and not known to be passed
         self._lock = Lock()
         self._waits: list[Wait] | None = None  # None: not wanted
         self._waits_since: StreamTimestamp | None = None
@@ -95,7 +95,7 @@ class Progress:
         Raises AbortedError after an abort.
         """
         self.check()
-        recorded = Mark(self._recorded.number + 1, self.stage, doing, waits_for_peers)
+        recorded = Heartbeat(self._recorded.number + 1, self.stage, doing, waits_for_peers)
         self._recorded = recorded
         if self._module is None:
             self._passed = recorded
@@ -155,7 +155,7 @@ class Progress:
     def count_part(self) -> None:
         self.parts_copied += 1
 
-    def passed(self) -> Mark:
+    def passed(self) -> Heartbeat:
         """Return the mark that was passed last: by the device, or on the CPU by the training thread. After an abort it
         no longer changes: a device that was stopped cannot be queried.
         """

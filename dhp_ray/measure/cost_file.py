@@ -45,7 +45,7 @@ WORDS = {"packs": "packs on one rank", "rings": "packs on several ranks"}
 """What the fits are called."""
 
 
-class Session(NamedTuple):
+class MeasuredSession(NamedTuple):
     """What was measured in one mode: for every part, the results of each rank."""
 
     spec: Spec
@@ -122,7 +122,7 @@ class Measured:
 
 
 def measured_cost(
-    sessions: Sequence[Session], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
+    sessions: Sequence[MeasuredSession], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
 ) -> Measured:
     """Fit a cost to the measurements of all sessions. `memory` is that of the run which will use the cost; `derived`
     has the communication constants that one rank cannot measure.

@@ -31,10 +31,10 @@ from dhp_ray.planner.schedule import Schedule, renamed
 from dhp_ray.planner.search.plan import dhp, dhp_quick
 from dhp_ray.planner.timeline import (
     PackTimes,
+    group_creation_s,
     groups_of,
     idle_fraction,
     makespan_of,
-    making_s,
     plan_starts,
     starts_of,
     times_of,
@@ -152,14 +152,14 @@ def plan_uniform(problem: Problem, layout: Layout) -> Plan:
 
 
 class _Candidate(NamedTuple):
-    """A priced schedule of packs, before it becomes a plan. `making_s`: seconds until its missing process groups are
-    made. `world`: the ranks that encode the images of the batch, if that is apart from the packs.
+    """A priced schedule of packs, before it becomes a plan. `group_creation_s`: seconds until its missing process
+    groups are made. `world`: the ranks that encode the images of the batch, if that is apart from the packs.
     """
 
     schedule: Schedule
     times: PackTimes
     makespan_s: float
-    making_s: float
+    group_creation_s: float
     world: World | None = None
 
 
@@ -176,11 +176,11 @@ def _shortest(problem: Problem, name: str, planner: Callable[[Problem], Schedule
         least_s = problem.lower_bound_s
         if problem.sync == "micro_batch":  # all ranks encode before all run packs
             least_s = without.lower_bound_s + float(problem.all_image_s.sum() / problem.speeds.sum())
-        if not found or found[0].makespan_s + found[0].making_s > least_s * (1 + GAIN):
+        if not found or found[0].makespan_s + found[0].group_creation_s > least_s * (1 + GAIN):
             found += _apart(problem, without, planner)
     if not found:
         found.append(_in_packs(problem, planner))
-    return _plan(problem, name, min(found, key=lambda candidate: candidate.makespan_s + candidate.making_s))
+    return _plan(problem, name, min(found, key=lambda candidate: candidate.makespan_s + candidate.group_creation_s))
 
 
 def _in_packs(problem: Problem, planner: Callable[[Problem], Schedule]) -> _Candidate:
@@ -213,7 +213,7 @@ def _priced(problem: Problem, schedule: Schedule, order: np.ndarray | None) -> _
     """A schedule of ranks in this order, mapped back to the cluster's ranks and priced."""
     schedule = schedule if order is None else renamed(schedule, order)
     times = times_of(problem, schedule)
-    return _Candidate(schedule, times, makespan_of(problem, schedule, times), making_s(problem, schedule))
+    return _Candidate(schedule, times, makespan_of(problem, schedule, times), group_creation_s(problem, schedule))
 
 
 def _plan(problem: Problem, planner: str, found: _Candidate) -> Plan:

@@ -135,7 +135,7 @@ def _stretch(fastest: np.ndarray) -> np.ndarray:
     return np.maximum(stretch * (1 - 1e-12), 1.0)
 
 
-class Room(NamedTuple):
+class RankSeconds(NamedTuple):
     """What all ranks have within a makespan: the sum of their `speed`, less `once_s`, which each rank with a pack pays.
     `apart`: a rank may have images and no pack.
     """
@@ -157,7 +157,7 @@ def lower_bound_s(problem: Problem) -> float:
         if problem.cost.cuts_images:  # several ranks may encode one image
             items.image_s = 0.0
     once_s = float(problem.machine.rates.overhead_s[1:].min())
-    room = Room(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
+    room = RankSeconds(float(problem.speeds.sum()), once_s * (1 if apart else micro_batches), apart)
     packs_s = float(_bound(items, limits_of(problem), room))
     return max(packs_s, problem.cost.gather_s * micro_batches) + problem.cost.fixed_s * micro_batches
 
@@ -209,7 +209,7 @@ def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: np.recarray) 
 
 
 @inner
-def _have_room(areas: np.ndarray, makespan: float, room: Room) -> bool:
+def _have_room(areas: np.ndarray, makespan: float, room: RankSeconds) -> bool:
     """Whether the ranks have room for areas (`_add_areas`) within a makespan."""
     makespan *= 1 + 1e-12
     shared, packs, images = areas
@@ -231,7 +231,9 @@ def _shortest(item: Item, floor_s: float, limits: np.recarray) -> float:
 
 
 @inner
-def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: np.recarray, makespan: float, room: Room) -> bool:
+def _fits(
+    items: Items, rows: np.ndarray, others: np.ndarray, limits: np.recarray, makespan: float, room: RankSeconds
+) -> bool:
     """Whether `rows` fit in addition to the areas of the others, on the degrees that meet the makespan."""
     fastest, areas = limits[1].speed, others.copy()
     for row in rows:
@@ -246,7 +248,7 @@ def _fits(items: Items, rows: np.ndarray, others: np.ndarray, limits: np.recarra
 
 
 @compiled
-def _bound(items: Items, limits: np.recarray, room: Room) -> float:
+def _bound(items: Items, limits: np.recarray, room: RankSeconds) -> float:
     areas, fastest = np.zeros(3), limits[1].speed
     for row in range(len(items)):
         _add_areas(areas, items[row], items[row].minimum_degree, limits)

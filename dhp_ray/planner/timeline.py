@@ -102,7 +102,7 @@ def new_groups(problem: Problem, schedule: Schedule) -> list[Ranks]:
     return [group for group in groups if group not in pool]
 
 
-def making_s(problem: Problem, schedule: Schedule) -> float:
+def group_creation_s(problem: Problem, schedule: Schedule) -> float:
     """Seconds until every rank has made the process groups of a schedule that are not in the pool, in the schedule's
     order; the ranks of a group make it together.
     """

@@ -99,7 +99,7 @@ KEPT = 2
 
 
 @dataclass
-class Generation:
+class SimulatedGeneration:
     """One membership: the slot and the node of each rank, in rank order. It began with the state after step `first` and
     has that after step `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks
     hold.
@@ -132,14 +132,16 @@ class Generation:
         return slot // self.ranks_per_node
 
 
-def generation_of(number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool) -> Generation:
+def generation_of(
+    number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool
+) -> SimulatedGeneration:
     """The group of these slots in slot order, so that the ranks of a node are neighbours."""
     ordered = tuple(sorted(slots))
-    return Generation(number, ordered, tuple(slot // ranks_per_node for slot in ordered), step, step, ranks_per_node,
-                      mirrors)
+    nodes = tuple(slot // ranks_per_node for slot in ordered)
+    return SimulatedGeneration(number, ordered, nodes, step, step, ranks_per_node, mirrors)
 
 
-def held_by(survivors: Sequence[int], generation: Generation, time_s: float) -> list[list[HeldShards]]:
+def held_by(survivors: Sequence[int], generation: SimulatedGeneration, time_s: float) -> list[list[HeldShards]]:
     """The shard versions that each of these slots of a generation holds, with the copies that had arrived at `time_s`.
     """
     rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
@@ -153,7 +155,7 @@ def held_by(survivors: Sequence[int], generation: Generation, time_s: float) -> 
             for rank in map(rank_of.__getitem__, survivors)]
 
 
-Formed = tuple[Generation, float, str]
+Formed = tuple[SimulatedGeneration, float, str]
 """A generation, when it is formed, and why."""
 
 
@@ -175,7 +177,7 @@ class Recovery:
     _evicted: set[int] = field(default_factory=set)
     _failures: Failures = field(default_factory=Failures)
 
-    def changed(self, generation: Generation, now_s: float, slow: Collection[int]) -> Formed | None:
+    def changed(self, generation: SimulatedGeneration, now_s: float, slow: Collection[int]) -> Formed | None:
         """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
         to be replaced, each slot once at most (none where all restart together). If too few are left for the sequences
         that wait, or fewer than `faults.min_workers`, the run waits for those that come back. None: nothing changes.
@@ -203,7 +205,7 @@ class Recovery:
         formed = self._formed(generation, stay, stands_s, generation.newest)
         return formed, stands_s + self.faults.join_s, " and ".join(why)
 
-    def recovered(self, generation: Generation, fault: Fault, now_s: float) -> Formed:
+    def recovered(self, generation: SimulatedGeneration, fault: Fault, now_s: float) -> Formed:
         """The generation that follows a fault in a step.
 
         Raises:
@@ -212,7 +214,7 @@ class Recovery:
         self._failed(generation.newest + 1)
         return self._after_fault(generation, fault, now_s, [])
 
-    def lost_by(self, generation: Generation, fault: Fault) -> set[int]:
+    def lost_by(self, generation: SimulatedGeneration, fault: Fault) -> set[int]:
         """The slots that a fault takes: members that are there (all of them, where all restart together), and with a
         node also those that were to return.
         """
@@ -228,7 +230,7 @@ class Recovery:
             case _:
                 return {generation.slot_of(fault)} & there
 
-    def _after_fault(self, generation: Generation, fault: Fault, now_s: float, why: list[str]) -> Formed:
+    def _after_fault(self, generation: SimulatedGeneration, fault: Fault, now_s: float, why: list[str]) -> Formed:
         """The generation that follows a fault. Slots that have left the group already are not among its survivors."""
         broken_s, survivors, seen = now_s, {*generation.slots} - self._coming.keys(), [fault.kind]
         driver_back_s, following = 0.0, fault
@@ -270,7 +272,7 @@ class Recovery:
         if self._failures.hopeless(step):
             raise PlanError(f"step {step} has failed {self._failures.steps.count(step)} times")
 
-    def _surviving_step(self, generation: Generation, survivors: Collection[int], broken_s: float) -> int:
+    def _surviving_step(self, generation: SimulatedGeneration, survivors: Collection[int], broken_s: float) -> int:
         """The newest step whose state survives in memory; -1: none."""
         if len(survivors) == generation.size:
             return generation.newest
@@ -306,7 +308,7 @@ class Recovery:
     def _ready(self, now_s: float) -> list[int]:
         return [slot for slot, ready_s in self._coming.items() if ready_s <= now_s]
 
-    def _formed(self, generation: Generation, stay: list[int], now_s: float, step: int) -> Generation:
+    def _formed(self, generation: SimulatedGeneration, stay: list[int], now_s: float, step: int) -> SimulatedGeneration:
         """The next generation, of the slots that stay and those that are ready."""
         joining = self._ready(now_s)
         for slot in joining:

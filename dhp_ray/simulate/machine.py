@@ -35,7 +35,7 @@ class Place:
     copy_s: float
 
 
-class Machine:
+class SimulatedCluster:
     """The cluster of a simulation's settings, with a model on it."""
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:

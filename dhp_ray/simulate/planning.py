@@ -29,7 +29,7 @@ LAYOUT_BATCHES = 8
 
 
 @dataclass
-class Planner:
+class SimulatedPlanner:
     """A planner in one membership. `layout_batches`: the batches for which the layout of `static` is chosen."""
 
     name: str
@@ -88,10 +88,10 @@ class Dispatched(NamedTuple):
 
 
 @dataclass
-class Dispatcher:
+class SimulatedDispatcher:
     """Plans batch after batch for one membership, a step ahead. Times are simulated seconds."""
 
-    planner: Planner
+    planner: SimulatedPlanner
     book: GroupCacheState
     planning: PlanningSettings
     data: DataSettings

@@ -27,9 +27,9 @@ from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import Elastic
-from dhp_ray.simulate.faults import Fault, Generation, Recovery, Speeds, faults_of, generation_of
-from dhp_ray.simulate.machine import Machine
-from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Dispatcher, Planner, Prepared
+from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, Speeds, faults_of, generation_of
+from dhp_ray.simulate.machine import SimulatedCluster
+from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Prepared, SimulatedDispatcher, SimulatedPlanner
 from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.step import SimulatedStep, simulate_step
 from dhp_ray.simulate.workload import Batches, Workload
@@ -131,7 +131,7 @@ class SimulatedRun:
     """One planner on a machine, with the batches, speeds and faults of a simulation's settings."""
 
     def __init__(
-        self, planner: str, machine: Machine, batches: Batches,
+        self, planner: str, machine: SimulatedCluster, batches: Batches,
         progress: Callable[[int, float], None] = lambda step, now_s: None,
     ) -> None:
         """`progress` is called with each step that has ended, and when it ended."""
@@ -164,13 +164,14 @@ class SimulatedRun:
             return self.now_s >= self.settings.duration_s
         return self.generation.newest >= self.settings.num_batches
 
-    def _entered(self, generation: Generation) -> Generation:
+    def _entered(self, generation: SimulatedGeneration) -> SimulatedGeneration:
         """Enter a membership: make its planner, its meter and its pool of groups, and begin to copy its state."""
         self.place = self.machine.place(generation.nodes)
-        planner = Planner(self.record.planner, self.place.mode.sync, self.settings.planning.encoder, self.place.cluster,
-                          self.place.cost, self._layout_batches)
-        self.dispatcher = Dispatcher(planner, GroupCacheState(self.machine.pool_groups), self.settings.planning,
-                                     self.settings.data)
+        planning, place = self.settings.planning, self.place
+        planner = SimulatedPlanner(self.record.planner, place.mode.sync, planning.encoder, place.cluster, place.cost,
+                                   self._layout_batches)
+        self.dispatcher = SimulatedDispatcher(planner, GroupCacheState(self.machine.pool_groups), planning,
+                                              self.settings.data)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()
         if self._mirrors and generation.size > 1:
@@ -313,7 +314,7 @@ class SimulatedRun:
         if fault:
             self.record.events.append(RunEvent(fault.time_s, "fault", fault.kind))
 
-    def _formed(self, generation: Generation, now_s: float, why: str) -> bool:
+    def _formed(self, generation: SimulatedGeneration, now_s: float, why: str) -> bool:
         """Enter a generation that is formed at `now_s`, or the run's end if that is before. Always true."""
         now_s = min(now_s, self.settings.duration_s or now_s)
         undone = self.record.undo(generation.first)
@@ -343,7 +344,7 @@ class Simulated:
     """A simulation: its settings, its machine and batches, and the records of the runs so far."""
 
     settings: Simulation
-    machine: Machine
+    machine: SimulatedCluster
     batches: Batches
     records: list[RunRecord] = field(default_factory=list)
 
@@ -375,7 +376,7 @@ def prepared(settings: Simulation) -> Simulated:
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
                       0 if settings.duration_s else settings.num_batches, settings.seed)
-    return Simulated(settings, Machine(settings, batches.longest_tokens, batches(1)), batches)
+    return Simulated(settings, SimulatedCluster(settings, batches.longest_tokens, batches(1)), batches)
 
 
 def simulated(simulation: Simulated, progress: Progress = lambda planner, step, now_s: None) -> Iterator[RunRecord]:

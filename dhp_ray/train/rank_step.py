@@ -27,7 +27,7 @@ from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs, copied_ahead
 
 
-class Timed(NamedTuple):
+class TimedRun(NamedTuple):
     """A pack, or with index -1 an idle one or a phase of the encoder, that the device has been given."""
 
     index: int  # type: ignore[assignment]  # in place of a tuple's method
@@ -47,7 +47,7 @@ class Timed(NamedTuple):
 class PackRun(NamedTuple):
     """A pack that the device has been given."""
 
-    timed: Timed
+    timed: TimedRun
     loss: Tensor
     num_valid_tokens: int
     num_images: int
@@ -119,7 +119,7 @@ class RankStep:
         self.transport.prepare(inputs.plan.process_groups)
         return [run.loss for run in self._run_packs(inputs)[0]]
 
-    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[Timed]]:
+    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[TimedRun]]:
         """Run the packs in their order, and around them the phases in which images are encoded apart."""
         phases, times = self._phases(inputs), []
         features: list[Tensor | None] = [None] * len(inputs.packs)
@@ -144,7 +144,7 @@ class RankStep:
 
     def _phase(
         self, inputs: StepInputs, name: str, phase: Callable[[PackCommunicator], Any]
-    ) -> tuple[Any, Timed]:
+    ) -> tuple[Any, TimedRun]:
         """Run one of the phases, in which all ranks may exchange."""
         self.engine.progress.stage = f"step {inputs.plan.step}, {name}"
         self.engine.progress.mark("inputs")
@@ -152,11 +152,11 @@ class RankStep:
         link = self.transport.link(ranks, PHASE_INDEX)
         return self._timed(-1, link, lambda: phase(link))
 
-    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, Timed]:
+    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, TimedRun]:
         """Return what `call`, which exchanges over `link`, has returned, and its time."""
         begin = StreamTimestamp(self.device)
         found = call()
-        return found, Timed(index, begin, StreamTimestamp(self.device), tuple(link.waits))
+        return found, TimedRun(index, begin, StreamTimestamp(self.device), tuple(link.waits))
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Return the bytes of features that this rank sends to others before the packs."""
@@ -224,7 +224,7 @@ class MicroBatchStep(RankStep):
         self.engine.before_encoding()
         return super()._phases(inputs)
 
-    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, Timed]:
+    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, TimedRun]:
         """Also count what this rank waits for units to be gathered and reduced. On the CPU the collectives count it; on
         a device, where they return at once, the marks between layers do, and the root's waits are left out.
         """

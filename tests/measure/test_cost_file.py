@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dhp_ray.measure.cost_file import Measured, Session, measured_cost
+from dhp_ray.measure.cost_file import Measured, MeasuredSession, measured_cost
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.cost.model import links_of
 from dhp_ray.planner.cost.origin import CostFile, Origin, difference, origin_of_run
@@ -29,7 +29,7 @@ def origin() -> Origin:
 
 def measured(*syncs: str, **changed: Any) -> Measured:
     specs = [replace(SPEC, sync=sync, **changed) for sync in syncs or ("step",)]
-    return measured_cost([Session(of, results_of(of, 0.02)) for of in specs], origin(), MEMORY, KNOWN, "known")
+    return measured_cost([MeasuredSession(of, results_of(of, 0.02)) for of in specs], origin(), MEMORY, KNOWN, "known")
 
 
 def test_a_file_that_is_written_is_read_as_it_was_fitted(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_links_across_nodes_that_were_not_measured_follow_from_the_device(
     intra: float, inter: float, over: float
 ) -> None:
     known = replace(KNOWN, bandwidth_bytes_per_s={"intra": intra, "inter": inter})
-    found = measured_cost([Session(SPEC, results_of(SPEC))], origin(), MEMORY, known, "known")
+    found = measured_cost([MeasuredSession(SPEC, results_of(SPEC))], origin(), MEMORY, known, "known")
     measured_bytes_per_s = found.cost.bandwidth_bytes_per_s
     assert measured_bytes_per_s["intra"][2] == pytest.approx(5e8, rel=0.1)
     assert measured_bytes_per_s["inter"][2] / measured_bytes_per_s["intra"][2] == pytest.approx(over, rel=0.1)
@@ -119,14 +119,14 @@ def test_links_across_nodes_that_were_not_measured_follow_from_the_device(
 
 def test_a_frozen_encoder_has_no_backward_pass() -> None:
     frozen = MemoryModel(MEMORY.shape, replace(MEMORY.settings, frozen=("vision",)))
-    found = measured_cost([Session(SPEC, results_of(SPEC))], origin(), frozen, KNOWN, "known")
+    found = measured_cost([MeasuredSession(SPEC, results_of(SPEC))], origin(), frozen, KNOWN, "known")
     assert found.cost.vision_forward == 1.0
 
 
 def test_shares_of_the_forward_pass_follow_from_the_passes() -> None:
     again = MemoryModel(MEMORY.shape, replace(MEMORY.settings, recomputes=True, frozen=("language",)))
     of_mode = replace(SPEC, sync="micro_batch")
-    found = measured_cost([Session(of_mode, results_of(of_mode))], origin(), again, KNOWN, "known")
+    found = measured_cost([MeasuredSession(of_mode, results_of(of_mode))], origin(), again, KNOWN, "known")
     assert found.cost.forward == 1 / 3  # forward, again, and a backward pass without weights
     assert found.cost.vision_forward == 1 / 4
     assert found.sections["measured"]["derived"][-2:] == ["forward", "vision_forward"]

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
         encode_s = self.encode_s(rows, ranks)
         compute_s = language_s / (degree * speed) + encode_s
         once_s = compute_s + exposed_s + self.cost.pack_s
-        return once_s + self.waits_s(rows, degree, compute_s) + self.again_s(rows, degree, once_s, encode_s)
+        return once_s + self.waits_s(rows, degree, compute_s) + self.recompute_s(rows, degree, once_s, encode_s)
 
     def pairs(self, row: int) -> float:
         """What a sequence's attention grows with."""
@@ -98,7 +98,7 @@ class Batch(NamedTuple):
         out_s, back_s = cost.forward * compute_s, (1 - cost.forward) * compute_s
         return max(0.0, moved_s - out_s) + max(0.0, moved_s - back_s)
 
-    def again_s(self, rows: Sequence[int], degree: int, once_s: float, encode_s: float) -> float:
+    def recompute_s(self, rows: Sequence[int], degree: int, once_s: float, encode_s: float) -> float:
         """Seconds of the forward passes that run again, of the encoder only if it has a backward pass."""
         of_images_s = self.cost.vision_forward * encode_s if self.cost.vision_forward < 1 else 0.0
         share = share_of(self.cluster.recomputation, self.num_tokens(rows) / degree)

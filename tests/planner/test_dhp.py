@@ -20,7 +20,7 @@ from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of, flat
 from dhp_ray.planner.search.plan import dhp, near_s
 from dhp_ray.planner.search.rounds import Rounds
-from dhp_ray.planner.timeline import making_s, time_of
+from dhp_ray.planner.timeline import group_creation_s, time_of
 
 ALL_TO_ALL = CostModel(quadratic_s=5.128e-9, linear_s=1.839576e-4, comm_bytes_per_token=2097152, fixed_s=0.63,
                        bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11, 16: 1.08e10, 32: 6.2e9, 64: 5.1e9})
@@ -155,7 +155,7 @@ def test_more_memory_does_not_make_a_plan_longer(pool):
     for tokens in (4096, 6144):
         problem = checked_problem(samples, ClusterSpec(24, 8, tokens), CostModel.load(CUDA_COST), pool=pool)
         schedule = dhp(bounded(problem))
-        seconds.append(time_of(problem, schedule) + making_s(problem, schedule))
+        seconds.append(time_of(problem, schedule) + group_creation_s(problem, schedule))
     assert seconds[1] <= seconds[0]
 
 
@@ -282,7 +282,7 @@ def test_new_groups_that_take_long_to_make_are_weighed_against_a_longer_plan():
             problem = problem_of(bimodal(128, 64, batch), ClusterSpec(64, 8, 8192), cost, "step", known)
             schedule = dhp(bounded(problem))
             charged = replace(problem, cost=replace(cost, group_s=0.3))
-            paid[group_s] += (batch >= 2) * (time_of(charged, schedule) + making_s(charged, schedule))
+            paid[group_s] += (batch >= 2) * (time_of(charged, schedule) + group_creation_s(charged, schedule))
             new = plan_batch(bimodal(128, 64, batch), problem.cluster, cost, pool=known).process_groups()
             known = [*(ranks for ranks in known if ranks not in new), *new][-32:]
     assert paid[0.3] < 0.98 * paid[0.0]
@@ -295,9 +295,9 @@ def test_making_groups_takes_as_long_as_the_rank_that_makes_most():
     groups = [(0, 1), (1, 2), (2, 3), (0, 1), (3,)]  # (2, 3) is in the pool, (0, 1) is made once
     ranks, degrees = flat(groups)
     schedule = Schedule(np.arange(5), np.arange(6), ranks, firsts_of(degrees), np.zeros(5, dtype=np.int64))
-    assert making_s(problem, schedule) == pytest.approx(0.5)
-    assert making_s(replace(problem, pool=((0, 1), (1, 2), (2, 3))), schedule) == 0.0
-    assert making_s(replace(problem, cost=ALL_TO_ALL), schedule) == 0.0
+    assert group_creation_s(problem, schedule) == pytest.approx(0.5)
+    assert group_creation_s(replace(problem, pool=((0, 1), (1, 2), (2, 3))), schedule) == 0.0
+    assert group_creation_s(replace(problem, cost=ALL_TO_ALL), schedule) == 0.0
 
 
 def test_a_hundred_thousand_sequences():

@@ -189,8 +189,8 @@ def test_images_apart_do_not_run_again_with_their_pack(encoder: str) -> None:
     """1 + 1 s of images, 2 s of text, 0.375 of its layers again; a quarter of the images' time is forward."""
     cost = replace(cost_of(1e9), vision_linear_s=1e-3, vision_forward=0.25)
     plan = plan_batch([Sample("a", 1500, 500, ((1, 50, 40),))], ALONE, cost, encoder=encoder)
-    again_s = 2 * 0.25 * 0.375 if encoder == "group" else 0.0
-    assert plan.predicted_time_s == pytest.approx(2 + 2 * (1 + 0.375 / 3) + again_s)
+    recompute_s = 2 * 0.25 * 0.375 if encoder == "group" else 0.0
+    assert plan.predicted_time_s == pytest.approx(2 + 2 * (1 + 0.375 / 3) + recompute_s)
     assert plan.lower_bound_s <= plan.predicted_time_s * (1 + 1e-9)
 
 

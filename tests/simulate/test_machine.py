@@ -15,15 +15,15 @@ from dhp_ray.planner.cost.derived import Device
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.runtime.strategy import Ranks, Strategy, resolve
-from dhp_ray.simulate.machine import Machine
+from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.settings import load_simulation
 from tests.runtime.driver.groups import GIB, config_of
 
 H100 = Device.load(CONF / "device" / "h100.yaml")
 
 
-def machine_of(*words: str, longest: int = 20_000) -> Machine:
-    return Machine(load_simulation(["cluster=h100", "faults.mirror_every_steps='0'", *words]), longest, [])
+def machine_of(*words: str, longest: int = 20_000) -> SimulatedCluster:
+    return SimulatedCluster(load_simulation(["cluster=h100", "faults.mirror_every_steps='0'", *words]), longest, [])
 
 
 @pytest.mark.parametrize(("sync", "offload"), [("auto", "off"), ("step", "auto"), ("micro_batch", "0.5")])

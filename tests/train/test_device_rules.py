@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.progress import StreamTimestamp
-from dhp_ray.train.rank_step import PackRun, RankStep, Timed
+from dhp_ray.train.rank_step import PackRun, RankStep, TimedRun
 from tests.async_backend.rules import EMULATED, Backend, run_group
 from tests.train.networks import Network, make_engine, train_step
 
@@ -20,7 +20,7 @@ def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, ...]]
     update = train_step(engine, network, 0, rank, 2)
     step = RankStep(cast(Any, None), engine, cast(Any, None), dist.group.WORLD, device)
     now, loss = StreamTimestamp(device), torch.tensor(1.1 + rank, dtype=torch.float64)
-    run = PackRun(Timed(0, now, now, ()), loss, 3 + rank, num_images=2, moved_bytes=0)
+    run = PackRun(TimedRun(0, now, now, ()), loss, 3 + rank, num_images=2, moved_bytes=0)
     return update.gradient_norm, tuple(step._totals([run]))
 
 

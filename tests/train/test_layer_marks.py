@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dhp_ray.comm.progress import AbortedError, Mark, Progress, seconds_of
+from dhp_ray.comm.progress import AbortedError, Heartbeat, Progress, seconds_of
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.train.layer_marks import LayerMarks
 from dhp_ray.train.sharded_engine import TimedCollective
@@ -26,7 +26,7 @@ class Recorded(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[Mark] = []
+        self.marks: list[Heartbeat] = []
 
     def mark(self, doing: str, waits_for_peers: bool = False, timed: bool = False) -> None:
         super().mark(doing, waits_for_peers, timed)

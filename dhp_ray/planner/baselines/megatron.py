@@ -2,7 +2,7 @@
 main (core/pipeline_parallel/hybrid_cp_schedule.py) and, with packing, `dynamic_context_parallel` of the branch dev.
 
 The work of a sequence is its length squared over its degree. The degree is the least power of two with which a rank
-holds at most a cap of tokens. Rounds are made one after another, each starting with all ranks free:
+holds at most a cap of tokens. MegatronRounds are made one after another, each starting with all ranks free:
 
 1. The remaining sequences, longest first, are cut into runs of about equal work, as many runs as there are degrees.
 2. The first run whose next sequence has a place gives up that sequence: to free ranks, or to the group of its degree
@@ -36,7 +36,7 @@ multiple of an equal share of the work up to which a run is filled.
 """
 
 
-class Rounds(NamedTuple):
+class MegatronRounds(NamedTuple):
     """`group` has the group of each sequence. The others have, for each group in order, its round, first rank and
     degree.
     """
@@ -76,7 +76,7 @@ def main(problem: Problem, cap: int) -> Schedule:
 KINDS = (dev, main)
 
 
-def groups_as_packs(problem: Problem, rounds: Rounds) -> Schedule:
+def groups_as_packs(problem: Problem, rounds: MegatronRounds) -> Schedule:
     """All sequences of a group in one pack, whether memory holds it or not."""
     rows, first_row = by_owner(rounds.group, len(rounds.degree))
     every = np.arange(len(rounds.degree))
@@ -91,16 +91,16 @@ def _micro_batches(problem: Problem, round_: np.ndarray, turn: np.ndarray) -> np
     return numbers
 
 
-def rounds_of(problem: Problem, cap: int, packs: bool) -> Rounds:
+def rounds_of(problem: Problem, cap: int, packs: bool) -> MegatronRounds:
     """The rounds and groups of the sequences, with at most `cap` tokens a rank (on main: of one sequence)."""
     tokens, num_ranks = problem.items.tokens, problem.cluster.num_ranks
     degree = powers_of_two(degrees_at(tokens, cap, num_ranks), num_ranks)
     order = np.argsort(-tokens, kind="stable")
     group, of_group, count = _rounds(tokens, degree, order, cap, num_ranks, packs)
-    return Rounds(group, *of_group[:, :count])
+    return MegatronRounds(group, *of_group[:, :count])
 
 
-def _ranks(rounds: Rounds, group: np.ndarray) -> np.ndarray:
+def _ranks(rounds: MegatronRounds, group: np.ndarray) -> np.ndarray:
     """The ranks of these groups, one group after another."""
     degree = rounds.degree[group]
     first = firsts_of(degree)
@@ -127,7 +127,7 @@ def _turns(tokens: np.ndarray, group: np.ndarray, capacity: np.ndarray) -> np.nd
 def _rounds(
     tokens: np.ndarray, degree: np.ndarray, order: np.ndarray, cap: int, num_ranks: int, packs: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """(the group of each sequence; the other fields of `Rounds`, a column for each group; number of groups).
+    """(the group of each sequence; the other fields of `MegatronRounds`, a column for each group; number of groups).
     O(sequences x ranks).
     """
     group, of_group = np.zeros(len(tokens), dtype=np.int64), np.zeros((3, len(tokens)), dtype=np.int64)

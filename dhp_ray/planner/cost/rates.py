@@ -103,17 +103,17 @@ def running_s(
     `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `rate`: the RATE
     of the degree, and `transfer_s` its `inside_s` or `across_s`.
     """
-    seconds = held_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
+    seconds = base_pack_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
     if np.any(rate.moved):
         copied_s = host_s * rate.moved * share_of(num_tokens, rate)
         seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
     if np.any(rate.again):
-        seconds = seconds + share_of(num_tokens, rate) * again_s(seconds, encode_s, rate)
+        seconds = seconds + share_of(num_tokens, rate) * recompute_s(seconds, encode_s, rate)
     return seconds
 
 
 @shared
-def held_s(
+def base_pack_s(
     language_s: Number,
     attention_s: Number,
     encode_s: Number,
@@ -136,7 +136,7 @@ def share_of(num_tokens: Number, rate: Any) -> Number:
 
 
 @shared
-def again_s(seconds: Number, encode_s: Number, rate: Any) -> Number:
+def recompute_s(seconds: Number, encode_s: Number, rate: Any) -> Number:
     """Seconds that a pack of `seconds` computes again if all of its layers are recomputed."""
     return rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
 

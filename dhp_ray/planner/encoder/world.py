@@ -293,7 +293,7 @@ def _spread(encoder: np.ndarray, load_s: np.ndarray, seconds: np.ndarray, speeds
         taken.add(rank)
 
 
-class Room(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Bytes of each rank for images, in addition to the features of its packs and their gradients. `alone`: while none
     of its packs runs, less the bytes of a pass that do not grow with it. `beside_packs`: while its largest pack runs.
     """
@@ -302,12 +302,12 @@ class Room(NamedTuple):
     beside_packs: np.ndarray
 
 
-def room_for_images(problem: Problem, schedule: Schedule) -> Room | None:
+def room_for_images(problem: Problem, schedule: Schedule) -> MemoryBudget | None:
     """The room of all ranks; None if some rank has no memory for its features with its largest pack, or with a pass."""
     cost, cluster = problem.cost, problem.cluster
     limit = cost.memory_bytes_per_token * cluster.tokens_per_rank
     if cost.encoder_bytes_per_patch == 0.0 or limit == 0.0:
-        return Room(*np.full((2, cluster.num_ranks), np.inf))
+        return MemoryBudget(*np.full((2, cluster.num_ranks), np.inf))
     tokens = np.add.reduceat(problem.items.tokens[schedule.rows], schedule.first_row[:-1])
     degrees = np.diff(schedule.first_rank)
     share = -(-tokens // degrees)
@@ -318,11 +318,11 @@ def room_for_images(problem: Problem, schedule: Schedule) -> Room | None:
     np.maximum.at(pack, schedule.ranks, _packs_bytes(cost, cluster, share)[group])
     np.add.at(features, schedule.ranks, np.minimum(of_pack, share)[group])
     left = limit - 2 * cost.feature_bytes * features
-    room = Room(left - cost.encoder_bytes, left - pack)
+    room = MemoryBudget(left - cost.encoder_bytes, left - pack)
     return room if (left >= pack).all() and (room.alone >= 0).all() else None
 
 
-def within_room(images: EncodedImages, room: Room, cost: CostModel) -> VisionPlan | None:
+def within_room(images: EncodedImages, room: MemoryBudget, cost: CostModel) -> VisionPlan | None:
     """How the images are encoded apart from the packs; None if that does not fit into the room of their ranks."""
     num_ranks = len(room.alone)
     all_bytes = np.bincount(images.encoder, images.activation_bytes, num_ranks)
@@ -435,7 +435,7 @@ def _is_uneven(problem: Problem, world: World) -> bool:
 
 
 def _world(
-    problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages, room: Room
+    problem: Problem, schedule: Schedule, times: np.ndarray, images: EncodedImages, room: MemoryBudget
 ) -> World | None:
     """The images on these ranks, if memory allows."""
     vision, passes, num_ranks = within_room(images, room, problem.cost), None, problem.cluster.num_ranks

@@ -10,7 +10,7 @@ from dhp_ray.planner.cost.rates import Rates
 from dhp_ray.planner.problem import Items, Machine, Problem
 
 
-class Batch(NamedTuple):
+class SearchBatch(NamedTuple):
     """What does not change while a batch is planned in one way.
 
     work: seconds of each sequence on a rank. by_work: sequences, largest first; place: the place of each there.
@@ -40,14 +40,14 @@ class Batch(NamedTuple):
     lockstep: bool
 
 
-def batch_of(problem: Problem) -> Batch:
+def batch_of(problem: Problem) -> SearchBatch:
     items, machine = problem.items, problem.machine
     work = items.language_s + items.vision_s
     by_work = np.argsort(-work, kind="stable")
     place = np.empty_like(by_work)
     place[by_work] = np.arange(len(by_work))
     by_tokens = np.argsort(items.tokens, kind="stable")
-    return Batch(
+    return SearchBatch(
         items,
         work,
         by_work,

@@ -17,14 +17,14 @@ import numpy as np
 
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
-from dhp_ray.planner.search.batch import Batch
+from dhp_ray.planner.search.batch import SearchBatch
 from dhp_ray.planner.search.state import TOKENS, State, fill_state, put, rescore, retime, run
 
 BETTER = 1e-9
 
 
 @compiled
-def improve(batch: Batch, state: State, target_s: float, trials: int, cycles: int, threshold: float) -> int:
+def improve(batch: SearchBatch, state: State, target_s: float, trials: int, cycles: int, threshold: float) -> int:
     """Improve a plan until it takes `target_s`, or for so many trials. Return the trials made.
 
     In each of the cycles, a change is kept if it makes the smooth score worse by less than a share that falls from
@@ -67,14 +67,14 @@ def improve(batch: Batch, state: State, target_s: float, trials: int, cycles: in
 
 @inner
 def _restore(
-    batch: Batch, state: State, pack_of: np.ndarray, degree: np.ndarray, ranks: np.ndarray, order: np.ndarray
+    batch: SearchBatch, state: State, pack_of: np.ndarray, degree: np.ndarray, ranks: np.ndarray, order: np.ndarray
 ) -> None:
     state.pack_of[:], state.degree[:], state.ranks[:], state.order[:] = pack_of, degree, ranks, order
     fill_state(batch, state)
 
 
 @inner
-def _changed(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
+def _changed(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
     """Try one change of a pack."""
     kind = _below(random, 16)
     if kind < 10:
@@ -121,7 +121,7 @@ def _longest(state: State, slot: int, encodes: bool) -> int:
 
 
 @inner
-def _judge(batch: Batch, state: State, now: np.ndarray, one: int, other: int) -> bool:
+def _judge(batch: SearchBatch, state: State, now: np.ndarray, one: int, other: int) -> bool:
     """Score the slots of two packs that have changed; whether the plan is better than `now`, which is then updated."""
     a, b = state.slot[one], state.slot[other]
     before = state.slot_s[a], state.smooth_s[a], state.slot_s[b], state.smooth_s[b]
@@ -140,7 +140,7 @@ def _judge(batch: Batch, state: State, now: np.ndarray, one: int, other: int) ->
 
 
 @inner
-def _pays(batch: Batch, state: State, now: np.ndarray, a: int, b: int) -> bool:
+def _pays(batch: SearchBatch, state: State, now: np.ndarray, a: int, b: int) -> bool:
     """Time two changed packs again; if that is not better, they have their former seconds again."""
     of_a, of_b = (state.time[a], state.encode[a], state.rest[a]), (state.time[b], state.encode[b], state.rest[b])
     retime(batch, state, a)
@@ -153,7 +153,7 @@ def _pays(batch: Batch, state: State, now: np.ndarray, a: int, b: int) -> bool:
 
 
 @inner
-def _exchange(batch: Batch, state: State, now: np.ndarray, row: int, pack: int, other: int) -> bool:
+def _exchange(batch: SearchBatch, state: State, now: np.ndarray, row: int, pack: int, other: int) -> bool:
     """Give a sequence to a pack, for `other` (-1: for nothing), if that is better."""
     giver = state.pack_of[row]
     tokens = batch.items[row].tokens - (batch.items[other].tokens if other >= 0 else 0)
@@ -173,7 +173,7 @@ def _exchange(batch: Batch, state: State, now: np.ndarray, row: int, pack: int, 
 
 
 @inner
-def _give(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, row: int) -> bool:
+def _give(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, row: int) -> bool:
     """Give a sequence to another pack: in `step` often to the last of a rank that ends early."""
     giver, pack = state.pack_of[row], _below(random, len(state.size))
     if not batch.lockstep and _below(random, 4) > 0:
@@ -188,7 +188,7 @@ def _give(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, row: 
 
 
 @inner
-def _swap(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, row: int) -> bool:
+def _swap(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, row: int) -> bool:
     """Swap a sequence for one with about as much work."""
     count = len(batch.by_work)
     reach = max(2, int(count ** (_below(random, 1000) / 1000.0)))
@@ -204,7 +204,7 @@ def _swap(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, row: 
 
 
 @inner
-def _take_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
+def _take_ranks(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
     """Take one rank or several from another pack of the micro-batch, or from the unused ones."""
     slot = state.slot[pack]
     other = state.first[slot] + _below(random, state.first[slot + 1] - state.first[slot])
@@ -228,7 +228,7 @@ def _take_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray,
 
 
 @inner
-def _swap_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
+def _swap_ranks(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
     """Swap a rank for one of another pack of the micro-batch, or for an unused one."""
     slot = state.slot[pack]
     other = state.first[slot] + _below(random, state.first[slot + 1] - state.first[slot])
@@ -244,7 +244,7 @@ def _swap_ranks(batch: Batch, state: State, now: np.ndarray, random: np.ndarray,
 
 
 @inner
-def _hand_over(batch: Batch, state: State, random: np.ndarray, giver: int, taker: int, number: int) -> None:
+def _hand_over(batch: SearchBatch, state: State, random: np.ndarray, giver: int, taker: int, number: int) -> None:
     """Move ranks of one pack to another, of its node if there are any."""
     for _ in range(number):
         place = _below(random, state.degree[giver])
@@ -260,7 +260,7 @@ def _hand_over(batch: Batch, state: State, random: np.ndarray, giver: int, taker
 
 
 @inner
-def _insert(batch: Batch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
+def _insert(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, pack: int) -> bool:
     """Put a pack elsewhere in the order of `step`, on as many ranks, one more, or one less: those free first."""
     old, count, degree = 0, len(state.order), state.degree[pack]
     while state.order[old] != pack:
@@ -315,7 +315,7 @@ def _shift(order: np.ndarray, old: int, new: int) -> None:
 
 
 @inner
-def _on_first_free(batch: Batch, state: State, random: np.ndarray, pack: int, degree: int) -> None:
+def _on_first_free(batch: SearchBatch, state: State, random: np.ndarray, pack: int, degree: int) -> None:
     """Give a pack the ranks on which it would end first, alone on each, of all or of the node of the first of them."""
     key = state.end.copy()
     if not batch.uniform:

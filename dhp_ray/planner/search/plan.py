@@ -15,14 +15,14 @@ import numpy as np
 
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.search.batch import Batch, batch_of, nodes_matter
+from dhp_ray.planner.search.batch import SearchBatch, batch_of, nodes_matter
 from dhp_ray.planner.search.improve import improve
 from dhp_ray.planner.search.placing import cached_groups_of
 from dhp_ray.planner.search.rounds import Rounds
 from dhp_ray.planner.search.state import schedule_of, state_of
 from dhp_ray.planner.search.targets import shortest_under_targets, with_groups_of_the_pool
 from dhp_ray.planner.search.ways import ways_of
-from dhp_ray.planner.timeline import making_s, new_groups, time_of
+from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
 LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
 """Packs have at least so many ranks, in a small batch (of SMALL sequences x ranks) also all ranks; with sync=step, both
@@ -117,13 +117,13 @@ def reused(problem: Problem, best: Timed) -> Timed:
         if made and made.seconds <= best.seconds * (1 + slack):
             found.append(made)
     best = min(found, key=lambda plan: (len(new_groups(problem, plan.schedule)), plan.seconds))
-    run_s, making = time_of(problem, best.schedule), making_s(problem, best.schedule)
+    run_s, making = time_of(problem, best.schedule), group_creation_s(problem, best.schedule)
     targets = [run_s + share * making for share in MAKING] if making > 0.0 else []
     return min([best, *filter(None, (within(each, group_s * num_ranks) for each in targets))], key=seconds_of)
 
 
 def timed(problem: Problem, schedule: Schedule) -> Timed:
-    return Timed(time_of(problem, schedule) + making_s(problem, schedule), schedule)
+    return Timed(time_of(problem, schedule) + group_creation_s(problem, schedule), schedule)
 
 
 def is_small(problem: Problem) -> bool:
@@ -141,7 +141,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
     may have several sequences on several ranks."""
     found, fixed_s, left = list[Timed](), problem.cost.fixed_s, STARTED["step"]
-    best: tuple[Problem, Batch, int, bool] | None = None
+    best: tuple[Problem, SearchBatch, int, bool] | None = None
 
     def is_open(way: Problem) -> bool:
         may_start = left > 0 or best_s == np.inf
@@ -155,7 +155,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         best_s = start.seconds
         return True
 
-    def under_targets(way: Problem, batch: Batch, least: int, loose: bool) -> None:
+    def under_targets(way: Problem, batch: SearchBatch, least: int, loose: bool) -> None:
         nonlocal best, left
         if is_open(way):
             bound_s, below_s = way.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)

@@ -22,7 +22,7 @@ from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_fo
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Item, Machine, Problem, encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
-from dhp_ray.planner.search.batch import Batch, batch_of
+from dhp_ray.planner.search.batch import SearchBatch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
@@ -200,7 +200,7 @@ class Rounds:
 
 @compiled
 def _tightened(
-    batch: Batch, rows: np.ndarray, low_s: float, high_s: float, places: Places, least: int, share: float
+    batch: SearchBatch, rows: np.ndarray, low_s: float, high_s: float, places: Places, least: int, share: float
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """The pack of each sequence, the degree of each pack, and seconds of a micro-batch of these sequences under the
     least limit that a bisection finds; no packs if `high_s` is too short."""
@@ -218,7 +218,7 @@ def _tightened(
 
 
 @compiled
-def _times_s(batch: Batch, row: int, places: Places, least: int) -> tuple[float, float]:
+def _times_s(batch: SearchBatch, row: int, places: Places, least: int) -> tuple[float, float]:
     """Of packs of at least `least` ranks: the least seconds of a sequence alone; and those of such sequences that fill
     the fewest ranks."""
     item, best = batch.items[row], np.inf
@@ -230,7 +230,7 @@ def _times_s(batch: Batch, row: int, places: Places, least: int) -> tuple[float,
 
 
 @compiled
-def _together_s(batch: Batch, rows: np.ndarray, places: Places, least: int) -> float:
+def _together_s(batch: SearchBatch, rows: np.ndarray, places: Places, least: int) -> float:
     """Seconds of one micro-batch of these sequences, each on its fewest ranks, at least `least`, if any could share
     ranks."""
     area, num_ranks = 0.0, len(places.speed)
@@ -243,7 +243,7 @@ def _together_s(batch: Batch, rows: np.ndarray, places: Places, least: int) -> f
 
 
 @compiled
-def _try(batch: Batch, left: np.ndarray, value: np.ndarray, limits: np.ndarray, places: Places, least: int,
+def _try(batch: SearchBatch, left: np.ndarray, value: np.ndarray, limits: np.ndarray, places: Places, least: int,
          shares: np.ndarray) -> np.ndarray:
     """(4, limits): value and tokens inside, seconds, and sequences of a micro-batch under each limit; endless seconds
     if the largest sequence is not inside."""
@@ -261,7 +261,7 @@ def _try(batch: Batch, left: np.ndarray, value: np.ndarray, limits: np.ndarray, 
 
 @compiled
 def fill(
-    batch: Batch, left: np.ndarray, limit_s: float, places: Places, least: int, share: float
+    batch: SearchBatch, left: np.ndarray, limit_s: float, places: Places, least: int, share: float
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """(the pack of each sequence, -1: it waits; the degree of each pack; seconds)"""
     num_ranks = len(places.speed)
@@ -322,7 +322,7 @@ def _needs_s(encode_s: float, seconds: float, share: float) -> float:
 
 
 @inner
-def _degree(batch: Batch, item: Item, limit_s: float, most: int, places: Places, used: int,
+def _degree(batch: SearchBatch, item: Item, limit_s: float, most: int, places: Places, used: int,
             least: int, share: float) -> int:
     """The fewest of the next ranks on which a sequence ends by the limit; 0: there are too few."""
     degree, nothing = max(item.minimum_degree, int(item.language_s / (limit_s * places.speed[0]))), np.zeros(5)
@@ -337,7 +337,7 @@ def _degree(batch: Batch, item: Item, limit_s: float, most: int, places: Places,
 
 
 @inner
-def _with(batch: Batch, sums: np.ndarray, image_s: float, item: Item, degree: int, slowest: float,
+def _with(batch: SearchBatch, sums: np.ndarray, image_s: float, item: Item, degree: int, slowest: float,
           crosses: bool) -> tuple[float, float]:
     """Seconds for which a pack with one more sequence encodes, its images dealt out evenly, and all of its seconds."""
     rate, encode_s = batch.rates[degree], 0.0

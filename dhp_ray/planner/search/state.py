@@ -18,7 +18,7 @@ from dhp_ray.planner.cost.rates import encoding_s, running_s
 from dhp_ray.planner.encoder.members import longest_member_s
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
-from dhp_ray.planner.search.batch import Batch
+from dhp_ray.planner.search.batch import SearchBatch
 
 LANGUAGE, ATTENTION, HOST, VISION, TOKENS = range(5)
 
@@ -49,7 +49,7 @@ class State(NamedTuple):
     smooth_s: np.ndarray
 
 
-def state_of(batch: Batch, schedule: Schedule) -> State:
+def state_of(batch: SearchBatch, schedule: Schedule) -> State:
     """The packs of a schedule; in `micro_batch` one more, empty, in each slot, with the ranks that no other has."""
     num_ranks, degree_of = len(batch.speeds), np.diff(schedule.first_rank)
     spare = 1 if batch.lockstep else 0
@@ -78,7 +78,7 @@ def state_of(batch: Batch, schedule: Schedule) -> State:
     return state
 
 
-def schedule_of(batch: Batch, state: State) -> Schedule:
+def schedule_of(batch: SearchBatch, state: State) -> Schedule:
     """The packs that have sequences, in the order in which they run."""
     order = [pack for pack in state.order if state.size[pack]]
     rows, begin = by_owner(state.pack_of, len(state.size))
@@ -90,7 +90,7 @@ def schedule_of(batch: Batch, state: State) -> Schedule:
 
 
 @compiled
-def fill_state(batch: Batch, state: State) -> None:
+def fill_state(batch: SearchBatch, state: State) -> None:
     """List the sequences of every pack, and time all packs and slots."""
     pack_of = state.pack_of.copy()
     state.pack_of[:], state.head[:], state.size[:], state.sums[:] = -1, -1, 0, 0.0
@@ -103,7 +103,7 @@ def fill_state(batch: Batch, state: State) -> None:
 
 
 @inner
-def put(batch: Batch, state: State, row: int, pack: int) -> None:
+def put(batch: SearchBatch, state: State, row: int, pack: int) -> None:
     """Move a sequence to a pack (-1: to none). The packs are not timed again."""
     item, old = batch.items[row], state.pack_of[row]
     if old >= 0:
@@ -139,7 +139,7 @@ def _add(
 
 
 @inner
-def retime(batch: Batch, state: State, pack: int) -> None:
+def retime(batch: SearchBatch, state: State, pack: int) -> None:
     """Time a pack on its ranks."""
     state.time[pack], state.encode[pack], state.rest[pack] = 0.0, 0.0, 0.0
     degree = state.degree[pack]
@@ -183,7 +183,7 @@ def _powered(share: float) -> float:
 
 
 @inner
-def rescore(batch: Batch, state: State, slot: int) -> None:
+def rescore(batch: SearchBatch, state: State, slot: int) -> None:
     """Update the score of a slot."""
     if batch.lockstep:
         _score_micro_batch(batch, state, slot)
@@ -192,7 +192,7 @@ def rescore(batch: Batch, state: State, slot: int) -> None:
 
 
 @inner
-def _score_micro_batch(batch: Batch, state: State, slot: int) -> None:
+def _score_micro_batch(batch: SearchBatch, state: State, slot: int) -> None:
     pack_s, encode_s, rest_s = 0.0, 0.0, 0.0
     for pack in range(state.first[slot], state.first[slot + 1]):
         pack_s, encode_s = max(pack_s, state.time[pack]), max(encode_s, state.encode[pack])

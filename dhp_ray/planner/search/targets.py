@@ -14,7 +14,7 @@ from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.problem import encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, in_order
-from dhp_ray.planner.search.batch import Batch
+from dhp_ray.planner.search.batch import SearchBatch
 from dhp_ray.planner.search.placing import CachedGroups
 
 STEPS, FIRST, TOLERANCE = 10, 1e-3, 5e-4
@@ -24,7 +24,7 @@ NO_GROUPS = CachedGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64
 
 
 def with_groups_of_the_pool(
-    batch: Batch, target_s: float, pool: CachedGroups, reuse_s: float
+    batch: SearchBatch, target_s: float, pool: CachedGroups, reuse_s: float
 ) -> Schedule | None:
     """A plan under a target in which a group of the pool may waste `reuse_s` more rank-seconds than other ranks."""
     latest_s = target_s * (1 + 1e-9)
@@ -33,7 +33,7 @@ def with_groups_of_the_pool(
 
 
 def shortest_under_targets(
-    batch: Batch, bound_s: float, below_s: float, least: int, loose: bool
+    batch: SearchBatch, bound_s: float, below_s: float, least: int, loose: bool
 ) -> tuple[Schedule | None, int]:
     """The shortest plan of a bisection of the target, whose packs have at least `least` ranks (`loose`: or one, if that
     ends by the target); none if one trial finds nothing shorter than `below_s`. And the number of trials."""
@@ -67,7 +67,7 @@ def _schedule_of(
 
 @compiled
 def build(
-    batch: Batch, target_s: float, latest_s: float, least: int, loose: bool, pool: CachedGroups, reuse_s: float
+    batch: SearchBatch, target_s: float, latest_s: float, least: int, loose: bool, pool: CachedGroups, reuse_s: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
     """All packs under a target, and their makespan: infinite, and the rest left out, once a sequence cannot end by
     `latest_s`."""
@@ -139,7 +139,7 @@ def build(
 
 
 @inner
-def _alone_s(batch: Batch, row: int) -> float:
+def _alone_s(batch: SearchBatch, row: int) -> float:
     """Seconds that a sequence adds to a pack of one rank."""
     item, rate = batch.items[row], batch.rates[1]
     seconds = running_s(
@@ -149,8 +149,8 @@ def _alone_s(batch: Batch, row: int) -> float:
 
 @inner
 def _ranks(
-    batch: Batch, row: int, free: np.ndarray, target_s: float, late_s: float, least_degree: int, pool: CachedGroups,
-    reuse_s: float, chosen: np.ndarray
+    batch: SearchBatch, row: int, free: np.ndarray, target_s: float, late_s: float, least_degree: int,
+    pool: CachedGroups, reuse_s: float, chosen: np.ndarray
 ) -> tuple[int, float, float]:
     """(degree, start, end) of a sequence on several ranks, which are written to `chosen`; degree 0 if it ends on none
     by the target or before `late_s`."""

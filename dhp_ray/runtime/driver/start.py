@@ -299,7 +299,7 @@ def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
             results[part] = [result for _, result in found]
     group.call("leave")
     try:
-        measured = cost_file.measured_cost([cost_file.Session(spec, results)], strategy.origin(mode),
+        measured = cost_file.measured_cost([cost_file.MeasuredSession(spec, results)], strategy.origin(mode),
                                            strategy.memory(mode), strategy.cost(mode), model_name(session.config))
     except MeasureError as error:
         raise RunError(f"planner.cost: got measure; {error}") from None

@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 
 from dhp_ray.comm.device import ACCELERATORS, Accelerator, choose, cores
 from dhp_ray.config import CONF, Config, ConfigError, check_device
-from dhp_ray.measure.cost_file import Measured, Session, measured_cost
+from dhp_ray.measure.cost_file import Measured, MeasuredSession, measured_cost
 from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.cost.derived import Device, derived_cost, described
@@ -121,7 +121,7 @@ def known_cost(config: Config, memory: MemoryModel, accelerator: Accelerator) ->
 
 def _collected(
     config: Config, specs: Sequence[Spec], accelerator: Accelerator, progress: Progress
-) -> list[Session]:
+) -> list[MeasuredSession]:
     """Run the ranks and collect their results, to the end. One that raises, dies or no longer reports is a RunError."""
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def _collected(
             process.kill()
         for process in processes:
             process.join()
-    return [Session(spec, {part: [found[rank, number, part] for rank in range(num_ranks)]
+    return [MeasuredSession(spec, {part: [found[rank, number, part] for rank in range(num_ranks)]
                            for part in parts_of_session(spec, number, accelerator)})
             for number, spec in enumerate(specs)]
 
