@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from msgspec import Meta, ValidationError, convert
-
-from dhp_ray.planner.cost.model import SYNCS, CostModel, constants_of_file
+from dhp_ray.planner.cost.model import SYNCS, CostModel, constant, constants_of_file
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import CHUNKS_HELD, COMPUTE_BYTES, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel, PackLoad
 from dhp_ray.planner.memory.model_shape import LayerShape
@@ -47,20 +45,29 @@ class Traffic(NamedTuple):
         return Traffic(self.forward * width, self.backward * width)
 
 
-# inputs and outputs in bf16, for each value of the operator's width; transformers' own operators, and fused ones
-RMS_NORM, FUSED_RMS_NORM = Traffic(36, 92), Traffic(4, 6)  # own: in fp32, one kernel after another
-LAYER_NORM, GELU = Traffic(4, 6), Traffic(4, 6)
-SWIGLU, FUSED_SWIGLU = Traffic(10, 18), Traffic(6, 10)
-ROTATION, FUSED_ROTATION = Traffic(20, 28), Traffic(4, 4)  # of queries and keys
-ENCODER_ROTATION, FUSED_ENCODER_ROTATION = Traffic(52, 68), Traffic(20, 20)  # in fp32, with conversions
-SUM = Traffic(6, 6)  # with the residual, twice in a layer
-SUM_OF_GRADIENTS = Traffic(0, 6)  # where several products share an input, for each more
-BIAS_GRADIENT = Traffic(0, 2)  # of an encoder's products (a decoder has few)
+RMS_NORM, FUSED_RMS_NORM, LAYER_NORM = Traffic(36, 92), Traffic(4, 6), Traffic(4, 6)
+SWIGLU, FUSED_SWIGLU, GELU = Traffic(10, 18), Traffic(6, 10), Traffic(4, 6)
+ROTATION, FUSED_ROTATION = Traffic(20, 28), Traffic(4, 4)
+ENCODER_ROTATION, FUSED_ENCODER_ROTATION = Traffic(52, 68), Traffic(20, 20)
+SUM, SUM_OF_GRADIENTS, BIAS_GRADIENT = Traffic(6, 6), Traffic(0, 6), Traffic(0, 2)
 
 
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
     """Bytes that one token (or patch) moves in a layer, in what is neither a product nor attention. `rotates`: the
     layer applies rotary embeddings to queries and keys.
+
+    The bytes of their inputs and outputs in bf16, forward and backward, for each value of their width:
+
+        operator               transformers' own    fused
+        RMS norm               36, 92               4, 6       own: in fp32, one kernel after another
+        layer norm             4, 6                 4, 6       one kernel
+        SwiGLU                 10, 18               6, 10
+        GELU                   4, 6                 4, 6
+        rotation               20, 28               4, 4       of queries and keys
+          in an encoder        52, 68               20, 20     in fp32, with conversions
+        sum                    6, 6                 6, 6       with the residual, twice in a layer
+        sum of gradients       0, 6                 0, 6       where several products share an input, for each more
+        gradient of a bias     0, 2                 0, 2       of an encoder's products (a decoder has few)
 
     The width is that of the hidden states, of the MLP (SwiGLU, GELU), or of queries and keys together (rotations, and
     their norms where a model has them). Example, a layer of a Qwen2.5 3B (2,048 wide, an MLP of 11,008, 2,304 of
@@ -68,8 +75,8 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     2,048 = 328,192 bytes a token; a trace counts the same within 3 % (`tests/planner/test_layer_traffic.py`). Fused:
     116,224.
 
-    Fused operators count each input and output once. Learned scales of an encoder's layers (InternVL) are left out:
-    they are the same in both.
+    The fused column counts each input and output once. Learned scales of an encoder's layers (InternVL) are left out:
+    they are the same in both columns.
     """
     queries_and_keys = (layer.heads + layer.key_value_heads) * layer.head_width
     rms_norm = FUSED_RMS_NORM if fused else RMS_NORM
@@ -97,9 +104,6 @@ EXCHANGE_OVERLAP = 0.9
 PASSES_THROUGH_MEMORY = 4
 
 
-Positive: TypeAlias = Annotated[float, Meta(gt=0)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Published figures of one device: operations a second, and bytes a second in one direction. `host_bytes_per_s`: to
@@ -111,16 +115,16 @@ class Device:
     """
 
     name: str
-    matches: Annotated[tuple[Annotated[str, Meta(min_length=1)] | int, ...], Meta(min_length=1)]
-    matrix_flops: Positive
-    attention_flops: Positive
-    memory_bytes_per_s: Positive
-    intra_bytes_per_s: Positive
-    inter_bytes_per_s: Positive
-    host_bytes_per_s: Positive
-    message_s: Positive
-    launch_s: Positive
-    group_s: Positive
+    matches: tuple[str, ...]
+    matrix_flops: float
+    attention_flops: float
+    memory_bytes_per_s: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    host_bytes_per_s: float
+    message_s: float
+    launch_s: float
+    group_s: float
 
     @classmethod
     def load(cls, path: str | Path) -> Device:
@@ -129,16 +133,28 @@ class Device:
         Raises:
             PlanError: one line that names the file and the key.
         """
+        tree = constants_of_file(path)
+        names = [item.name for item in fields(cls)]
+        if sorted(map(str, tree)) != sorted(names):
+            raise PlanError(f"{path}: got {sorted(map(str, tree))}; allowed: {names}")
+        matches = tree["matches"]
+        if not isinstance(matches, list) or not matches or not all(
+            isinstance(part, str | int) and not isinstance(part, bool) and str(part) for part in matches
+        ):
+            raise PlanError(f"{path}: matches: got {matches!r}; allowed: a list of parts of names")
         try:
-            return convert(constants_of_file(path), cls, strict=False)  # YAML 1.1 reads 1e-9 as text
-        except ValidationError as error:
+            numbers = {name: constant(name, tree[name]) for name in names[2:]}
+        except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
+        if not all(numbers.values()):
+            raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
+        return cls(name=str(tree["name"]), matches=tuple(map(str, matches)), **numbers)
 
     def match_length(self, device_name: str) -> int:
         """Letters of the longest part of `matches` that stands in the name by itself; 0: none. (A100 is not part of
         A1000.)
         """
-        return max((len(part) for part in map(str, self.matches) if re.search(
+        return max((len(part) for part in self.matches if re.search(
             (r"(?<![a-z])" if part[0].isalpha() else r"(?<!\d)") + re.escape(part.lower())
             + (r"(?!\d)" if part[-1].isdigit() else ""), device_name.lower())), default=0)
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from msgspec import ValidationError, convert
+import yaml
 
-from dhp_ray.planner.cost.model import constants_of_file
+from dhp_ray.errors import first_line
 from dhp_ray.planner.errors import PlanError
 
 
@@ -81,9 +82,20 @@ class ModelShape:
             PlanError: one line that names the file and the key.
         """
         try:
-            return convert(constants_of_file(path), cls)
-        except ValidationError as error:
-            raise PlanError(f"{path}: {error}") from None
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
+        except yaml.YAMLError as error:
+            raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
+        found = _checked(cls, tree, f"{path}: ")
+        for part in ("language", "vision"):
+            if not isinstance(found[part], list):
+                raise PlanError(f"{path}: {part}: got {found[part]!r}; allowed: a list of layers")
+            found[part] = tuple(LayerShape(**_checked(LayerShape, layer, f"{path}: {part}[{place}]."))
+                                for place, layer in enumerate(found[part]))
+        if not found["language"]:
+            raise PlanError(f"{path}: language: got no layers; allowed: at least one")
+        return cls(**found)
 
     @property
     def width(self) -> int:
@@ -111,3 +123,22 @@ class ModelShape:
     def num_parameters(self, without: Collection[str] = ()) -> int:
         """Number of all parameters, or of those in parts that are not in `without`."""
         return sum(unit.num_parameters * unit.count for unit in self.units() if unit.part not in without)
+
+
+def _checked(kind: type, tree: Any, where: str) -> dict[str, Any]:
+    """The values of a mapping in a file, which must have every required field of `kind`, each of its type."""
+    known = {item.name: item for item in fields(kind)}
+    if not isinstance(tree, dict):
+        raise PlanError(f"{where}got {tree!r}; allowed: a mapping with {', '.join(known)}")
+    for name, value in tree.items():
+        if name not in known:
+            raise PlanError(f"{where}{name}: no such key; allowed: {', '.join(known)}")
+        number = type(value) is int and value >= 0
+        fits = {"int": number, "bool": isinstance(value, bool), "str": isinstance(value, str)}
+        if not fits.get(str(known[name].type), True):
+            allowed = {"int": "a whole number of at least 0", "bool": "true or false", "str": "a name"}
+            raise PlanError(f"{where}{name}: got {value!r}; allowed: {allowed[str(known[name].type)]}")
+    for name, item in known.items():
+        if name not in tree and item.default is MISSING:
+            raise PlanError(f"{where}{name}: missing")
+    return dict(tree)
