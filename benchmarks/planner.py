@@ -1,5 +1,5 @@
-"""The planner's figures: modelled step times beside its peers' and the baselines', planning on
-many ranks, reuse of groups.
+"""The planner's figures: modelled step times beside its peers' and the baselines', planning on many ranks, reuse of
+groups.
 
     export DHP_RAY_TEST_DATA=FOLDER OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1
     python benchmarks/planner.py [peers] [cases] [ranks] [pool]    (none: all)

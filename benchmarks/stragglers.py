@@ -20,6 +20,7 @@ loop of this script. What it leaves of a core is measured before the run, by a l
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import pickle
@@ -156,13 +157,21 @@ def sleeping(arguments: argparse.Namespace) -> int:
 
 def step_times(rates: list[float], port: int, arguments: argparse.Namespace) -> list[float]:
     """Seconds between the commits of two steps, once speeds are known."""
-    from benchmarks.driver_loop import committed, ready_driver
+    from benchmarks.driver_loop import ready_driver
+    from dhp_ray.runtime.messages import Message, StepCommitted
 
     with tempfile.TemporaryDirectory(prefix="dhp_ray_stragglers_") as folder:
         driver, _ = ready_driver(Path(folder), len(rates), arguments.samples, UNKNOWN + arguments.steps + 1,
                                  functools.partial(sleeping_ranks, rates, port))
         assert driver.session is not None
-        commits = [time.perf_counter() for _ in committed(driver, driver.session)]
+        commits: list[float] = []
+
+        def tell(message: Message) -> None:
+            if isinstance(message, StepCommitted):
+                commits.append(time.perf_counter())
+
+        driver.commits.session = dataclasses.replace(driver.session, tell=tell)
+        driver._steps(driver.session)
         driver.session.current.dispatcher.stop()
     return [after - before for before, after in pairwise(commits)][UNKNOWN:]
 

@@ -102,7 +102,9 @@ def weight_files(path: str) -> list[str]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its type, as that calls it, its shape, its first byte, and its bytes."""
+    """A tensor in a safetensors file: its type by safetensors' name, its shape, the offset of its first byte, and its
+    size in bytes.
+    """
 
     kind: str
     shape: tuple[int, ...]

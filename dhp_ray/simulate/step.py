@@ -4,7 +4,7 @@ sync=step         | make groups | (encode, features) | packs, each as soon as it
 sync=micro_batch  | make groups | (encode, features) | root | packs | root | packs | (backward) | update |    ranks meet
                     in each pass of the encoder, and at each layer of a micro-batch (`pricing.micro_batches_s`)
 
-If images are encoded apart from the packs, the phases before and after them are those of `planner/encoder_timeline.py`.
+If images are encoded apart from the packs, the phases before and after them are those of `planner/timeline.py`.
 """
 
 from __future__ import annotations

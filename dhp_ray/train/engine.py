@@ -86,7 +86,7 @@ class Engine(ABC):
         """Yield parameters one by one, each with its value on the rank that gets it, and None on the others: whole,
         fp32, on the CPU. Every rank calls this alike and consumes all of it.
 
-        Trained ones are the fp32 masters, frozen ones as the engine computes with them. It is fastest in the order of
+        Trained ones are the fp32 masters, frozen ones as the engine keeps them. It is fastest in the order of
         the module's parameters.
         """
 

@@ -102,6 +102,7 @@ class ShardedEngine(Engine):
 
         Raises:
             ModelError: a file of weights cannot be read.
+            ValueError: a parameter is a scalar, which cannot be sharded.
         """
         progress = progress or Progress(device)
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()

@@ -94,7 +94,9 @@ class StepInputs:
 
 
 def packs_of(plan: RankPlan) -> list[Pack]:
-    """Return the packs that a rank runs: with sync=micro_batch one in each, an idle token (index -1) if it has none."""
+    """Return the packs that a rank runs: with sync=micro_batch one in each micro-batch, an idle token (index -1) if it
+    has none.
+    """
     if not plan.encodes:
         return list(plan.packs)
     own = {pack.micro_batch: pack for pack in plan.packs}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dhp import ALL_TO_ALL, RING
 
-from dhp_ray.planner import ClusterSpec, CostModel, Sample
+from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.problem import Problem, problem_of
 from dhp_ray.planner.search.batch import batch_of
@@ -75,3 +75,15 @@ def test_a_plan_holds_each_sequence_once_in_memory_and_takes_the_seconds_of_the_
     assert seconds >= bound_s * (1 - 1e-9)
     shorter, _ = shortest_under_targets(batch, bound_s, seconds * 0.999, least, True)
     assert shorter is None or time_of(problem, shorter) - cost.fixed_s <= seconds
+
+
+@pytest.mark.parametrize(("lengths", "ranks", "cost", "seconds"), [
+    ([12000, 12000, 9000], (8, 4, 4000), CostModel(
+        5e-9, 2e-4, 1e5, 0.0, {"intra": {2: 2e10, 3: 1e8, 4: 5e7}, "inter": {2: 1e10}}, communication="ring",
+        latency_s=1e-4), 1.0911),
+    ([5000, 7000, 6000, 15000], (4, 2, 4000), CostModel(
+        1e-9, 1e-5, 1e6, 0.0, {"intra": {2: 1e8, 4: 1e9}, "inter": {2: 1e9, 4: 1e8}}), 43.18)])
+def test_links_across_nodes_may_be_faster_than_those_inside(
+    lengths: list[int], ranks: tuple[int, int, int], cost: CostModel, seconds: float) -> None:
+    samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
+    assert plan_batch(samples, ClusterSpec(*ranks), cost, planner="dhp_quick").predicted_time_s <= seconds * 1.0001

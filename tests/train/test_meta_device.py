@@ -104,7 +104,7 @@ def test_a_pack_reads_nothing_of_its_device(
 def test_a_tiny_image_reads_nothing_of_its_device(on_cpu: VisionLanguageModel, on_meta: VisionLanguageModel) -> None:
     sample, payload = SAMPLES[2]
     inputs = collate(make_pack(0, [0], [sample]), {sample.id: payload}, 0, on_cpu)
-    run(on_meta, with_tiny_image(inputs, on_cpu).to(META), (0,), encodes=True)
+    run(on_meta, with_tiny_image(inputs, on_cpu).map(lambda tensor: tensor.to(META)), (0,), encodes=True)
 
 
 @pytest.mark.parametrize("read", [

@@ -2,7 +2,7 @@
 main (core/pipeline_parallel/hybrid_cp_schedule.py) and, with packing, `dynamic_context_parallel` of the branch dev.
 
 The work of a sequence is its length squared over its degree. The degree is the least power of two with which a rank
-holds at most a cap of tokens. MegatronRounds are made one after another, each starting with all ranks free:
+holds at most a cap of tokens. Rounds are made one after another, each starting with all ranks free:
 
 1. The remaining sequences, longest first, are cut into runs of about equal work, as many runs as there are degrees.
 2. The first run whose next sequence has a place gives up that sequence: to free ranks, or to the group of its degree

@@ -161,8 +161,10 @@ def _ranks(
     least_d = max(2, item.minimum_degree, least_degree)
     from_d, most_d = num_ranks + 1, 0  # the first degree that may end by the target, the last that may be of use
     for degree in range(least_d, num_ranks + 1):
-        across = batch.nodes_matter and degree > batch.node_size
-        soonest_s = free[by_free[degree - 1]] + time_s(item, degree, across, fastest, batch.rates[degree])
+        least_s = time_s(item, degree, batch.nodes_matter, fastest, batch.rates[degree])
+        if degree <= batch.node_size:  # links across nodes may be the faster ones
+            least_s = min(least_s, time_s(item, degree, False, fastest, batch.rates[degree]))
+        soonest_s = free[by_free[degree - 1]] + least_s
         if soonest_s <= target_s or soonest_s < late_s:
             most_d = degree
         if soonest_s <= target_s:
@@ -193,7 +195,8 @@ def _ranks(
             rate = batch.rates[degree]
             across_s = time_s(item, degree, batch.nodes_matter, fastest, rate)
             inside_s = across_s if degree > batch.node_size else time_s(item, degree, False, fastest, rate)
-            if not late and degree >= from_d and degree * inside_s * fastest >= least:
+            least_s = min(inside_s, across_s)
+            if not late and degree >= from_d and degree * least_s * fastest >= least:
                 break
             for last in range(size - 1, size if batch.uniform else degree - 2, -1):  # of so many ranks up to this one
                 if degree == first_d:
@@ -224,7 +227,7 @@ def _ranks(
                     late_s, best_d, best_start, best_end = end_s, degree, start_s, end_s
                     chosen[:degree] = listed[last - degree + 1 : last + 1]
                 # the soonest end of this window, and of all after it where ranks are listed as they become free
-                soonest_s = start_s + inside_s
+                soonest_s = start_s + least_s
                 if number >= 0 and soonest_s > target_s and (not late or soonest_s >= late_s):
                     break
     for group in range(len(pool.first) - 1):

@@ -106,7 +106,7 @@ class FinishedStep:
 
 @dataclass
 class Planning:
-    """One step's planning, shared by the planning thread and the driver, with the speeds, pool and cost at its begin.
+    """One step's planning, shared by the planning thread and the driver, with the speeds, pool and cost as it begins.
     """
 
     step: int

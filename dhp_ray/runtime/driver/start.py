@@ -61,7 +61,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         raise StorageError(f"run.dir: {error}") from None
     records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
-        compare_config(folder, config)
+        compare_config(folder, config, holds_steps=records.last_step > 0)
         newest = covered_checkpoint(records, checkpoints, tell)
     last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):

@@ -99,7 +99,8 @@ def memory_here(
 
 
 def max_tokens(request: Request, memory: MemoryModel, accelerator: Accelerator) -> int:
-    """Return the tokens of the largest pack on one rank: what was asked for, or as many as are worth it and fit."""
+    """Return the tokens of the largest pack on one rank: what was asked for, or as many as fit and are worth measuring.
+    """
     memory_bytes = 0.8 * accelerator.memory_bytes() / (memory.settings.world_size if accelerator.name == "cpu" else 1)
     fitting = memory.tokens_that_fit(memory_bytes)
     if fitting < 1:

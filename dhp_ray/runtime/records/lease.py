@@ -85,7 +85,8 @@ class Lease:
 
     def take(self, say: Callable[[str], None]) -> Lease:
         """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` is
-        called with one line), or not at all if it was of this machine. RunError, StorageError: as for `take_lease`.
+        called with one line), or not at all if it was of this machine. RunError: a run that goes on has the folder.
+        StorageError: it cannot be written to.
         """
         before = self._starts()
         while before:

@@ -193,11 +193,12 @@ def stored_config(folder: Folder) -> dict[str, Any]:
     return _dotted(tree)
 
 
-def compare_config(folder: Folder, config: Config) -> None:
+def compare_config(folder: Folder, config: Config, holds_steps: bool = False) -> None:
     """Refuse to go on with the run of a folder if `run.resume=never`, or if a key of FIXED differs from the folder's.
+    `holds_steps`: the folder has committed steps, which make a run of it also without a config.yaml.
     """
     stored = stored_config(folder)
-    if config.run.resume == "never" and stored:
+    if config.run.resume == "never" and (stored or holds_steps):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in _dotted(asdict(config)).items():
         if not name.startswith(FIXED) or name not in stored:

@@ -31,7 +31,7 @@ from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.model.build import build_model
 from tests.data.samples import MIN_PIXELS, random_conversation, talk, video
 from tests.data.test_video import frames_of
-from tests.packs import TOKEN_IDS
+from tests.packs import TOKEN_IDS, save_model
 
 LIMITS = MediaLimits()
 MAX_PIXELS = 7 * 56 * 56
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's, as it is exported."""
     folder = tmp_path_factory.mktemp("internvl")
     adapter = build_model("tiny_internvl", "", PROCESSOR.token_ids, 0)
-    adapter.save(folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
+    save_model(adapter, folder, {name: parameter.detach() for name, parameter in adapter.module.named_parameters()})
     PROCESSOR.save(folder)
     return folder
 

@@ -31,6 +31,13 @@ def start(path: Path, wanted: Config) -> None:
     open_records(path).write_config(wanted)
 
 
+def test_committed_steps_without_a_config_are_a_run_too(tmp_path: Path) -> None:
+    never = load([f"run.dir={tmp_path}", "run.resume=never"])
+    compare_config(Folder(str(tmp_path)), never)
+    with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run in "):
+        compare_config(Folder(str(tmp_path)), never, holds_steps=True)
+
+
 def lines(path: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / name).read_text().splitlines()]
 
