@@ -107,7 +107,7 @@ def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: VisionLan
 
 def test_inputs_move_to_a_device(adapter: VisionLanguageModel) -> None:
     samples, payloads = three_samples()
-    moved = shards(make_pack(0, [0, 1], samples), payloads, adapter)[0].to(torch.device("meta"))
+    moved = shards(make_pack(0, [0, 1], samples), payloads, adapter)[0].map(lambda tensor: tensor.to("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)] + moved.send_index
     assert len(tensors) == 6 + 2
     assert all(tensor.is_meta for tensor in tensors)
