@@ -44,7 +44,7 @@ def assert_equal(found: PackInputs, expected: PackInputs) -> None:
     for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
-    for name in ("index", "layout", "member", "grids", "receive_counts", "num_images"):
+    for name in ("layout", "member", "grids", "receive_counts", "num_images"):
         assert getattr(found, name) == getattr(expected, name), name
 
 

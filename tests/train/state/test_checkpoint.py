@@ -45,7 +45,7 @@ class FarFolder(Folder):
 def make_checkpointer(engine, rank, world_size, run_dir, kind=Checkpointer, folder_kind=Folder, generation=0):
     group = dist.new_group(list(range(world_size)), backend="gloo")
     scratch = Path(run_dir) / f"scratch_{world_size}_{rank}"
-    return kind(engine, rank, world_size, group, scratch, folder_kind(f"{run_dir}/run"), generation)
+    return kind(engine, rank, group, scratch, folder_kind(f"{run_dir}/run"), generation)
 
 
 def state_of(engine):
