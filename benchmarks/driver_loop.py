@@ -231,9 +231,14 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[
             watch.cpu_ms.clear()
             processes = used(os.getpid())
 
+    run_steps(driver, session, tell)
+    return times, processes
+
+
+def run_steps(driver: Driver, session: Session, tell: Callable[[Message], None]) -> None:
+    """Run all steps; `tell` is told of each commit."""
     driver.commits.session = replace(session, tell=tell)
     driver._steps(session)
-    return times, processes
 
 
 def process_ms(before: Used, after: Used, steps: int) -> dict[str, float]:

@@ -20,7 +20,6 @@ loop of this script. What it leaves of a core is measured before the run, by a l
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import pickle
@@ -157,7 +156,7 @@ def sleeping(arguments: argparse.Namespace) -> int:
 
 def step_times(rates: list[float], port: int, arguments: argparse.Namespace) -> list[float]:
     """Seconds between the commits of two steps, once speeds are known."""
-    from benchmarks.driver_loop import ready_driver
+    from benchmarks.driver_loop import ready_driver, run_steps
     from dhp_ray.runtime.messages import Message, StepCommitted
 
     with tempfile.TemporaryDirectory(prefix="dhp_ray_stragglers_") as folder:
@@ -170,8 +169,7 @@ def step_times(rates: list[float], port: int, arguments: argparse.Namespace) -> 
             if isinstance(message, StepCommitted):
                 commits.append(time.perf_counter())
 
-        driver.commits.session = dataclasses.replace(driver.session, tell=tell)
-        driver._steps(driver.session)
+        run_steps(driver, driver.session, tell)
         driver.session.current.dispatcher.stop()
     return [after - before for before, after in pairwise(commits)][UNKNOWN:]
 
