@@ -87,9 +87,8 @@ def planned(
     pool: tuple[tuple[int, ...], ...] = (),
     planner: str = "dhp",
     sync: str = "step",
-    images: int = 0,
 ) -> Plan:
-    samples = [Sample(str(row), int(length), 0, ((1, 16, 16),) * images) for row, length in enumerate(lengths)]
+    samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
     return plan_batch(samples, ClusterSpec(num_ranks, 8, tokens_per_rank, speeds), cost, planner=planner, sync=sync,
                       pool=pool)
 

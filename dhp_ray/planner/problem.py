@@ -67,8 +67,8 @@ class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
 class Machine(NamedTuple):
     """The cluster and its costs (`CostModel.rates`).
 
-    uniform: all ranks have speed 1. tokens_per_rank: for packs of several
-    sequences (`cheap_tokens`). most_tokens_per_rank: for a single sequence.
+    uniform: all ranks have speed 1. tokens_per_rank: for packs of several sequences (`cheap_tokens`).
+    most_tokens_per_rank: for a single sequence.
 
     Rank r is on node `node[r]`; node n has the ranks from `first[n]` to `first[n + 1]` (`neighbours`), at most
     `ranks_per_node`.

@@ -143,4 +143,3 @@ def device_words(device: Mapping[str, Any]) -> str:
 
 def _words(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
