@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,16 @@ class Folder:
     def names(self, name: str = "") -> list[str]:
         """Sorted names of the files and folders directly in folder `name`; empty when there is no such folder."""
         with storage_errors(self._full(name), "cannot be listed"):
-            found = self._files.get_file_info(fs.FileSelector(self._at(name), allow_not_found=True))
+            try:  # allow_not_found looks twice, and raises if the folder appears in between
+                found = self._files.get_file_info(fs.FileSelector(self._at(name)))
+            except FileNotFoundError:
+                return []
         return sorted(info.base_name for info in found if not TEMPORARY.search(info.base_name))
 
     def delete(self, name: str) -> None:
         """Remove the file or folder `name`; nothing happens when there is none."""
         self.before_writing()
-        with storage_errors(self._full(name), "cannot be deleted"):
+        with storage_errors(self._full(name), "cannot be deleted"), suppress(FileNotFoundError):
             kind = self._files.get_file_info(self._at(name)).type
             if kind == fs.FileType.Directory:
                 self._files.delete_dir(self._at(name))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,24 @@ def test_names_are_sorted_and_of_one_level(folder: Folder) -> None:
     assert folder.names() == ["checkpoints", "other"]
 
 
+def test_a_folder_is_listed_while_it_appears_and_goes(tmp_path: Path) -> None:
+    """Each listing shows its file or nothing: never an error."""
+    folder, ended = Folder(str(tmp_path)), threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            (tmp_path / "lease").mkdir()
+            (tmp_path / "lease").rmdir()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        assert {tuple(folder.names("lease")) for _ in range(20_000)} == {()}
+    finally:
+        ended.set()
+        changing.join()
+
+
 def test_delete_takes_files_folders_and_nothing(folder: Folder) -> None:
     folder.write("checkpoints/step_000001/shard", b"x")
     folder.write("checkpoints/step_000002/shard", b"x")
@@ -65,6 +84,20 @@ def test_delete_takes_files_folders_and_nothing(folder: Folder) -> None:
     folder.delete("nothing")
     assert folder.names("checkpoints") == ["step_000002"]
     assert not folder.exists("file")
+
+
+def test_of_two_that_delete_neither_fails(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+
+    def delete_all(_: int) -> None:
+        for file in range(2000):
+            folder.delete(f"{file}")
+
+    for file in range(2000):
+        (tmp_path / f"{file}").touch()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(delete_all, range(2)))
+    assert folder.names() == []
 
 
 def test_files_and_folders_go_in_and_come_out(folder: Folder, tmp_path: Path) -> None:
