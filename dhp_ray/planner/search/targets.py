@@ -160,11 +160,14 @@ def _ranks(
     num_nodes = batch.node.max() + 1 if batch.nodes_matter else 0
     least_d = max(2, item.minimum_degree, least_degree)
     from_d, most_d = num_ranks + 1, 0  # the first degree that may end by the target, the last that may be of use
+    # seconds on the fastest ranks by degree: on several nodes, and on one if so many ranks can be of one
+    across_s, inside_s = np.zeros(num_ranks + 1), np.zeros(num_ranks + 1)
     for degree in range(least_d, num_ranks + 1):
-        least_s = time_s(item, degree, batch.nodes_matter, fastest, batch.rates[degree])
-        if degree <= batch.node_size:  # links across nodes may be the faster ones
-            least_s = min(least_s, time_s(item, degree, False, fastest, batch.rates[degree]))
-        soonest_s = free[by_free[degree - 1]] + least_s
+        across_s[degree] = time_s(item, degree, batch.nodes_matter, fastest, batch.rates[degree])
+        inside_s[degree] = across_s[degree]
+        if degree <= batch.node_size:
+            inside_s[degree] = time_s(item, degree, False, fastest, batch.rates[degree])
+        soonest_s = free[by_free[degree - 1]] + min(inside_s[degree], across_s[degree])
         if soonest_s <= target_s or soonest_s < late_s:
             most_d = degree
         if soonest_s <= target_s:
@@ -192,10 +195,7 @@ def _ranks(
             alike[place] = alike[place - 1] + 1 if same else 1
         first_d = least_d if late else from_d
         for degree in range(first_d, min(size, most_d) + 1):
-            rate = batch.rates[degree]
-            across_s = time_s(item, degree, batch.nodes_matter, fastest, rate)
-            inside_s = across_s if degree > batch.node_size else time_s(item, degree, False, fastest, rate)
-            least_s = min(inside_s, across_s)
+            least_s = min(inside_s[degree], across_s[degree])
             if not late and degree >= from_d and degree * least_s * fastest >= least:
                 break
             for last in range(size - 1, size if batch.uniform else degree - 2, -1):  # of so many ranks up to this one
@@ -212,9 +212,9 @@ def _ranks(
             for last in range(degree - 1, size):
                 start_s, slowest = (free[listed[last]], 1.0) if batch.uniform else (start_of[last], slowest_of[last])
                 crosses = batch.nodes_matter and alike[last] < degree
-                seconds = across_s if crosses else inside_s
+                seconds = across_s[degree] if crosses else inside_s[degree]
                 if slowest != fastest:
-                    seconds = time_s(item, degree, crosses, slowest, rate)
+                    seconds = time_s(item, degree, crosses, slowest, batch.rates[degree])
                 end_s = start_s + seconds
                 if end_s <= target_s:
                     first = last + 1 - degree
