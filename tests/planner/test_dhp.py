@@ -18,7 +18,7 @@ from dhp_ray.planner.baselines.static import Layout, least_degree_of, uniform
 from dhp_ray.planner.bound import bounded
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.planner.schedule import Schedule, firsts_of, flat
-from dhp_ray.planner.search.plan import dhp, near_s
+from dhp_ray.planner.search.plan import dhp, is_large, near_s
 from dhp_ray.planner.search.rounds import Rounds
 from dhp_ray.planner.timeline import group_creation_s, time_of
 
@@ -298,6 +298,16 @@ def test_making_groups_takes_as_long_as_the_rank_that_makes_most():
     assert group_creation_s(problem, schedule) == pytest.approx(0.5)
     assert group_creation_s(replace(problem, pool=((0, 1), (1, 2), (2, 3))), schedule) == 0.0
     assert group_creation_s(replace(problem, cost=ALL_TO_ALL), schedule) == 0.0
+
+
+@pytest.mark.parametrize("slowest", [1.0, 0.8])
+def test_a_large_batch_is_planned_in_micro_batches_without_barriers(slowest):
+    """8,192 sequences on 4,096 ranks, whose targets would take longer to bisect than the step takes."""
+    cost, speeds = CostModel.load(CUDA_COST), np.linspace(slowest, 1.0, 4096)
+    problem = bounded(checked_problem(bimodal(8192, 4096), ClusterSpec(4096, 8, 8192, tuple(speeds)), cost))
+    assert is_large(problem)
+    assert not is_large(bounded(checked_problem(bimodal(2048, 1024), ClusterSpec(1024, 8, 8192), cost)))
+    assert time_of(problem, dhp(problem)) <= 1.07 * problem.lower_bound_s
 
 
 def test_a_hundred_thousand_sequences():

@@ -21,7 +21,7 @@ MIXED = [Sample("many", 40, 10, ((1, 2, 2),) * 10), *(Sample(f"text {index}", 60
 
 
 def example(tokens_of_b: int) -> list[Sample]:
-    """That of dhp_ray/planner/README.md."""
+    """That of docs/planner.md."""
     return [Sample("a", 1, 1, ((1, 1, 1),) * 3), Sample("b", tokens_of_b)]
 
 

@@ -1,4 +1,4 @@
-"""dhp_ray/planner/README.md: its example prints what it shows, its figures are the costs, it names every file."""
+"""docs/planner.md: its example prints what it shows, its figures are the costs, it names every file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dhp_ray.planner
 from dhp_ray.planner import ClusterSpec, plan_batch
 
 FOLDER = Path(dhp_ray.planner.__file__).parent
-PAGE = (FOLDER / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 EXAMPLE, QUESTIONS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def run(code: str) -> tuple[dict[str, Any], str]:
     names: dict[str, Any] = {"__name__": "page"}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec", dont_inherit=True), names)
+        exec(compile(code, "planner.md", "exec", dont_inherit=True), names)
     return names, printed.getvalue()
 
 

@@ -20,7 +20,7 @@ from dhp_ray.planner.search.improve import improve
 from dhp_ray.planner.search.placing import cached_groups_of
 from dhp_ray.planner.search.rounds import Rounds
 from dhp_ray.planner.search.state import schedule_of, state_of
-from dhp_ray.planner.search.targets import shortest_under_targets, with_groups_of_the_pool
+from dhp_ray.planner.search.targets import STEPS, shortest_under_targets, with_groups_of_the_pool
 from dhp_ray.planner.search.ways import ways_of
 from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
@@ -46,6 +46,9 @@ partial plans exceed WORK. Narrow searches, which keep one, after the first try 
 
 BUDGET, TRIAL_S, MOST = 0.02, 2e-8, 10_000
 """The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
+
+LARGE = 0.5
+"""A batch is large if a bisection of the target, at TRIAL_S a sequence and rank, takes this share of the bound."""
 
 REUSE = ((3e-3, 1.0), (3e-3, 0.1), (9e-3, 0.01))
 """The share by which a plan may be longer to use groups of the pool, and the waste that one group may add for it, as a
@@ -103,7 +106,7 @@ def reused(problem: Problem, best: Timed) -> Timed:
     """The plan of `step` with the fewest new groups among those at most a little longer (REUSE). If making groups costs
     time, the shortest of those that are longer by a share of what its new groups cost (MAKING)."""
     pool, num_ranks, group_s = cached_groups_of(problem), problem.cluster.num_ranks, problem.cost.group_s
-    if problem.sync == "micro_batch" or len(pool.first) == 1:
+    if problem.sync == "micro_batch" or len(pool.first) == 1 or is_large(problem):
         return best
     batch, run_s = batch_of(problem), time_of(problem, best.schedule)
 
@@ -130,6 +133,12 @@ def is_small(problem: Problem) -> bool:
     return len(problem.items) * problem.cluster.num_ranks <= SMALL
 
 
+def is_large(problem: Problem) -> bool:
+    """Whether to bisect the target would take too long beside the step that hides it."""
+    bisection_s = STEPS * len(problem.items) * problem.cluster.num_ranks * TRIAL_S
+    return bisection_s > LARGE * problem.lower_bound_s
+
+
 def least_degrees(problem: Problem) -> list[int]:
     num_ranks = problem.cluster.num_ranks
     all_ranks = [num_ranks] if is_small(problem) else []
@@ -139,7 +148,7 @@ def least_degrees(problem: Problem) -> list[int]:
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
     """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target
     (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
-    may have several sequences on several ranks."""
+    may have several sequences on several ranks. Of a large batch these alone, once."""
     found, fixed_s, left = list[Timed](), problem.cost.fixed_s, STARTED["step"]
     best: tuple[Problem, SearchBatch, int, bool] | None = None
 
@@ -165,6 +174,9 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
                 best = way, batch, least, loose
 
     searches = [Rounds(way, way.machine) for way in ways]
+    if is_large(problem):
+        add(searches[0].without_barriers(1))
+        return found
     for least, each in product(least_degrees(problem), searches):
         for loose in (True, False) if least > 1 else (False,):
             under_targets(each.problem, each.batch, least, loose)
