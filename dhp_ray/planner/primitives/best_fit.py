@@ -56,6 +56,13 @@ def first_with(rooms: np.ndarray, state: np.ndarray, need: float) -> int:
 
 
 @inner
+def largest(rooms: np.ndarray, state: np.ndarray) -> float:
+    """The largest room, 0 if there is none."""
+    of_sorted = rooms[ROOM, 0] if state[SORTED] > 0 else 0.0
+    return max(of_sorted, rooms[WAITING, 0] if state[HEAP] > 0 else 0.0)
+
+
+@inner
 def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> None:
     """Reduce the room at `place` to `left`."""
     owner, count = rooms[OWNER, place], int(state[SORTED])

@@ -38,7 +38,7 @@ NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
 STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
-"""Sequences x ranks of all trials that make starts, and sequences x limits of their micro-batches."""
+"""Of all trials that make starts: sequences x ranks under targets, and sequences put into packs of micro-batches."""
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x

@@ -18,7 +18,7 @@ import numpy as np
 
 from dhp_ray.planner.bound import limits_of
 from dhp_ray.planner.cost.rates import encoding_s, running_s
-from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.best_fit import OWNER, add, first_with, largest, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.problem import Item, Machine, Problem, encode_s_of, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
@@ -91,7 +91,7 @@ def places_of(machine: Machine, by_node: bool = False) -> Places:
 
 
 class Rounds:
-    """A beam search of the micro-batches of one batch. tried: sequences x limits of the last search."""
+    """A beam search of the micro-batches of one batch. tried: sequences put into packs by trials of the last search."""
 
     def __init__(self, problem: Problem, machine: Machine, by_node: bool = False) -> None:
         self.problem, self.machine = problem, machine._replace(uniform=machine.uniform and not by_node)
@@ -165,8 +165,8 @@ class Rounds:
         shares = np.zeros(number)
         if of_images:
             limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
-        self.tried += len(left) * len(limits)
         tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
+        self.tried += int(tried[3].sum())
         micro_batches = np.ceil(np.maximum(tokens - tried[1], 0.0) / self.most)
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
         rest_s += micro_batches * batch.fixed_s
@@ -270,9 +270,12 @@ def fill(
     crosses = np.zeros(most, dtype=np.bool_)
     sums, image_s, seconds, encodes = np.zeros((most, 5)), np.zeros(most), np.zeros(most), np.zeros(most)
     rooms, state = rooms_for(most)  # the work of a sequence that an open pack has time for, roughly
-    used, count = 0, 0
+    used, count, widest = 0, 0, np.inf
     for place in range(len(left)):
-        item, work = batch.items[left[place]], batch.work[left[place]]
+        work = batch.work[left[place]]
+        if used == num_ranks and work > widest:
+            continue
+        item = batch.items[left[place]]
         found, after_s, encode_s = first_with(rooms, state, work), 0.0, 0.0
         while found >= 0:
             pack = int(rooms[OWNER, found])
@@ -309,6 +312,7 @@ def fill(
             shrink(rooms, state, found, room)
         else:
             add(rooms, state, room, pack)
+        widest = largest(rooms, state)
     if count == 0:
         return pack_of, degree[:0].copy(), np.inf
     slot_s = encodes[:count].max() + (seconds - encodes)[:count].max()
