@@ -18,7 +18,7 @@ from dhp_ray.planner.schedule import Schedule
 from dhp_ray.planner.search.batch import SearchBatch, batch_of, nodes_matter
 from dhp_ray.planner.search.improve import improve
 from dhp_ray.planner.search.placing import cached_groups_of
-from dhp_ray.planner.search.rounds import Rounds
+from dhp_ray.planner.search.rounds import WASTE, Rounds
 from dhp_ray.planner.search.state import schedule_of, state_of
 from dhp_ray.planner.search.targets import STEPS, shortest_under_targets, with_groups_of_the_pool
 from dhp_ray.planner.search.ways import ways_of
@@ -205,7 +205,8 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
             return
         left -= len(problem.items) * problem.cluster.num_ranks
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
-        made = rounds.shortest(below_s, least, width, limits)
+        waste = min(WASTE, best_s / problem.lower_bound_s)
+        made = rounds.shortest(below_s, least, width, limits, waste)
         left -= rounds.tried
         if made:
             found.append(timed(problem, made))

@@ -4,7 +4,7 @@ A micro-batch takes the longest encoding of any pack plus the longest rest of an
 share for encoding, and the remainder for the rest of a pack (`ENCODE_FACTORS` of encoding's share of all work).
 
 The largest sequence that is left is in the next micro-batch. Limits are tried down to its least time; those are
-followed with the least sum of the micro-batch's time and WASTE times the bound of what it leaves. A micro-batch takes
+followed with the least sum of the micro-batch's time and `waste` times the bound of what it leaves. A micro-batch takes
 sequences largest first, each to the pack with the least time left that holds it; else on the fewest unused ranks on
 which it ends by the limit. Then the limit is bisected for the same sequences.
 """
@@ -60,7 +60,7 @@ class Partial(NamedTuple):
 
 class Next(NamedTuple):
     """A limit of the micro-batch after a partial plan, and encoding's share of it; ranked by seconds so far and those
-    of what is left times WASTE."""
+    of what is left times `waste`."""
 
     rank_s: float
     limit_s: float
@@ -101,8 +101,11 @@ class Rounds:
         self.most, self.gather_s = problem.cluster.max_tokens, problem.cost.gather_s
         self.tried = 0
 
-    def shortest(self, below_s: float, least: int, width: int, limits: int) -> Schedule | None:
-        """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found."""
+    def shortest(
+        self, below_s: float, least: int, width: int, limits: int, waste: float = WASTE
+    ) -> Schedule | None:
+        """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found.
+        `waste`: what the micro-batches that are left are assumed to take over their bound."""
         beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
         self.tried = 0
         most = ENDED * width if width > 1 else 1
@@ -110,7 +113,7 @@ class Rounds:
             following = list[Next]()
             for place, partial in enumerate(beam):
                 best = self._ended(partial, best, least)
-                following += self._next(partial, best.seconds, least, limits) if place < width else []
+                following += self._next(partial, best.seconds, least, limits, waste) if place < width else []
             following.sort(key=lambda each: each.rank_s)
             beam, seen = [], set[tuple[float, int]]()
             for each in following:
@@ -153,7 +156,7 @@ class Rounds:
                     break
         return best
 
-    def _next(self, partial: Partial, below_s: float, least: int, number: int) -> list[Next]:
+    def _next(self, partial: Partial, below_s: float, least: int, number: int, waste: float) -> list[Next]:
         """The limits of the next micro-batch after which a plan may be shorter than `below_s`; each without a share for
         encoding, and with one, in turns."""
         batch, left = self.batch, partial.left
@@ -171,7 +174,7 @@ class Rounds:
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
         rest_s += micro_batches * batch.fixed_s
         so_far_s = partial.seconds + tried[2]
-        rank_s = so_far_s + WASTE * rest_s
+        rank_s = so_far_s + waste * rest_s
         number_left = len(left) - tried[3].astype(np.int64)
         return [Next(float(rank_s[one]), float(limits[one]), float(shares[one]), int(number_left[one]), partial)
                 for one in np.nonzero(so_far_s + rest_s < below_s)[0]]
