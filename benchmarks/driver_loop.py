@@ -8,13 +8,10 @@ that answer at once.
                                                             planning and sending beside the step's predicted time
     python benchmarks/driver_loop.py --actors 4             the handles are those of 4 real actors, in turn:
                                                             what Ray's own calls cost
-    python benchmarks/driver_loop.py --actors 4 --relays 256
-                                                            called through a relay for each 256 ranks
 
 The main thread is what stands between two steps; planning and sending go on beside the step. CPU milliseconds of a
 thread do not count what it waits for. With handles that answer at once, results come from memory as those of real calls
-do, and calls cost nothing. Those of a process are all of its threads', Ray's own among them; on 2 cores they take turns
-with relays that would have a core each, and only CPU milliseconds mean something.
+do, and calls cost nothing. Those of a process are all of its threads', Ray's own among them.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import argparse
 import functools
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -43,7 +39,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.driver_loop_ranks import prepared_handles, real_handles  # noqa: E402
 from benchmarks.encoder_cases import cluster_and_cost, images_each  # noqa: E402
-from benchmarks.processes import Used, used  # noqa: E402
 from benchmarks.stopwatch import Stopwatch  # noqa: E402
 from dhp_ray.config import CONF, load  # noqa: E402
 from dhp_ray.data.families import preset_token_ids  # noqa: E402
@@ -53,7 +48,6 @@ from dhp_ray.planner import CostModel, plan_batch, warm_up  # noqa: E402
 from dhp_ray.planner.mode import Mode  # noqa: E402
 from dhp_ray.planner.plan.cluster import ClusterSpec  # noqa: E402
 from dhp_ray.planner.plan.types import Plan, Sample  # noqa: E402
-from dhp_ray.runtime.driver import session as session_module  # noqa: E402
 from dhp_ray.runtime.driver.commit import Commits  # noqa: E402
 from dhp_ray.runtime.driver.dispatch import Dispatcher  # noqa: E402
 from dhp_ray.runtime.driver.driver import Driver  # noqa: E402
@@ -102,15 +96,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--images", type=int, default=0, help="images of 1,024 patches in each sample")
     parser.add_argument("--steps", type=int, default=12, help="steps that count, after 3 that do not")
     parser.add_argument("--actors", type=int, default=0, help="real actors that the calls go to; 0: none")
-    parser.add_argument("--relays", type=int, default=0, metavar="RANKS", help="ranks that a relay calls, of real "
-                        "actors; 0: the driver calls all")
     arguments = parser.parse_args(argv)
     ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_loop_") as folder:
         handles_of = functools.partial(real_handles, arguments.actors) if arguments.actors else prepared_handles
         num_steps = arguments.steps + WARM_UP
         driver, plan = ready_driver(Path(folder), arguments.ranks, arguments.samples, num_steps, handles_of,
-                                    arguments.images, arguments.relays)
+                                    arguments.images)
         assert driver.session is not None
         gc.collect()
         gc.freeze()  # as the driver does then
@@ -121,10 +113,9 @@ def main(argv: list[str]) -> int:
         for name in ("wait", "get"):
             watch.time(ray, name, RAY)
         between = times_between_steps()
-        times, before = run(driver, driver.session, watch)
-        after = used(os.getpid())
+        times, process_ms = run(driver, driver.session, watch)
         driver.session.current.dispatcher.stop()
-    return report(watch, times, between[WARM_UP:], plan, arguments, process_ms(before, after, len(times)))
+    return report(watch, times, between[WARM_UP:], plan, arguments, process_ms)
 
 
 def times_between_steps() -> list[tuple[float, float]]:
@@ -151,16 +142,15 @@ def times_between_steps() -> list[tuple[float, float]]:
 
 def ready_driver(
     folder: Path, num_ranks: int, num_samples: int, num_steps: int, handles_of: Callable[[Plan, int], list[Any]],
-    images: int = 0, relays: int = 0,
+    images: int = 0,
 ) -> tuple[Driver, Plan]:
     """A driver before its first step, whose ranks have the handles that `handles_of(plan, steps)` makes; and the plan
-    that every step has. `relays`: ranks of one, 0: no relays.
+    that every step has.
     """
     samples, cluster, cost = work_of(num_ranks, num_samples, images)
     folder.mkdir(parents=True, exist_ok=True)
     cost_file = folder / "cost.yaml"
     cost_file.write_text(yaml.safe_dump(cost.to_json()))
-    session_module.RANKS_PER_RELAY = relays or max(num_ranks, 2)
     config = load(["data.format=synthetic", "data.path=unused", f"run.dir={folder}", f"run.steps={num_steps}",
                    f"batch.global_samples={num_samples}", "checkpoint.every_steps=0", "planner.sync=step",
                    f"planner.cost={cost_file}",
@@ -210,16 +200,16 @@ def work_of(num_ranks: int, num_samples: int, images: int) -> tuple[list[Sample]
     return samples, ClusterSpec(num_ranks, 8, TOKENS_PER_RANK), CostModel.load(CONF / "cost" / "cpu.yaml")
 
 
-def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[float, float]], Used]:
-    """Wall and CPU milliseconds of the main thread, by step, and what processes had used before: the first steps are
-    left out of both, and of `watch`.
+def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[float, float]], float]:
+    """Wall and CPU milliseconds of the main thread, by step, and CPU milliseconds a step of the process: the first
+    steps are left out of both, and of `watch`.
     """
-    processes: Used = {}
+    process_s = 0.0
     times: list[tuple[float, float]] = []
     before = time.perf_counter(), time.thread_time()
 
     def tell(message: Message) -> None:
-        nonlocal before, processes
+        nonlocal before, process_s
         if not isinstance(message, StepCommitted):
             return
         now = time.perf_counter(), time.thread_time()
@@ -229,10 +219,10 @@ def run(driver: Driver, session: Session, watch: Stopwatch) -> tuple[list[tuple[
             times.clear()
             watch.wall_ms.clear()
             watch.cpu_ms.clear()
-            processes = used(os.getpid())
+            process_s = time.process_time()
 
     run_steps(driver, session, tell)
-    return times, processes
+    return times, 1e3 * (time.process_time() - process_s) / len(times)
 
 
 def run_steps(driver: Driver, session: Session, tell: Callable[[Message], None]) -> None:
@@ -241,22 +231,13 @@ def run_steps(driver: Driver, session: Session, tell: Callable[[Message], None])
     driver._steps(session)
 
 
-def process_ms(before: Used, after: Used, steps: int) -> dict[str, float]:
-    """CPU milliseconds a step of the driver's process, and of the busiest relay where there are some."""
-    begun = {pid: seconds for (pid, _), seconds in before.items()}
-    spent = {(pid, kind): 1e3 * (seconds - begun.get(pid, 0.0)) / steps for (pid, kind), seconds in after.items()}
-    relays = [ms for (_, kind), ms in spent.items() if kind == "relays"]
-    return {"the driver's process": sum(ms for (pid, _), ms in spent.items() if pid == os.getpid())} | (
-        {f"the busiest of {len(relays)} relays": max(relays)} if relays else {})
-
-
 def report(
     watch: Stopwatch,
     times: list[tuple[float, float]],
     between: list[tuple[float, float]],
     plan: Plan,
     arguments: argparse.Namespace,
-    processes: dict[str, float],
+    process_ms: float,
 ) -> int:
     steps = len(times)
     answers = f"{arguments.actors} actors answer for all" if arguments.actors else "answers are there at once"
@@ -278,7 +259,7 @@ def report(
     beside = sum(watch.cpu_ms["planning", part] for part in BESIDE) / steps
     print(f"beside the step, planning and sending: {beside:.0f} ms of CPU; the step itself takes "
           f"{1e3 * plan.predicted_time_s:.0f} ms, as predicted")
-    print("CPU of a step: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in processes.items()))
+    print(f"CPU of a step, all threads of the driver's process: {process_ms:.0f} ms")
     if arguments.actors or arguments.images:
         return int(beside > 1e3 * plan.predicted_time_s)
     own = cpu - watch.cpu_ms["main", RAY] / steps

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TICKS = os.sysconf("SC_CLK_TCK")
-KINDS = {"ray::Driver": "driver", "ray::Relay": "relays", "ray::Worker": "workers", "ray::IDLE": "other tasks",
+KINDS = {"ray::Driver": "driver", "ray::Worker": "workers", "ray::IDLE": "other tasks",
          "jobs/train.py": "job's process", "gcs_server": "Ray's GCS",
          "raylet/raylet": "Ray's raylet", "dashboard": "Ray's dashboard and agents",
          "/agent": "Ray's dashboard and agents", "log_monitor": "Ray's log monitor",

@@ -1,7 +1,4 @@
-"""How the ranks' slices of a plan are sent: in a form that stays fast with thousands of ranks.
-
-    few ranks     driver -> the slice of each rank                          -> rank
-    many ranks    driver -> a share of the slices, each pack once -> relay  -> rank
+"""How the ranks' slices of a plan are sent: in a form that stays fast with many ranks.
 
 Ray pickles an argument with cloudpickle, which calls Python for every object in it, and a frozen dataclass with slots
 calls Python once more: together this is most of the cost of sending a step. So a slice is sent as bytes that the C
@@ -73,25 +70,6 @@ def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[
     plan, rows, origins = pickle.loads(packed)
     return plan, [BlockRows([reference], found, origin)
                   for found, (reference, origin) in zip(rows, _unpacked_origins(origins, references), strict=True)]
-
-
-def packed_share(slices: Sequence[RankPlan], index: RowIndex) -> Packed:
-    """Return the slices of some ranks, and where the rows of their samples are, packed as `unpacked_share` takes them:
-    what several slices share is written once.
-    """
-    ids = dict.fromkeys(sample.id for plan in slices for sample in planned_samples(plan))
-    blocks = list(dict.fromkeys(index.payload[own][0] for own in ids))
-    place = {reference: number for number, reference in enumerate(blocks)}
-    rows = [(own, place[index.payload[own][0]], index.payload[own][1]) for own in ids]
-    origins, references = _packed_origins([(reference, index.origins.get(reference, UNKNOWN)) for reference in blocks])
-    return _dumped((slices, rows, origins)), references
-
-
-def unpacked_share(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[list[RankPlan], RowIndex]:
-    slices, rows, packed_origins = pickle.loads(packed)
-    origins = dict(_unpacked_origins(packed_origins, references))
-    blocks = list(origins)
-    return slices, RowIndex({own: (blocks[place], row) for own, place, row in rows}, origins)
 
 
 PackedOrigin = tuple[str, int, tuple[int, int], int]

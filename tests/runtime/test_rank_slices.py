@@ -12,14 +12,7 @@ import pytest
 
 from dhp_ray.data.blocks import BlockOrigin, BlockRows
 from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, SplitImage, VisionPlan
-from dhp_ray.runtime.rank_slices import (
-    RowIndex,
-    packed_share,
-    packed_slice,
-    packed_slices,
-    unpacked_share,
-    unpacked_slice,
-)
+from dhp_ray.runtime.rank_slices import RowIndex, packed_slice, unpacked_slice
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9))
 PACK = Pack((0, 2), (0, 1), 0.5, encoders=(2,), micro_batch=1, passes=(0,), splits=(SplitImage(0, (0, 2), (0, 1)),),
@@ -49,23 +42,12 @@ def test_each_block_is_sent_once_with_the_rows_that_a_rank_needs() -> None:
     assert INDEX.blocks_of(only_encoded) == [BlockRows(["second"], [5])]  # type: ignore[list-item]
 
 
-def test_slices_in_a_share_are_those_that_the_driver_sends() -> None:
-    packed, references = packed_share(SLICES, INDEX)
-    assert references == ["second", "first", None, "a part"]  # not the third: no pack has a sample of it
-    slices, index = unpacked_share(packed, references)
-    assert slices == SLICES
-    assert slices[0].packs[0] is slices[1].packs[0], "a pack of several ranks is written once"
-    assert packed_slices(slices, index) == packed_slices(SLICES, INDEX)
-    assert [unpacked_slice(*sent)[0] for sent in packed_slices(slices, index)] == SLICES
-
-
 def test_no_object_of_a_slice_calls_python_to_be_pickled() -> None:
     """Each is pickled by a call of `_REDUCERS`; a dataclass that is new in a slice would call its `__getstate__`."""
     assert names_of_calls(pickle.dumps, PLANS) > {"_dataclass_getstate"}
     for plan in PLANS:
         assert names_of_calls(packed_slice, plan, []) <= {
                 "packed_slice", "_packed_origins", "_dumped", "<lambda>", "<listcomp>", "<dictcomp>", "<genexpr>"}
-    assert "_dataclass_getstate" not in names_of_calls(packed_share, SLICES, INDEX)
 
 
 def names_of_calls(function: Callable[..., Any], *arguments: Any) -> set[str]:

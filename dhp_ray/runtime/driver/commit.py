@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import ray
 
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.work import PAID_ONCE, TERMS, Work, work_of
 from dhp_ray.planner.plan.types import Plan, Sample
-from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.feedback import busy_s
 from dhp_ray.runtime.driver.session import Session
@@ -30,7 +30,7 @@ class Commits:
     """The one writer of steps and checkpoints."""
 
     session: Session
-    _saves: Calls = field(default_factory=Calls)  # those that stage a checkpoint, between two steps
+    _saves: list[ray.ObjectRef] = field(default_factory=list)  # those that stage a checkpoint, between two steps
     # saves under way: what to seal, which ranks are done
     _unsealed: dict[int, tuple[Manifest, set[int]]] = field(default_factory=dict)
     _noted_step: int = 0
@@ -137,7 +137,7 @@ class Commits:
 
     def forget_saves(self) -> None:
         """Forget the saves under way: their group is gone, and half-written checkpoints have no manifest."""
-        self._saves = Calls()
+        self._saves = []
         self._unsealed.clear()
         self._noted_step = 0
 

@@ -20,6 +20,8 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+import ray
+
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
 from dhp_ray.data.blocks import located
@@ -28,7 +30,6 @@ from dhp_ray.data.stream import GlobalBatch, Stream
 from dhp_ray.planner import LAST_RESORT, CostModel, plan_batch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan
-from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.runtime.driver.group import STOP_POLL_S, WorkerGroup
 from dhp_ray.runtime.messages import Ran
@@ -52,7 +53,7 @@ class DispatchedStep:
     plan: Plan
     plan_id: str
     late: bool
-    prefetches: Calls
+    prefetches: list[ray.ObjectRef]
     answers: Future[list[dict[str, str]]]
 
 
@@ -62,7 +63,7 @@ class RunningStep:
 
     dispatched: DispatchedStep
     placeholders: dict[str, str]
-    results: Calls
+    results: list[ray.ObjectRef]
     begun_s: float
     data_wait_s: float
     mirrors: bool
@@ -395,4 +396,4 @@ class Dispatcher:
                                    "activation_checkpointing": self.config.train.activation_checkpointing})
         prefetches = self.group.prefetch(plan.rank_plans(step, plan_id),
                                          RowIndex(batch.payload, located(batch.origins)))
-        return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(prefetches.answers))
+        return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+import ray
 from ray.actor import ActorHandle
 
 from dhp_ray.config import Config, ConfigError
@@ -28,7 +29,6 @@ from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.errors import first_line
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.run_folder import MODEL_FOLDER
-from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.elastic import Condition
@@ -71,7 +71,7 @@ class Driver:
         self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
         self.counted_step = 0  # the last step whose rows have been counted
         # calls that wait for copies of the state after a step
-        self.copies = 0, Calls()
+        self.copies = 0, list[ray.ObjectRef]()
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
@@ -138,7 +138,7 @@ class Driver:
 
     def _steps(self, session: Session) -> str:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
-        change, self.leaving, self.copies = "", {}, (0, Calls())
+        change, self.leaving, self.copies = "", {}, (0, [])
         first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         session.report_mode()
         session.report_compiling()
@@ -242,7 +242,7 @@ class Driver:
 
     def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
-        (step, calls), self.copies = self.copies, (0, Calls())
+        (step, calls), self.copies = self.copies, (0, [])
         if not calls:
             return
         with self.waits.on(f"the copies of the state after step {step}"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -17,12 +17,17 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from dhp_ray.data.blocks import unnoticed
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import RankPlan
-from dhp_ray.runtime.driver.calls import SURVEY_S, Calls, FailedCall, Relays, answered, direct_calls, relay_of
 from dhp_ray.runtime.driver.elastic import Condition, ProgressWatchdog, condition_of
-from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError
+from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError, words_of
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
 from dhp_ray.runtime.strategy import Ranks
 from dhp_ray.runtime.waits import Waits
+
+SURVEY_S = 4.0
+"""How long the control thread of a worker may take to answer."""
+
+GATHER_S = 0.002
+"""Answers that arrive this soon after the first are taken with it: each wait scans all that are pending."""
 
 GRACE_S = 5.0
 """When a rank is killed, its peers raise first; Ray learns of its death a little later."""
@@ -73,7 +78,6 @@ class WorkerGroup:
         self.look_s: float | None = None
         self.exchange_s = math.inf  # how long all ranks may wait for one another
         self.waits = waits or Waits()
-        self._relays: Relays | None = None
 
     @property
     def size(self) -> int:
@@ -130,49 +134,31 @@ class WorkerGroup:
         mode: Mode,
         origins: Sequence[Any],
         step: int,
-    ) -> Calls:
+    ) -> list[ray.ObjectRef]:
         """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
         or FromMemory); the calls return their state versions.
         """
-        return direct_calls([
+        return [
             member.actor.join.remote(
                 Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
                            tuple(self.nodes)), origin, step)
-            for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))])
-
-    def open_relays(self, most_ranks: int) -> None:
-        """Call the ranks through relays of at most `most_ranks` each from here on, if there are more ranks."""
-        self.close_relays()
-        if self.size > most_ranks:
-            self._relays = Relays([member.actor for member in self.members], most_ranks)
-
-    def close_relays(self) -> None:
-        """Call each rank directly again: the membership may change."""
-        if self._relays:
-            self._relays.close()
-            self._relays = None
+            for rank, (member, origin) in enumerate(zip(self.members, origins, strict=True))]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.collect(self.start(method, *arguments))
 
-    def start(self, method: str, *arguments: Any) -> Calls:
-        relays = self._relays  # another thread may close them
-        return relays.start(method, *arguments) if relays else direct_calls(self.each(method, *arguments))
-
-    def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> Calls:
-        """Send each rank its slice of a plan."""
-        if relays := self._relays:
-            return relays.prefetch(slices, index)
-        return direct_calls([member.actor.prefetch.remote(*packed)
-                             for member, packed in zip(self.members, packed_slices(slices, index), strict=True)])
-
-    def each(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        """Call each rank directly, even if there are relays; returns one reference per rank."""
+    def start(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        """Call a method of every rank; returns one reference per rank, in their order."""
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
+
+    def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> list[ray.ObjectRef]:
+        """Send each rank its slice of a plan."""
+        return [member.actor.prefetch.remote(*packed)
+                for member, packed in zip(self.members, packed_slices(slices, index), strict=True)]
 
     def collect(
         self,
-        calls: Calls,
+        calls: Sequence[ray.ObjectRef],
         look_s: float | None = None,
         stuck_s: float = math.inf,
         end_stuck: bool = False,
@@ -187,10 +173,10 @@ class WorkerGroup:
         Raises:
             GroupError: a rank died, raised, no longer answers, stands still for `stuck_s` without waiting for others,
                 or has no result `behind_s` after another has one; the message names it, with its own error if it has
-                one. Or all ranks wait for one another, or a relay died.
+                one. Or all ranks wait for one another.
             StoppingError: `stopping` gives a reason to end the run before all results have arrived.
         """
-        pending = dict(calls.ranks)
+        pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
         looks = _HealthMonitor(self, stuck_s, end_stuck)
         looked_s, first_s = monotonic(), math.inf
@@ -202,15 +188,15 @@ class WorkerGroup:
             if ready:
                 looked_s = monotonic()
             elif look_s is not None and monotonic() - looked_s >= look_s:
-                looks.look(calls.pending_ranks(pending))
+                looks.look(set(pending.values()))
                 looked_s = monotonic()
                 if looked_s - first_s >= behind_s:
-                    raise GroupError(self.words(min(calls.pending_ranks(pending)), Condition.STUCK))
-            for call, outcome in zip(ready, calls.outcomes(ready)):
-                ranks = pending.pop(call)
-                if isinstance(outcome, FailedCall):
-                    raise GroupError(self._root_cause(outcome, calls, list(pending)))
-                results.update(zip(ranks, outcome, strict=True))
+                    raise GroupError(self.words(min(pending.values()), Condition.STUCK))
+            for call, value in zip(ready, _values(ready)):
+                rank = pending.pop(call)
+                if isinstance(value, RayError):
+                    raise GroupError(self._root_cause(rank, value, pending))
+                results[rank] = value
                 first_s = min(first_s, monotonic())
         return [results[rank] for rank in range(len(results))]
 
@@ -233,7 +219,7 @@ class WorkerGroup:
         which have just failed to answer a query, get less time. Neither if no rank answers: then this process itself
         may have been held up, or cut off.
         """
-        calls = self.each("status")
+        calls = self.start("status")
         late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])
         answered_there = {node for call, node in zip(calls, self.nodes) if call not in late}
         gone = unnoticed(set(self.nodes) - answered_there) if late and answered_there else set()
@@ -246,22 +232,19 @@ class WorkerGroup:
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
-    def _root_cause(self, failed: FailedCall, calls: Calls, pending: list[ray.ObjectRef]) -> str:
-        """Return the cause of a failure: before training, a peer's death if there is one; else the first error."""
-        deadline = monotonic() + (GRACE_S if self.look_s is None else 0.0)
-        while pending and not failed.died and (left_s := deadline - monotonic()) > 0:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=left_s)
-            died = [outcome for outcome in calls.outcomes(ready) if isinstance(outcome, FailedCall) and outcome.died]
-            failed = died[0] if died else failed  # others that raise do so as a consequence of the first
-        return self._failure(failed)
-
-    def _failure(self, failed: FailedCall) -> str:
-        ranks = failed.ranks
-        if failed.relay:
-            return relay_of(ranks) + (" died" if failed.died else f": {failed.words}")
-        if failed.died:
-            return self.words(ranks.start, Condition.DEAD)
-        return f"rank {ranks.start} ({self.members[ranks.start].place}): {failed.words}"
+    def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> str:
+        """Return the cause of the error of a rank's call: before training, a peer's death if there is one; else the
+        error itself.
+        """
+        deadline, left = monotonic() + (GRACE_S if self.look_s is None else 0.0), list(pending)
+        while left and not _died(error) and (left_s := deadline - monotonic()) > 0:
+            ready, left = ray.wait(left, num_returns=1, timeout=left_s)
+            for call, value in zip(ready, _values(ready)):
+                if _died(value):  # others that raise do so as a consequence of the first
+                    rank, error = pending[call], value
+        if _died(error):
+            return self.words(rank, Condition.DEAD)
+        return f"rank {rank} ({self.members[rank].place}): {words_of(getattr(error, 'cause', None) or error)}"
 
 
 class _HealthMonitor:
@@ -288,6 +271,34 @@ class _HealthMonitor:
                 ray.kill(self.group.members[rank].actor)
             if condition is not Condition.HEALTHY:
                 raise GroupError(self.group.words(rank, condition), unresponsive)
+
+
+def answered(references: list[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
+    """Wait for calls to end: at least one, unless none does within `timeout_s`."""
+    first, others = ray.wait(references, num_returns=1, timeout=timeout_s)
+    if not (first and others):
+        return first
+    return first + ray.wait(others, num_returns=len(others), timeout=GATHER_S)[0]
+
+
+def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Return, for calls that have ended, in order, the result or the error that Ray raises."""
+    try:
+        return list(ray.get(list(references)))
+    except RayError:
+        return [_value(reference) for reference in references]
+
+
+def _value(reference: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        return error
+
+
+def _died(value: Any) -> bool:
+    """Whether an actor died, or its answer was lost with its node."""
+    return isinstance(value, RayError) and not isinstance(value, RayTaskError)
 
 
 def _status_of(call: ray.ObjectRef) -> Status:

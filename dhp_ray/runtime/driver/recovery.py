@@ -108,7 +108,6 @@ def reconfigure(
         session.records.event("broken", generation=session.current.number, step=session.records.last_step + 1,
                               cause=cause)
     session.current.dispatcher.drop()
-    session.group.close_relays()
     with session.group.waits.on(f"the workers to leave generation {session.current.number}"):
         workers = _settle(session, leaving, unresponsive)
     cause = ", ".join(session.group.words(rank, worker.condition) for rank, worker in enumerate(workers)
@@ -302,7 +301,7 @@ def _join(
         with group.waits.on(f"the workers to meet in generation {generation}"):
             group.collect(calls, stopping=None if surviving else session.stop_reason)
     except GroupError:
-        group.each("abort_generation", generation)  # those that still wait for the others
+        group.start("abort_generation", generation)  # those that still wait for the others
         raise
 
 

@@ -34,8 +34,6 @@ HANG_LAYERS = 60  # a rank may stand still for as long as so many layers should 
 LOOKS_PER_HANG = 8
 """The number of health checks in `elastic.hang_s` seconds while a step runs."""
 
-RANKS_PER_RELAY = 256  # at most; the driver itself calls a group that is no larger
-
 COMPILING_TOLD_S = 15.0
 """Compiling is reported if it took longer than this; reading the machine code from its cache takes less."""
 
@@ -150,7 +148,6 @@ class Session:
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
-        self.group.open_relays(RANKS_PER_RELAY)
         self.plan_for_group(batches, reader)
 
     def plan_for_group(

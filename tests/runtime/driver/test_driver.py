@@ -15,7 +15,6 @@ from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
-from dhp_ray.runtime.driver.calls import Calls
 from dhp_ray.runtime.driver.dispatch import DispatchedStep
 from dhp_ray.runtime.driver.driver import Driver, untrained
 from dhp_ray.runtime.messages import Message, RunFinished
@@ -83,7 +82,7 @@ def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[i
     samples = [Sample(name, 8) for name in good]
     batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
     plan = Plan("dhp", "step", ClusterSpec(1, 1, 64), tuple(samples), (), 1.0, 1.0)
-    return DispatchedStep(step, batch, plan, "1.1.1", False, Calls(), Future())
+    return DispatchedStep(step, batch, plan, "1.1.1", False, [], Future())
 
 
 def counting_driver(*num_rows: int) -> Driver:

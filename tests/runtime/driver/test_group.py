@@ -1,6 +1,4 @@
-"""The worker group against real actors, called directly and through relays: order by node, and one line when a rank
-raises or dies.
-"""
+"""The worker group against real actors: order by node, and one line when a rank raises or dies."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ import pytest
 import ray
 
 import dhp_ray.runtime.driver.group as group_module
-from dhp_ray.runtime.driver.calls import SURVEY_S
-from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
+from dhp_ray.runtime.driver.group import SURVEY_S, WorkerGroup, WorkerHandle
 from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
 
 
@@ -59,17 +56,14 @@ class Actor:
         return os.getpid()
 
 
-@pytest.fixture(scope="module", params=["direct", pytest.param("relayed", marks=pytest.mark.slow)])
-def ranks(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """Three ranks on two nodes; relayed: the first has a relay, and the other two have one."""
+@pytest.fixture(scope="module")
+def ranks(ray_cluster: None) -> Iterator[WorkerGroup]:
+    """Three ranks on two nodes."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster's processes do not import tests
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor)
     group = WorkerGroup([WorkerHandle(slot, actor.remote(node_id)) for slot, node_id in enumerate(("b", "a", "b"))])
     group.describe("cpu", "")
-    if request.param == "relayed":
-        group.open_relays(2)
     yield group
-    group.close_relays()
     for member in group.members:
         ray.kill(member.actor)
 
@@ -175,7 +169,6 @@ def test_a_wait_ends_with_the_run(group: WorkerGroup, monkeypatch: pytest.Monkey
 
 def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> None:
     """The last of the tests: the rank does not come back."""
-    group.close_relays()  # they are opened once a run trains, and then a survey explains it
     first, second, third = pids(group)
     with pytest.raises(RunError) as caught:
         group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
