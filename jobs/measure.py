@@ -123,7 +123,7 @@ def measure(config: Config, own: dict[str, str]) -> int:
     except OSError as error:
         print(f"error: {target}: {error.strerror or first_line(error)}", file=sys.stderr)
         return 1
-    print(measured.table())
+    print("\n".join(measured.summary()))
     print(f"written: {target}, {target.with_suffix('.png')}")
     return 0
 

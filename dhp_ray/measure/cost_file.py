@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -54,20 +54,24 @@ class MeasuredSession(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A cost, the other sections of its file, the fits behind it, and the constants that were measured, by mode and
-    degree where they differ.
-    """
+    """A cost, the other sections of its file, and the fits behind it."""
 
     cost: CostModel
     sections: dict[str, Any]
     fits: dict[str, Fit]
-    constants: dict[str, float]
+
+    def summary(self) -> list[str]:
+        """Lines for people: where it was measured, how far the fits are off, how far repeats lie apart."""
+        device, seen, errors = (self.sections[name] for name in ("device", "measured", "errors"))
+        off = [f"{WORDS[kind]}: off by {100 * errors[kind]['median']:.1f} % in the median, "
+               f"{100 * errors[kind]['worst']:.1f} % at worst" for kind in self.fits]
+        return [f"Measured by jobs/measure.py on {device['count']} ranks of {device_words(device)}", *off,
+                f"{seen['packs']} packs; {seen['repeats']} repeats, of which the middle half of a pack's lies "
+                f"{100 * seen['spread']:.1f} % apart in the median"]
 
     def text(self) -> str:
         """The content of the file."""
-        device, errors = self.sections["device"], self.sections["errors"]["packs"]
-        head = (f"# Measured by jobs/measure.py on {device['count']} ranks of {device_words(device)}. Packs are off by "
-                f"{100 * errors['median']:.1f} % in the median.\n")
+        head = "".join(f"# {line}\n" for line in self.summary())
         constants = {name: value for name, value in self.cost.to_json().items()
                      if value not in ({}, "", 0.0) or name in ("quadratic_s", "linear_s", "fixed_s", "overlap")}
         dumped = yaml.safe_dump(_rounded(constants | self.sections), sort_keys=False, width=120,
@@ -98,28 +102,6 @@ class Measured:
         both.legend()
         figure.savefig(target, format="png", dpi=110)
 
-    def table(self) -> str:
-        """A table for people: every constant that was measured, with its mean relative error, and the errors of the fit
-        on the packs that it was fitted to.
-        """
-        sections, errors = self.sections, self.sections["errors"]
-        seen, settings = sections["measured"], sections["settings"]
-        lines = [f"{self.cost.name}: {sections['device']['count']} ranks of {device_words(sections['device'])}, sync="
-                 f"{', '.join(settings['sync'])}, {settings['precision']}, packs of up to {seen['max_tokens']} tokens",
-                 f"{'':32}{'value':>10}{'mean error':>13}"]
-        for name, value in self.constants.items():
-            error = f"{100 * errors[name]:.1f} %" if name in errors else ""
-            lines.append(f"{name:32}{value:>10.4g}{error:>13}".rstrip())
-        for kind in self.fits:
-            off = errors[kind]
-            lines.append(f"{WORDS[kind]}: the fit is off by {100 * off['median']:.1f} % in the median, "
-                         f"{100 * off['mean']:.1f} % in the mean, {100 * off['worst']:.1f} % at worst")
-        lines.append(f"{seen['packs']} packs, {seen['packs_left_out']} left out of the fit; {seen['repeats']} repeats, "
-                     f"of which the middle half of a pack's lies {100 * seen['spread']:.1f} % apart in the median")
-        if seen["derived"]:
-            lines.append(f"not measured here, but derived: {', '.join(seen['derived'])}")
-        return "\n".join(lines)
-
 
 def measured_cost(
     sessions: Sequence[MeasuredSession], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
@@ -145,39 +127,27 @@ def measured_cost(
     ring = rings.get(main_sync)
     bandwidth = _bandwidth(links, ring.constants["slowness"] if ring else 1.0, derived)
     latency = {sync: fit.constants["latency_s"] for sync, fit in rings.items()}
-    groups = [result.group_s for result in results.get("groups", ()) if result.group_s]
-
-    shown = compute.constants | {f"fixed_s.{sync}": value for sync, value in fixed.items()}
-    if "micro_batch" in seen:
-        shown["update_s"] = seen["micro_batch"].fixed_s
-    shown |= {f"bandwidth_bytes_per_s.{kind}.{degree}": bandwidth[kind][degree]
-              for kind, table in links._asdict().items() for degree in table}
-    if ring:
-        shown["overlap"] = ring.constants["overlap"]
-    shown |= {f"latency_s.{sync}": value for sync, value in latency.items()}
-    if groups:  # of each repeat, the slowest member
-        shown["group_s"] = float(np.median(np.array(groups).max(axis=0)))
     not_measured = [f"bandwidth_bytes_per_s.{kind}" for kind, table in links._asdict().items() if not table]
     not_measured += ["forward", *["vision_forward"] * bool(memory.shape.vision)]
-    not_measured += ["latency_s", "overlap"] * (ring is None) + ["group_s"] * (not groups)
-
+    not_measured += ["group_s", *["latency_s", "overlap"] * (ring is None)]
     of_compute: dict[str, Any] = dict(compute.constants)
     cost = CostModel(
         **of_compute, name=name, source=f"jobs/measure.py on {device_words(origin.device)}",
         communication="ring", comm_bytes_per_token=ring_bytes_per_token(memory), bandwidth_bytes_per_s=bandwidth,
-        fixed_s=fixed[main_sync], fixed_s_by_sync=fixed if len(fixed) > 1 else {}, update_s=shown.get("update_s", 0.0),
+        fixed_s=fixed[main_sync], fixed_s_by_sync=fixed if len(fixed) > 1 else {},
+        update_s=seen["micro_batch"].fixed_s if "micro_batch" in seen else 0.0,
         latency_s=latency.get(main_sync, derived.latency_s), latency_s_by_sync=latency if len(latency) > 1 else {},
-        overlap=shown.get("overlap", derived.overlap), group_s=shown.get("group_s", derived.group_s),
+        overlap=ring.constants["overlap"] if ring else derived.overlap, group_s=derived.group_s,
         forward=forward_pass_share(memory), vision_forward=vision_forward_share(memory),
         resident_bytes=float(sum(memory.resident().values())),
         memory_bytes_per_token=sum(memory.memory(memory.worst_load(tokens)).pack.values()) / tokens)
     cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, tokens).feature_bytes)
     fits = {"packs": compute} | ({"rings": ring} if ring else {})
     return Measured(cost, origin.to_json() | {
-        "versions": {package: _version(package) for package in ("torch", "transformers", "dhp_ray")},
-        "measured": {"max_tokens": tokens, "packs": len(main.packs), "packs_left_out": compute.left_out,
-                     "repeats": main.num_repeats, "spread": float(np.median(main.spreads)), "derived": not_measured},
-        "errors": compute.errors | {kind: _of_packs(fit) for kind, fit in fits.items()}}, fits, shown)
+        "versions": {package: version(package) for package in ("torch", "transformers", "dhp_ray")},
+        "measured": {"max_tokens": tokens, "packs": len(main.packs), "repeats": main.num_repeats,
+                     "spread": float(np.median(main.spreads)), "derived": not_measured},
+        "errors": compute.errors | {kind: _of_packs(fit) for kind, fit in fits.items()}}, fits)
 
 
 def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
@@ -198,13 +168,6 @@ def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, d
         across = {degree: min(rate, max(inside.values())) for degree, rate in across.items()}
     return {kind: {degree: rate / slowness for degree, rate in table.items()}
             for kind, table in (("intra", inside), ("inter", across))}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "not installed"
 
 
 def _of_packs(fit: Fit) -> dict[str, float]:

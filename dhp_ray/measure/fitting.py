@@ -26,8 +26,6 @@ from dhp_ray.planner.cost.work import IMAGES, TERMS, work_of
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.results import PackTime
 
-OUTLYING = 6.0
-"""Packs whose error is above 10 % and above so many times the median error are left out and counted."""
 SPARE = 3
 """Different packs that must be measured in addition to one for each constant."""
 SLOWNESS = np.geomspace(1.0, 32.0, 41)
@@ -133,15 +131,13 @@ def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[in
 
 class Fit(NamedTuple):
     """Constants, and the mean relative error of each: over all measurements, weighted by the share that the constant
-    has in them. `predicted` and `measured`: seconds of each measurement; `left_out`: number of measurements that were
-    left out.
+    has in them. `predicted` and `measured`: seconds of each measurement.
     """
 
     constants: dict[str, float]
     errors: dict[str, float]
     predicted: np.ndarray
     measured: np.ndarray
-    left_out: int = 0
 
     def seconds(self, pack: PackSeconds) -> float:
         """The seconds of the busiest member's compute by this fit."""
@@ -166,10 +162,7 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
     if distinct < used.sum() + SPARE:
         raise MeasureError(f"{distinct} different packs were measured; allowed: at least {int(used.sum()) + SPARE} for "
                            f"the {int(used.sum())} constants {', '.join(np.array(TERMS)[used])}")
-    matrix = amounts / seconds[:, None]
-    off = np.abs(matrix @ bounded_least_squares(matrix, np.ones(len(matrix))) - 1.0)
-    kept = off <= max(OUTLYING * float(np.median(off)), 0.1)
-    solved = bounded_least_squares(matrix[kept], np.ones(int(kept.sum())))
+    solved = bounded_least_squares(amounts / seconds[:, None], np.ones(len(seconds)))
     constants = dict(zip(TERMS, solved.tolist()))
     if constants["quadratic_s"] + constants["linear_s"] == 0.0:
         raise MeasureError(f"{len(packs)} packs were measured, and those of more tokens took no longer; allowed: "
@@ -178,8 +171,7 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
     predicted = parts.sum(axis=1)
     share = parts / np.maximum(predicted[:, None], 1e-300)
     errors = np.abs(predicted / seconds - 1.0) @ share / np.maximum(share.sum(axis=0), 1e-12)
-    return Fit(constants, dict(zip(np.array(TERMS)[used].tolist(), errors[used].tolist())), predicted, seconds,
-               int((~kept).sum()))
+    return Fit(constants, dict(zip(np.array(TERMS)[used].tolist(), errors[used].tolist())), predicted, seconds)
 
 
 def fixed_of_micro_batch(packs: Sequence[PackSeconds], compute: Fit) -> float:

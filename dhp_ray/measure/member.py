@@ -1,22 +1,18 @@
-"""One rank that measures: it runs rounds, passes messages and makes process groups."""
+"""One rank that measures: it runs rounds and passes messages."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, zip_longest
 from math import prod
-from time import perf_counter
 
 import numpy as np
 import torch
 
-from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.progress import StreamTimestamp
 from dhp_ray.comm.ranks import numbers_of_ranks
-from dhp_ray.comm.transport import GroupPool
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
 from dhp_ray.model.loss import IGNORED
 from dhp_ray.model.vision_language_model import VisionLanguageModel
@@ -29,14 +25,11 @@ REPEATED_S = 3.0
 """Seconds for which a round is repeated, if that allows at least LEAST repeats."""
 LEAST, MOST = 3, 9
 """The least and the most repeats of a round."""
-SLOW_S = 15.0
-"""A round that takes longer than this is run once."""
 MESSAGE_BYTES = tuple(2**power for power in range(12, 25, 2))
 LARGE_BYTES = 2**26
 """Also passed on a device, whose links need messages of this size to reach their bandwidth."""
 TIMES = 12
 """The number of times that a message is passed; the first two do not count."""
-GROUP_TIMES = 5
 
 
 @dataclass
@@ -48,18 +41,13 @@ class Member:
     rank: int
     spec: Spec
     stepper: RankStep
-    accelerator: Accelerator
     precision: str
-    timeout: timedelta
     warm: bool = False
 
     def measure(self, part: str, progress: Callable[[float], None] = lambda share: None) -> PartResult:
         """Measure a part of PARTS. `progress` is called with the share of its rounds that are done."""
-        match part:
-            case "exchanges":
-                return PartResult(exchanged=self._exchanges())
-            case "groups":
-                return PartResult(group_s=self._group_seconds())
+        if part == "exchanges":
+            return PartResult(exchanged=self._exchanges())
         rounds, found = self.spec.rounds(part), []
         for number, plan in enumerate(rounds, 1):
             found.append(self.repeats(plan))
@@ -78,8 +66,7 @@ class Member:
             self.warm = True
         first = self._run(inputs)
         slowest_s = max(self._of_all(first.step_s))
-        least = 1 if slowest_s > SLOW_S else LEAST
-        times = min(MOST, max(least, int(REPEATED_S / max(slowest_s, 1e-6))))
+        times = min(MOST, max(LEAST, int(REPEATED_S / max(slowest_s, 1e-6))))
         return [first, *(self._run(inputs) for _ in range(times - 1))]
 
     def _run(self, inputs: StepInputs) -> StepTiming:
@@ -113,19 +100,6 @@ class Member:
             link.exchange([(there, (link.index + 1) % link.size)], [(here, (link.index - 1) % link.size)]).wait()
             times.append(StreamTimestamp(device).since_s(begin))
         return statistics.median(times[2:])
-
-    def _group_seconds(self) -> list[float]:
-        """Measure the seconds that this rank takes to make a group of two, with its first exchange."""
-        groups = self.spec.rings()[0][:1]
-        times = []
-        for _ in range(GROUP_TIMES):
-            pool = GroupPool(1, self.timeout, self.accelerator, self.stepper.engine.progress)
-            self._of_all(0.0)
-            begin = perf_counter()
-            pool.prepare(groups)
-            times.append(perf_counter() - begin)
-            pool.clear()
-        return times if self.rank in groups[0] else []
 
 
 def payload_of(sample: Sample, adapter: VisionLanguageModel, encoded_here: Sequence[bool]) -> Payload:

@@ -5,14 +5,12 @@
                       on different nodes
 
 A cost is a sum of terms, and the packs must separate these terms: single sequences of growing length (attention grows
-with the square), as many tokens in short sequences (attention does not), few and many images of several sizes. About
-half of the packs are mixed at random like batches, because these are the packs whose time is to be predicted. With
+with the square), as many tokens in short sequences (attention does not), few and many images of several sizes. With
 sync=micro_batch a micro-batch consists of one pack of each rank.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -27,13 +25,11 @@ from dhp_ray.train.results import PackTime
 SHORTEST = 32
 """Text tokens of the shortest sequence."""
 TEXT_BESIDE_IMAGES = 40
-MIXED = 8
-"""Number of packs that are mixed at random."""
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "rings", "exchanges", "groups")
-"""What is measured; the last two have no rounds (`member.py`)."""
+PARTS = ("packs", "images", "rings", "exchanges")
+"""What is measured; the last has no rounds (`member.py`)."""
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
 """A pack: for each of its sequences, the number of text tokens and the grids of its images."""
@@ -84,7 +80,7 @@ class Spec:
         """The parts of PARTS that can be measured here."""
         left_out = {"images"} if not self.sizes.grids else set[str]()
         if self.num_ranks == 1:
-            left_out |= {"rings", "exchanges", "groups"}
+            left_out |= {"rings", "exchanges"}
         return [part for part in PARTS if part not in left_out]
 
     def rounds(self, part: str) -> list[Plan]:
@@ -152,11 +148,10 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class PartResult:
-    """What one rank reports of a part: the repeats of each round; or its exchanges, or the seconds to make a group."""
+    """What one rank reports of a part: the repeats of each round, or its exchanges."""
 
     rounds: list[list[StepTiming]] = field(default_factory=list)
     exchanged: list[Exchanged] = field(default_factory=list)
-    group_s: list[float] = field(default_factory=list)
 
 
 def text_loads(sizes: Sizes, degree: int = 1) -> list[Load]:
@@ -167,34 +162,10 @@ def text_loads(sizes: Sizes, degree: int = 1) -> list[Load]:
     found: list[Load] = [((length, ()),) for length in lengths]
     for count in (4, 16):
         found += [((length // count, ()),) * count for length in lengths[1::2] if length >= 8 * count]
-    return list(dict.fromkeys([*found, *_mixed_loads(sizes, False, degree)]))
+    return list(dict.fromkeys(found))
 
 
 def image_loads(sizes: Sizes, degree: int = 1) -> list[Load]:
     """Packs with images for `degree` ranks together; none if the model has no encoder."""
-    found: list[Load] = [((TEXT_BESIDE_IMAGES, (grid,) * count),)
-                         for grid in sizes.grids for count in (1, 6)]
-    if sizes.grids:
-        found += _mixed_loads(sizes, True, degree)
-    return list(dict.fromkeys(load for load in found if sizes.tokens(load) <= degree * sizes.max_tokens
-                              and any(grids for _, grids in load)))
-
-
-def _mixed_loads(sizes: Sizes, images: bool, degree: int) -> list[Load]:
-    """Random packs of one to sixteen sequences, most of them short; equal arguments give equal packs."""
-    drawn = random.Random(f"{sizes} {images} {degree}")
-    found: list[Load] = []
-    for number in range(MIXED):
-        room = degree * sizes.max_tokens * (0.25, 0.5, 1.0)[number % 3]
-        wanted = (1, 2, 3, 5, 8, 16)[number % 6]
-        load: Load = ()
-        for _ in range(wanted):
-            text = max(8, min(int(room / 2), int(drawn.lognormvariate(0.0, 0.9) * room / (2 * wanted))))
-            grids = drawn.choices(sizes.grids, k=drawn.randint(1 - bool(load), 3)) if images else []
-            while grids and sizes.tokens((*load, (text, tuple(grids)))) > room:
-                grids.remove(max(grids, key=prod))
-            if sizes.tokens((*load, (text, tuple(grids)))) <= room:
-                load = (*load, (text, tuple(grids)))
-        if load:
-            found.append(load)
-    return found
+    found: list[Load] = [((TEXT_BESIDE_IMAGES, (grid,) * count),) for grid in sizes.grids for count in (1, 6)]
+    return [load for load in found if sizes.tokens(load) <= degree * sizes.max_tokens]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 
 from dhp_ray.config import Config
 from dhp_ray.measure.member import Member
@@ -66,5 +65,4 @@ def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredP
 
 def member_with(rank: Rank, spec: Spec) -> Member:
     """Return the member for a rank that has joined its generation. The rank's state is useless afterwards."""
-    return Member(rank.membership.rank, spec, rank.stepper, rank.accelerator, rank.config.train.precision,
-                  timedelta(seconds=rank.config.comm.timeout_s))
+    return Member(rank.membership.rank, spec, rank.stepper, rank.config.train.precision)

@@ -130,10 +130,10 @@ def test_a_measurement_gives_a_file_that_plans(tmp_path: Path) -> None:
     assert file.origin.settings["sync"] == ["step", "micro_batch"]
     assert 1e-5 < file.cost.linear_s < 1e-3
     assert 0 < file.cost.fixed_s_by_sync["step"] < 0.5
-    assert "\ncpu_tiny: " in done.stdout
+    assert "\nMeasured by jobs/measure.py on " in done.stdout
     assert done.stdout.endswith(f"written: {tmp_path / 'cost.yaml'}, {tmp_path / 'cost.png'}\n")
     tree = yaml.safe_load((tmp_path / "cost.yaml").read_text())
-    assert tree["measured"]["packs"] > 30
+    assert tree["measured"]["packs"] > 20
     assert tree["errors"]["packs"]["median"] < 0.25  # also on cores that others use
     plan_batch([Sample("a", 900), Sample("b", 80)], ClusterSpec(2, 2, 1024), file.cost).validate()
 
