@@ -85,11 +85,6 @@ def summary(run: RunFiles, gains: Gains) -> str:
     if scored:
         names = {"exact match": "eval_exact_match", "ANLS": "eval_anls", "F1": "eval_f1"}
         cells.append(("last answers", ", ".join(f"{words} {scored[-1][name]:.3f}" for words, name in names.items())))
-    apart = [line["encoder"] for line in run.metrics if "encoder" in line]
-    if apart:
-        imbalance = statistics.median(encoder["imbalance"] for encoder in apart)
-        cells.append(("images encoded apart from packs",
-                      f"{len(apart)} of {len(run.metrics)} steps, fullest rank {imbalance:.2f} x the mean"))
     errors = [line["cost_error"] for line in run.metrics if line.get("cost_error") is not None]
     if errors:
         cells.append(("costs of packs off by, median", f"{100 * statistics.median(errors):.0f} %"))
@@ -190,20 +185,17 @@ def data(run: RunFiles, samples: Sequence[Sample], num_plans: int) -> str:
             images = sum(len(sample.vision_grids) for sample in samples if figures.kind_of(sample) == kind)
             rows.append((kind, f"{len(lengths):,}", f"{images:,}", f"{sum(lengths):,}",
                          f"{lengths[len(lengths) // 2]:,}", f"{lengths[-1]:,}"))
-    longest = sorted(samples, key=lambda sample: -sample.num_tokens)[:10]
     seen = f"<p>Lengths of the samples of {num_plans} of {len(run.plan_steps)} batches, spread over the run.</p>"
     by_kind = table(("kind", "samples", "images or videos", "tokens", "median", "longest"), rows,
                     numbers=(1, 2, 3, 4, 5))
-    top = table(("longest samples", "tokens", "of text", "of images or video"),
-                [(sample.id, f"{sample.num_tokens:,}", f"{sample.text_tokens:,}", f"{sample.vision_tokens:,}")
-                 for sample in longest], numbers=(1, 2, 3))
     lengths_shown = picture(figures.lengths_picture(samples), "histograms of lengths by modality")
     left_out = "<p>No sample was left out.</p>"
     if run.skipped:
         cells = [[line.get(name) for name in ("id", "reason", "step")] for line in run.skipped[:MAX_ROWS]]
         left_out = f"<p>{len(run.skipped)} left out:</p>" + table(("sample", "reason", "step"), cells)
-        left_out += _more(run.skipped)
-    return section("Data", seen + lengths_shown + by_kind + top + left_out)
+        if len(run.skipped) > MAX_ROWS:
+            left_out += f"<p class=note>and {len(run.skipped) - MAX_ROWS} more</p>"
+    return section("Data", seen + lengths_shown + by_kind + left_out)
 
 
 def events(run: RunFiles) -> str:
@@ -214,9 +206,7 @@ def events(run: RunFiles) -> str:
     shown = table(("time", "event", "details"), rows)
     if num_earlier:
         shown += f"<p class=note>{num_earlier} earlier ones are in events.jsonl.</p>"
-    ranks = table(("rank", "node", "process", "device"),
-                  [[rank.get(name) for name in ("rank", "node_id", "pid", "device")] for rank in run.ranks[:MAX_ROWS]])
-    return section("Events", shown) + section("Ranks", ranks + _more(run.ranks))
+    return section("Events", shown)
 
 
 def section(title: str, content: str) -> str:
@@ -249,7 +239,3 @@ def text(value: Any) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
-
-
-def _more(rows: Sequence[Any]) -> str:
-    return f"<p class=note>and {len(rows) - MAX_ROWS} more</p>" if len(rows) > MAX_ROWS else ""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhp_ray.run_folder import (
-    CLUSTER_FILE,
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
@@ -30,7 +29,6 @@ class RunFiles:
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
     skipped: list[dict[str, Any]]
-    ranks: list[dict[str, Any]]
     plan_steps: list[int]
 
     def plan(self, step: int) -> dict[str, Any]:
@@ -50,10 +48,9 @@ def read_run(folder: Folder) -> RunFiles:
             f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has "
             "written"
         )
-    cluster = _object(folder, CLUSTER_FILE) if folder.exists(CLUSTER_FILE) else {}
     steps = [step for name in folder.names(PLANS_FOLDER) if (step := step_of(name, ".json")) is not None]
     return RunFiles(folder, folder.read(CONFIG_FILE).decode(errors="replace"), _lines(folder, METRICS_FILE),
-                    _lines(folder, EVENTS_FILE), _lines(folder, SKIPPED_FILE), cluster.get("ranks", []), sorted(steps))
+                    _lines(folder, EVENTS_FILE), _lines(folder, SKIPPED_FILE), sorted(steps))
 
 
 def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:

@@ -49,8 +49,8 @@ def content(run_folder: Path) -> str:
 
 def test_every_section_and_figure_is_there(content: str) -> None:
     assert re.findall(r"<h2>(.*?)</h2>", content) == ["Loss", "Throughput", "What planning gained", "Degrees", "Data",
-                                                      "Events", "Ranks", "Configuration"]
-    for words in ("7 of 7 batches", "static_best", "dhp_paper", "with video", "worker_lost", "4714", "num_workers: 4"):
+                                                      "Events", "Configuration"]
+    for words in ("7 of 7 batches", "static_best", "dhp_paper", "with video", "worker_lost", "num_workers: 4"):
         assert words in content
     assert re.search(r"<dt>last loss</dt><dd>0\.2857</dd>", content)
     assert re.search(r"<dt>samples left out</dt><dd>2</dd>", content)
@@ -64,19 +64,6 @@ def test_scores_of_answers_are_shown(tmp_path: Path) -> None:
     run = read_run(Folder(str(tmp_path)))
     shown = summary(run, compare([], run.plan))
     assert "<dt>last answers</dt><dd>exact match 0.500, ANLS 0.625, F1 0.750</dd>" in shown
-
-
-def test_steps_whose_images_were_encoded_apart_are_counted(content: str, tmp_path: Path) -> None:
-    write_run(tmp_path, 3, encoder="world")
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line, imbalance in zip(lines, (1.25, None, 1.75)):
-        line["encoder"]["imbalance"] = imbalance
-    lines[1].pop("encoder")
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = read_run(Folder(str(tmp_path)))
-    shown = summary(run, compare([], run.plan))
-    assert "<dt>images encoded apart from packs</dt><dd>2 of 3 steps, fullest rank 1.50 x the mean</dd>" in shown
-    assert "encoded apart" not in content
 
 
 def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
@@ -126,7 +113,7 @@ def test_nothing_is_fetched_and_nothing_runs(content: str) -> None:
 
 def test_samples_text_is_escaped_and_secrets_are_not_shown(content: str) -> None:
     assert EVIL not in content
-    assert content.count("&lt;script&gt;document.title=&#x27;owned&#x27;&lt;/script&gt;") > 10
+    assert content.count("&lt;script&gt;document.title=&#x27;owned&#x27;&lt;/script&gt;") == 3
     assert "TOPSECRET" not in content
     assert text("a\u202eb\x00<") == "a\ufffdb\ufffd&lt;"
 
