@@ -36,17 +36,6 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
                           "predicted_makespan_s": plan.makespan_s, "measured_makespan_s": last_s}}
 
 
-def trace_of_steps(steps: Sequence[tuple[float, Plan, Sequence[StepResult]]], details: dict[str, Any]
-                   ) -> dict[str, Any]:
-    """One trace of several steps, each given with the second at which it began; `details` describes them."""
-    events = []
-    for begin_s, plan, results in steps:
-        for event in trace_of(plan, results)["traceEvents"]:
-            begin_us = {"ts": round(event["ts"] + 1e6 * begin_s, 3)} if "ts" in event else {}
-            events.append(event | begin_us)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": details}
-
-
 def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict[str, Any]]:
     rank, free_s = result.rank, 0.0
     yield {"name": "process_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": f"rank {rank}"}}

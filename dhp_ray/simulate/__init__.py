@@ -6,5 +6,5 @@ stragglers and faults.
     SimulatedRun: dispatcher -> plan -> simulate_step -> record       for each batch, through generations
     records -> summary -> table, results.json, picture, trace
 
-Everything is modelled and nothing is measured; the same settings give the same result (not with `planning.measured`).
+Everything is modelled and nothing is measured; the same settings give the same result.
 """

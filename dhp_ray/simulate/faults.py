@@ -1,5 +1,5 @@
-"""The faults of a simulated run and ranks that are slow for a while, all of which follow from the seed; and from one
-generation to the next: who is left, from which step they continue, and when.
+"""The faults of a simulated run and its slow ranks, all of which follow from the seed; and from one generation to the
+next: who is left, from which step they continue, and when.
 
 The decisions are those of `runtime/driver/elastic.py`; the durations are given (`FaultSettings`):
 
@@ -25,7 +25,7 @@ from dhp_ray.runtime.messages import HeldShards
 from dhp_ray.simulate.settings import FaultKind, FaultSettings
 
 KINDS = ("worker", "stopped", "node", "driver", "all")
-WHEN, SPEED, NOISE = 1, 2, 3
+WHEN, SPEED = 1, 2
 """Separate streams of random numbers, so that a change of one leaves the others as they are."""
 
 
@@ -59,39 +59,13 @@ def _drawn(settings: FaultSettings, seed: int) -> Iterator[Fault]:
         yield Fault(now_s, kind, float(random.random()))
 
 
-class Speeds:
-    """The speed of each slot in each step; 1 is nominal."""
-
-    def __init__(self, settings: FaultSettings, num_ranks: int, seed: int) -> None:
-        self._seed, self._noise = seed, settings.noise
-        random = np.random.default_rng([seed, SPEED])
-        self._always = np.exp(settings.spread * random.standard_normal(num_ranks))
-        self._slow = []
-        for slow in settings.slow:
-            chosen = [int(word) for word in slow.ranks.split(",") if word.strip()]
-            chosen = chosen or random.permutation(num_ranks)[: round(slow.share * num_ranks)].tolist()
-            self._slow.append((np.array(chosen, dtype=np.int64), slow.speed, slow.first_step, slow.last_step))
-
-    @property
-    def even(self) -> bool:
-        """Whether all slots have nominal speed in every step and packs take what their cost says."""
-        return not self._slow and not self._noise and bool((self._always == 1.0).all())
-
-    def at(self, step: int) -> np.ndarray:
-        """The speed of each slot in a step."""
-        found = self._always.copy()
-        for chosen, speed, first, last in self._slow:
-            if first <= step and (not last or step <= last):
-                found[chosen] *= speed
-        return found
-
-    def stretch(self, step: int, attempt: int, num_groups: int) -> np.ndarray | None:
-        """The factor by which the compute of each pack of a step is longer than its cost says; None: 1 for all."""
-        if not self._noise:
-            return None
-        random = np.random.default_rng([self._seed, NOISE, step, attempt])
-        found: np.ndarray = np.exp(self._noise * random.standard_normal(num_groups))
-        return found
+def speeds_of(settings: FaultSettings, num_ranks: int, seed: int) -> np.ndarray:
+    """The speed of each slot; 1 is nominal."""
+    random, found = np.random.default_rng([seed, SPEED]), np.ones(num_ranks)
+    for slow in settings.slow:
+        chosen = [int(word) for word in slow.ranks.split(",") if word.strip()]
+        found[chosen or random.permutation(num_ranks)[: round(slow.share * num_ranks)].tolist()] *= slow.speed
+    return found
 
 
 KEPT = 2

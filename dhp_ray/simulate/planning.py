@@ -2,30 +2,30 @@
 `runtime/driver/dispatch.py` and `runtime/driver/feedback.py`.
 
     step n        |------------------------------------| results |
-    step n + 1    | read | plan | decode ... |                   launch         in time: nobody waits
-                  | read ......... | plan .................. |                  late: wait, or use the last resort
+    step n + 1    | plan |                                       launch         in time: nobody waits
+                  | plan ........................................... |          late: wait, or use the last resort
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import NamedTuple
-
-import numpy as np
 
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, plan_batch, plan_uniform, static_layout
 from dhp_ray.planner.baselines.static import Layout
 from dhp_ray.planner.cost.model import CostModel
-from dhp_ray.planner.plan.types import Sample, encoding_ranks
+from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.feedback import Expectation, patience_s
-from dhp_ray.simulate.settings import DataSettings, PlanningSettings
+from dhp_ray.simulate.settings import PlanningSettings
 
 LAYOUT_BATCHES = 8
 """Number of the first batches for which `static` chooses its one layout; the batch with the longest sequence is added.
 """
+
+LAST_RESORT_ITEM_S = 5e-6
+"""As `planning.item_s`, of the planner that runs if a plan is late."""
 
 
 @dataclass
@@ -60,30 +60,25 @@ class SimulatedPlanner:
 
 
 class Prepared(NamedTuple):
-    """A batch and its plan in the making, with the planner's inputs: when the batch is read, and when the plan is begun
-    and made.
-    """
+    """A batch and its plan in the making, with the planner's inputs: when the plan is begun and made."""
 
     step: int
     samples: Sequence[Sample]
     plan: Plan
     speeds: tuple[float, ...]
     pool: list[tuple[int, ...]]
-    read_s: float
     begun_s: float
     planned_s: float
 
 
 class Dispatched(NamedTuple):
-    """A plan, and when all ranks have it and have decoded their images. Of the time that the ranks wait once they are
-    free, `data_wait_s` is for the batch and the images, `plan_wait_s` for the plan. `late`: the plan is the last
-    resort's.
+    """A plan, and when all ranks have it. `plan_wait_s`: how long they wait for it once they are free. `late`: it is
+    the last resort's.
     """
 
     plan: Plan
     ready_s: float
     late: bool
-    data_wait_s: float
     plan_wait_s: float
 
 
@@ -94,32 +89,27 @@ class SimulatedDispatcher:
     planner: SimulatedPlanner
     book: GroupCacheState
     planning: PlanningSettings
-    data: DataSettings
     expectation: Expectation = field(default_factory=Expectation)
     _planner_free_s: float = 0.0  # one plan is made at a time, also one that nobody waits for any more
 
-    def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float, is_read: bool
-              ) -> Prepared:
-        """Read a batch (unless it has been read) and plan it, from `now_s` on."""
-        rate = self.data.samples_per_s
-        read_s = now_s + (len(samples) / rate if rate and not is_read else 0.0)
+    def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float) -> Prepared:
+        """Plan a batch, from `now_s` on."""
         pool = self.book.held()
         plan = self.planner.plan(samples, speeds, pool)
-        begun_s = max(read_s, self._planner_free_s)
-        self._planner_free_s = begun_s + self._planning_s(plan, self.planning.item_s)
-        return Prepared(step, samples, plan, speeds, pool, read_s, begun_s, self._planner_free_s)
+        begun_s = max(now_s, self._planner_free_s)
+        self._planner_free_s = begun_s + _planning_s(plan, self.planning.item_s)
+        return Prepared(step, samples, plan, speeds, pool, begun_s, self._planner_free_s)
 
     def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
         """The plan that is sent to the ranks, which are free from `free_s` on; `scale`: measured over predicted
         seconds, once known.
         """
-        asked_s = max(free_s, prepared.read_s)
-        sent_s, plan, late, begun = max(asked_s, prepared.planned_s), prepared.plan, False, True
-        if prepared.planned_s > asked_s:
+        sent_s, plan, late, begun = max(free_s, prepared.planned_s), prepared.plan, False, True
+        if prepared.planned_s > free_s:
             resort = self.planner.plan(prepared.samples, prepared.speeds, prepared.pool, LAST_RESORT)
-            resort_s = asked_s + self._planning_s(resort, self.planning.last_resort_item_s)
+            resort_s = free_s + _planning_s(resort, LAST_RESORT_ITEM_S)
             expected_s = self.expectation.makespan_s(resort.lower_bound_s)
-            given_up_s = max(resort_s, asked_s + patience_s(resort.predicted_time_s, expected_s, scale))
+            given_up_s = max(resort_s, free_s + patience_s(resort.predicted_time_s, expected_s, scale))
             late = prepared.planned_s > given_up_s
             sent_s, plan = (given_up_s, resort) if late else (max(resort_s, prepared.planned_s), plan)
             begun = prepared.begun_s < given_up_s
@@ -127,22 +117,8 @@ class SimulatedDispatcher:
             self.expectation.observe(prepared.plan)
         else:
             self._planner_free_s = prepared.begun_s
-        decoded_s = (sent_s if late else prepared.planned_s) + self._decoding_s(plan)
-        ready_s = max(sent_s, decoded_s)
-        return Dispatched(plan, ready_s, late, max(0.0, asked_s - free_s) + ready_s - sent_s, sent_s - asked_s)
+        return Dispatched(plan, sent_s, late, sent_s - free_s)
 
-    def _planning_s(self, plan: Plan, item_s: float) -> float:
-        if self.planning.measured:
-            return plan.planning_time_s
-        return item_s * (len(plan.samples) + sum(len(sample.vision_grids) for sample in plan.samples))
 
-    def _decoding_s(self, plan: Plan) -> float:
-        """Seconds of the rank that decodes most; each rank that encodes a part of an image decodes all of it."""
-        if not self.data.patches_per_s:
-            return 0.0
-        patches = np.zeros(plan.cluster.num_ranks)
-        for group in plan.groups:
-            grids = [grid for row in group.sequences for grid in plan.samples[row].vision_grids]
-            for ranks, grid in zip(encoding_ranks(group.encoders, group.splits), grids, strict=True):
-                patches[list(ranks)] += prod(grid)
-        return float(patches.max()) / self.data.patches_per_s
+def _planning_s(plan: Plan, item_s: float) -> float:
+    return item_s * (len(plan.samples) + sum(len(sample.vision_grids) for sample in plan.samples))

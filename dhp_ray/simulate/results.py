@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.report.step_picture import draw_plan
-from dhp_ray.report.trace import trace_of_steps
+from dhp_ray.report.trace import trace_of
 from dhp_ray.simulate.run import Simulated
 
 HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
         "groups", "idle", "waits s", "memory", "faults", "again")
-"""`of the first`: tokens per second relative to the first planner. `waits s`: total seconds of waiting for batches,
-images and plans. `again`: steps that a fault undid.
+"""`of the first`: tokens per second relative to the first planner. `waits s`: total seconds of waiting for plans.
+`again`: steps that a fault undid.
 """
 
 
@@ -31,7 +31,7 @@ def text_of(summaries: Sequence[dict[str, Any]]) -> str:
             summary["planner"], f"{summary['step_s']:.4g}", f"{summary['tokens_per_s']:,.0f}",
             f"{summary['tokens_per_s_per_rank']:,.0f}", f"{summary['samples_per_s']:.4g}",
             f"{summary['tokens_per_s'] / first:.3f}" if first else "", *shares,
-            f"{summary['data_wait_s'] + summary['plan_wait_s']:.3g}", f"{100 * summary['memory_share']:.0f} %",
+            f"{summary['plan_wait_s']:.3g}", f"{100 * summary['memory_share']:.0f} %",
             str(summary["faults"]), str(summary["steps_run_again"])))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -50,12 +50,11 @@ def write_results(simulation: Simulated, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
     files = [folder / "results.json"]
-    drawn = next((record for record in simulation.records if record.kept), None)
-    if drawn:
-        steps = [(begin_s, step.plan, step.results(number)) for number, (begin_s, step) in drawn.kept.items()]
-        _, plan, results = steps[0]
-        draw_plan(plan, folder / "step.png", results, told="simulated")
-        details = {"simulated": True, "planner": drawn.planner, "steps": sorted(drawn.kept)}
-        (folder / "trace.json").write_text(json.dumps(trace_of_steps(steps, details)))
+    step = next((record.first for record in simulation.records if record.first), None)
+    if step:
+        results = step.results(1)
+        draw_plan(step.plan, folder / "step.png", results, told="simulated")
+        details = {"simulated": True, "planner": step.plan.planner, "step": 1}
+        (folder / "trace.json").write_text(json.dumps(trace_of(step.plan, results) | {"otherData": details}))
         files += [folder / "step.png", folder / "trace.json"]
     return files

@@ -10,8 +10,8 @@ batch, through faults, as in `runtime/driver`. The pure functions that decide th
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import Elastic
-from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, Speeds, faults_of, generation_of
+from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, faults_of, generation_of, speeds_of
 from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Prepared, SimulatedDispatcher, SimulatedPlanner
 from dhp_ray.simulate.settings import Simulation
@@ -37,32 +37,24 @@ from dhp_ray.simulate.workload import Batches, Workload
 RECENT = 8
 """Number of recent steps whose median time is the time of a step (`History.step_times_s`)."""
 
-KEPT_STEPS = 3
-"""Number of first steps that are kept in full, for pictures."""
-
 
 class StepRecord(NamedTuple):
-    """A step that ran: when its ranks were free for it, when it began and when it ended, in seconds since the run
-    began. `shares`: see `SimulatedStep.shares`. `memory_bytes`: of the rank that held most.
+    """A step that ran: when it began and when it ended, in seconds since the run began. `shares`: see
+    `SimulatedStep.shares`. `memory_bytes`: of the rank that held most.
     """
 
     step: int
-    free_s: float
     begin_s: float
     end_s: float
-    makespan_s: float
     predicted_s: float
-    lower_bound_s: float
     num_tokens: int
     num_samples: int
     num_ranks: int
     generation: int
     late: bool
-    data_wait_s: float
     plan_wait_s: float
     memory_bytes: float
     shares: dict[str, float]
-    degrees: dict[int, int]
 
 
 class RunEvent(NamedTuple):
@@ -76,16 +68,15 @@ class RunEvent(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """A run by one planner. `lost`: steps that a fault undid after they had run; they ran again. `kept`: a few steps in
-    full, for pictures. `planning_s`: seconds that planning took on this machine, for each step that was run.
+    """A run by one planner. `lost`: steps that a fault undid after they had run; they ran again. `first`: the first
+    step in full, for a picture.
     """
 
     planner: str
     steps: list[StepRecord] = field(default_factory=list)
     lost: list[StepRecord] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
-    kept: dict[int, tuple[float, SimulatedStep]] = field(default_factory=dict)
-    planning_s: list[float] = field(default_factory=list)
+    first: SimulatedStep | None = None
     time_s: float = 0.0
     error: str = ""
 
@@ -104,25 +95,18 @@ class RunRecord:
         weights = durations * np.array([record.num_ranks for record in steps])
         shares = {name: float(np.average([record.shares[name] for record in steps], weights=weights))
                   for name in (steps[0].shares if steps else ())}
-        degrees = sum((Counter(record.degrees) for record in steps), Counter[int]())
         return {
             "planner": self.planner, "steps": len(steps), "time_s": time_s,
             "tokens_per_s": tokens / time_s if time_s else 0.0,
             "tokens_per_s_per_rank": tokens / time_s / num_ranks if time_s else 0.0,
             "samples_per_s": samples / time_s if time_s else 0.0,
-            "step_s": _mean(durations), "makespan_s": _mean([record.makespan_s for record in steps]),
-            "predicted_s": _mean([record.predicted_s for record in steps]),
-            "over_bound": _mean([record.predicted_s / record.lower_bound_s for record in steps]),
-            "shares": shares,
-            "data_wait_s": sum(record.data_wait_s for record in steps),
+            "step_s": float(durations.mean()) if steps else 0.0, "shares": shares,
             "plan_wait_s": sum(record.plan_wait_s for record in steps),
             "late_plans": sum(record.late for record in steps),
             "memory_bytes": max((record.memory_bytes for record in steps), default=0.0),
             "memory_share": max((record.memory_bytes for record in steps), default=0.0) / memory_bytes,
-            "degrees": {str(degree): degrees[degree] for degree in sorted(degrees)},
             "faults": sum(event.kind == "fault" for event in self.events),
             "steps_run_again": len(self.lost),
-            "recovery_s": sum(event.seconds for event in self.events if event.kind == "generation"),
             "checkpoint_s": sum(event.seconds for event in self.events if event.kind == "checkpoint"),
             "error": self.error}
 
@@ -138,11 +122,12 @@ class SimulatedRun:
         self.settings, self.machine, self.batches, self.progress = machine.settings, machine, batches, progress
         self.record, self.scale, faults = RunRecord(planner), TimeScale(), self.settings.faults
         num_ranks, seed = self.settings.cluster.num_ranks, self.settings.seed
-        self.speeds, self.faults = Speeds(faults, num_ranks, seed), faults_of(faults, seed)
+        self.speeds, self.faults = speeds_of(faults, num_ranks, seed), faults_of(faults, seed)
+        self.even = bool((self.speeds == 1.0).all())
         self.next_fault = next(self.faults, None)
         self.mirroring = Mirroring("0" if faults.policy == "restart" else faults.mirror_every_steps)
         self.step_times_s: deque[float] = deque(maxlen=RECENT)
-        self.now_s, self.saved_s, self.last_read, self.attempts = 0.0, 0.0, 0, 0
+        self.now_s, self.saved_s = 0.0, 0.0
         self.ended_s = 0.0  # the last step ended then, or the group was formed
         self._mirrors = self.mirroring.auto or self.mirroring.every > 0
         self.recovery = Recovery(faults, num_ranks, self._mirrors, self._holds, self._another)
@@ -170,8 +155,7 @@ class SimulatedRun:
         planning, place = self.settings.planning, self.place
         planner = SimulatedPlanner(self.record.planner, place.mode.sync, planning.encoder, place.cluster, place.cost,
                                    self._layout_batches)
-        self.dispatcher = SimulatedDispatcher(planner, GroupCacheState(self.machine.pool_groups), planning,
-                                              self.settings.data)
+        self.dispatcher = SimulatedDispatcher(planner, GroupCacheState(self.machine.pool_groups), planning)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()
         if self._mirrors and generation.size > 1:
@@ -187,14 +171,14 @@ class SimulatedRun:
         """Run steps until the membership changes or the run is done."""
         if self._changed():  # the steps that are run again may need more ranks
             return None
-        prepared, free_s = self._begin(self.generation.newest + 1, self.now_s), self.now_s
-        taken = self.dispatcher.take(prepared, free_s, self.scale.known())
+        prepared = self._begin(self.generation.newest + 1, self.now_s)
+        taken = self.dispatcher.take(prepared, self.now_s, self.scale.known())
         while True:
             sent = taken._replace(ready_s=max(taken.ready_s, self.now_s))
             fault = self._fault_before(sent.ready_s)
             if fault:
                 return self._broken(fault)
-            step = self._run(prepared.step, sent)
+            step = self._run(sent.plan)
             end_s = self._end_s(prepared.step, sent.ready_s + step.time_s)
             is_last = not self.settings.duration_s and prepared.step == self.settings.num_batches
             following = prepared if is_last else self._begin(prepared.step + 1, sent.ready_s)
@@ -206,17 +190,16 @@ class SimulatedRun:
                 return self._note(fault)
             if not is_last:  # before the checkpoint, as the driver does
                 taken = self.dispatcher.take(following, end_s, self.scale.known())
-            self._commit(prepared, sent, step, free_s, end_s)
+            self._commit(prepared.step, sent, step, end_s)
             if fault:
                 return self._broken(fault)
             if self._done() or self._changed():
                 return None
-            prepared, free_s = following, self.now_s
+            prepared = following
 
     def _begin(self, step: int, now_s: float) -> Prepared:
-        is_read, self.last_read = step <= self.last_read, max(step, self.last_read)
-        speeds = (1.0,) * self.generation.size if self.speeds.even else self.meter.planned()
-        return self.dispatcher.begin(step, self.batches(step), speeds, now_s, is_read)
+        speeds = (1.0,) * self.generation.size if self.even else self.meter.planned()
+        return self.dispatcher.begin(step, self.batches(step), speeds, now_s)
 
     def _fault_before(self, time_s: float) -> Fault | None:
         """Take the next fault if it strikes before `time_s` and the run's end. Those that strike nobody are passed
@@ -229,20 +212,14 @@ class SimulatedRun:
                 return fault
         return None
 
-    def _run(self, number: int, sent: Dispatched) -> SimulatedStep:
+    def _run(self, plan: Plan) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
-        plan, place = sent.plan, self.place
         made = [key for change, key in self.dispatcher.book.take(plan.process_groups()) if change == "create"]
         cluster = plan.cluster
-        if not self.speeds.even:
-            speeds = self.speeds.at(number)[list(self.generation.slots)]
-            cluster = replace(cluster, speeds=tuple(speeds.tolist()))
-        problem = problem_of(plan.samples, cluster, place.cost, plan.sync, deals_images=False)
-        self.attempts += 1
-        step = simulate_step(plan, problem, made=made,
-                             stretch=self.speeds.stretch(number, self.attempts, len(plan.groups)))
-        self.record.planning_s.append(plan.planning_time_s)
-        return step
+        if not self.even:
+            cluster = replace(cluster, speeds=tuple(self.speeds[list(self.generation.slots)].tolist()))
+        problem = problem_of(plan.samples, cluster, self.place.cost, plan.sync, deals_images=False)
+        return simulate_step(plan, problem, made=made)
 
     def _end_s(self, step: int, end_s: float) -> float:
         """When a step ends whose work ends at `end_s`. One that is mirrored, or its generation's first, also waits for
@@ -253,17 +230,15 @@ class SimulatedRun:
             return max(end_s, self.generation.mirrored[-1][1])
         return end_s
 
-    def _commit(self, prepared: Prepared, sent: Dispatched, step: SimulatedStep, free_s: float, end_s: float) -> None:
+    def _commit(self, number: int, sent: Dispatched, step: SimulatedStep, end_s: float) -> None:
         """Record a step, and decide what follows from it: speeds, copies of the state, a checkpoint."""
-        number, plan, faults = prepared.step, sent.plan, self.settings.faults
+        plan, faults = sent.plan, self.settings.faults
         record = StepRecord(
-            number, free_s, sent.ready_s, end_s, step.packs_end_s, plan.predicted_time_s, plan.lower_bound_s,
-            sum(sample.num_tokens for sample in plan.samples), len(plan.samples), self.generation.size,
-            self.generation.number, sent.late, sent.data_wait_s, sent.plan_wait_s, float(step.memory_bytes().max()),
-            step.shares(), dict(plan.degrees()))
+            number, sent.ready_s, end_s, plan.predicted_time_s, sum(sample.num_tokens for sample in plan.samples),
+            len(plan.samples), self.generation.size, self.generation.number, sent.late, sent.plan_wait_s,
+            float(step.memory_bytes().max()), step.shares())
         self.record.steps.append(record)
-        if len(self.record.kept) < KEPT_STEPS:
-            self.record.kept[number] = (sent.ready_s, step)
+        self.record.first = self.record.first or step
         self._observe(plan, step)
         self.generation.newest, self.ended_s = number, end_s
         self.now_s = end_s + self.settings.planning.between_s
@@ -284,7 +259,7 @@ class SimulatedRun:
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
         makespan_s = step.packs_end_s - float(step.made_s.max())
         self.scale.observe(makespan_s, plan.makespan_s)
-        if not self.speeds.even:
+        if not self.even:
             cost = self.place.cost
             work, num_ranks = work_of(plan), self.generation.size
             self.meter.observe(work.seconds_of_ranks(cost, num_ranks), step.busy_s().tolist(),
@@ -292,7 +267,7 @@ class SimulatedRun:
 
     def _changed(self) -> bool:
         """Whether ranks join or leave between two steps; if so, the next generation has been entered."""
-        slow = {} if self.speeds.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
+        slow = {} if self.even else {self.generation.slots[rank] for rank in self.meter.no_good()}
         formed = self.recovery.changed(self.generation, self.now_s, slow)
         return formed is not None and self._formed(*formed)
 
@@ -352,9 +327,7 @@ class Simulated:
         return [record.summary(self.machine.memory_bytes, self.settings.cluster.num_ranks) for record in self.records]
 
     def to_json(self) -> dict[str, Any]:
-        """The whole result. Only `planning_s_here`, the seconds that planning took on this machine, differs from one
-        simulation to the next with the same settings (unless they have `planning.measured`).
-        """
+        """The whole result; the same settings give the same one."""
         first = self.machine.first
         return {
             "modelled": "all times are modelled, none is measured",
@@ -363,8 +336,7 @@ class Simulated:
             "cost": first.cost.to_json(), "longest_tokens": self.batches.longest_tokens,
             "left_out": sorted(self.batches.left_out), "planners": self.summaries(),
             "steps": {record.planner: [step._asdict() for step in record.steps] for record in self.records},
-            "events": {record.planner: [event._asdict() for event in record.events] for record in self.records},
-            "planning_s_here": {record.planner: record.planning_s for record in self.records}}
+            "events": {record.planner: [event._asdict() for event in record.events] for record in self.records}}
 
 
 def prepared(settings: Simulation) -> Simulated:
@@ -385,7 +357,3 @@ def simulated(simulation: Simulated, progress: Progress = lambda planner, step, 
         run = SimulatedRun(planner, simulation.machine, simulation.batches, partial(progress, planner))
         simulation.records.append(run.simulate())
         yield simulation.records[-1]
-
-
-def _mean(values: Sequence[float] | np.ndarray) -> float:
-    return float(np.mean(values)) if len(values) else 0.0

@@ -25,9 +25,8 @@ DATA_FOLDER = "DHP_RAY_TEST_DATA"
 class Numbers:
     """A distribution of numbers, clipped to `minimum` and `maximum`."""
 
-    kind: str = key("constant", "constant: `mean`; uniform: from `minimum` to `maximum`; normal and lognormal: by "
-                    "`mean` and `deviation` of the numbers; bins: of `bins`",
-                    choices=("constant", "uniform", "normal", "lognormal", "bins"))
+    kind: str = key("constant", "constant: `mean`; normal and lognormal: by `mean` and `deviation` of the numbers; "
+                    "bins: of `bins`", choices=("constant", "normal", "lognormal", "bins"))
     mean: float = key(0.0, "their mean", minimum=0, maximum=1e12)
     deviation: float = key(0.0, "their standard deviation", minimum=0, maximum=1e12)
     minimum: float = key(0.0, "the least one", minimum=0, maximum=1e12)
@@ -118,19 +117,8 @@ class PlanningSettings:
     encoder: str = key("auto", "where images are encoded, as in planner.encoder", choices=("group", "world", "auto"))
     item_s: float = key(1e-5, "seconds that planning takes for each sequence and each image of a batch",
                         minimum=0, maximum=1)
-    last_resort_item_s: float = key(5e-6, "the same for the planner that runs if a plan is late", minimum=0,
-                                    maximum=1)
     between_s: float = key(0.0, "seconds from the end of a step to the start of the next, if nothing is late",
                            minimum=0, maximum=3600)
-    measured: bool = key(False, "use the seconds that planning takes on this machine instead; two runs then differ")
-
-
-@dataclass(kw_only=True)
-class DataSettings:
-    samples_per_s: float = key(0.0, "samples read and tokenized a second; 0: as fast as needed",
-                               minimum=0)
-    patches_per_s: float = key(0.0, "patches of its own images that a rank decodes a second; 0: as fast as needed",
-                               minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -157,13 +145,11 @@ class Event:
 
 @dataclass(kw_only=True)
 class Slow:
-    """Ranks that are slow for a while."""
+    """Ranks that are slow."""
 
     ranks: str = key("", "their numbers, comma-separated; empty: drawn at random")
     share: float = key(0.0, "share of the ranks to draw, if no numbers are given", minimum=0, maximum=1)
     speed: float = key(1.0, "their speed; 1: nominal", above=0, maximum=100)
-    first_step: int = key(1, "first step in which they are slow", minimum=1)
-    last_step: int = key(0, "last step in which they are slow; 0: to the end", minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -195,9 +181,6 @@ class FaultSettings:
     stage_s: float = key(0.0, "seconds for which a checkpoint holds up the steps", minimum=0, maximum=MONTH_S)
     write_s: float = key(0.0, "seconds until a checkpoint is written, while steps run", minimum=0, maximum=MONTH_S)
     slow: list[Slow] = key([], "ranks that are slow: [{share: 0.1, speed: 0.5}, ...]")
-    spread: float = key(0.0, "spread of the ranks' speeds (sigma of their logarithm), drawn once", minimum=0, maximum=2)
-    noise: float = key(0.0, "spread of the time of each pack's computing (sigma of its logarithm)", minimum=0,
-                       maximum=2)
 
 
 @dataclass(kw_only=True)
@@ -218,7 +201,6 @@ class Simulation:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     planning: PlanningSettings = field(default_factory=PlanningSettings)
-    data: DataSettings = field(default_factory=DataSettings)
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
     faults: FaultSettings = field(default_factory=FaultSettings)
 
@@ -320,8 +302,6 @@ def _check_source(source: SourceSettings) -> None:
         if numbers.minimum > numbers.maximum:
             raise ConfigError(f"{where}: {name}: got minimum {numbers.minimum:g}; allowed: at most maximum "
                               f"({numbers.maximum:g})")
-        if numbers.kind == "uniform" and numbers.maximum == Numbers().maximum:
-            raise ConfigError(f"{where}: {name}: kind uniform without a maximum; allowed: one with minimum and maximum")
         if name in ("images", "videos") and numbers.mean > MOST_PICTURES:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: at most {MOST_PICTURES}")
         if numbers.kind == "lognormal" and not numbers.mean > 0:

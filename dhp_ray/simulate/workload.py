@@ -188,8 +188,6 @@ def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random:
     """`count` numbers of a distribution, within its bounds. `bins`: the bins that it names."""
     if numbers.kind == "constant":
         found = np.full(count, numbers.mean)
-    elif numbers.kind == "uniform":
-        found = random.uniform(numbers.minimum, numbers.maximum, count)
     elif numbers.kind == "normal":
         found = random.normal(numbers.mean, numbers.deviation, count)
     elif numbers.kind == "lognormal":  # mean and deviation are those of the numbers, not of their logarithms

@@ -125,8 +125,8 @@ def test_a_family_that_is_not_known_takes_text_alone() -> None:
 
 
 @pytest.mark.parametrize(("numbers", "mean", "deviation"), [
-    (Numbers(mean=7), 7, 0), (Numbers(kind="uniform", minimum=2, maximum=8), 5, 6 / math.sqrt(12)),
-    (Numbers(kind="normal", mean=50, deviation=5), 50, 5), (Numbers(kind="lognormal", mean=50, deviation=60), 50, 60),
+    (Numbers(mean=7), 7, 0), (Numbers(kind="normal", mean=50, deviation=5), 50, 5),
+    (Numbers(kind="lognormal", mean=50, deviation=60), 50, 60),
     (Numbers(kind="bins", bins=[[0, 2, 1], [10, 10, 3]]), 0.25 * 1 + 0.75 * 10, None)])
 def test_distributions(numbers: Numbers, mean: float, deviation: float | None) -> None:
     found = drawn_numbers(numbers, numbers.bins, 200_000, np.random.default_rng(0))
@@ -149,7 +149,6 @@ SOME = Numbers(mean=5)
     (of(text_tokens=SOME, images=SOME), "workload source a: image_width: got nothing with images"),
     (of(text_tokens=SOME, videos=SOME), "workload source a: video_seconds: got nothing with videos"),
     (of(text_tokens=Numbers(minimum=9, maximum=3)), "workload source a: text_tokens: got minimum 9; allowed: at most"),
-    (of(text_tokens=Numbers(kind="uniform")), "workload source a: text_tokens: kind uniform without a maximum"),
     (of(images=Numbers(mean=1e9), image_width=Numbers(mean=9), image_height=Numbers(mean=9)),
      "workload source a: images: got mean 1e+09; allowed: at most 100000"),
     (of(text_tokens=Numbers(kind="lognormal")), "workload source a: text_tokens: got mean 0; allowed: above 0"),
