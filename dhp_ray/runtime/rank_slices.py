@@ -56,46 +56,22 @@ class RowIndex:
                 for reference, rows in blocks.items()]
 
 
-def packed_slices(slices: Sequence[RankPlan], index: RowIndex) -> list[Packed]:
-    """Return the packed slice of each rank, with the blocks that hold its rows, as `unpacked_slice` takes it."""
-    return [packed_slice(plan, index.blocks_of(plan)) for plan in slices]
-
-
 def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
-    origins, references = _packed_origins([(block.reference[0], block.origin) for block in blocks])
-    return _dumped((plan, [block.rows for block in blocks], origins)), references
-
-
-def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[RankPlan, list[BlockRows]]:
-    plan, rows, origins = pickle.loads(packed)
-    return plan, [BlockRows([reference], found, origin)
-                  for found, (reference, origin) in zip(rows, _unpacked_origins(origins, references), strict=True)]
-
-
-PackedOrigin = tuple[str, int, tuple[int, int], int]
-"""The node of a block, its item and rows, and the place of its source among the references."""
-
-
-def _packed_origins(
-    blocks: Sequence[tuple[ray.ObjectRef, BlockOrigin]]
-) -> tuple[list[PackedOrigin], list[ray.ObjectRef]]:
-    """The origins without references; and the references of the blocks, followed by those of their sources."""
-    sources = list(dict.fromkeys(origin.source for _, origin in blocks))
+    """Return the packed slice of a rank, with the blocks that hold its rows, as `unpacked_slice` takes it. The
+    references are those of the blocks, followed by those of what the blocks were made from.
+    """
+    sources = list(dict.fromkeys(block.origin.source for block in blocks))
     place = {source: len(blocks) + number for number, source in enumerate(sources)}
-    return ([(origin.node, origin.item, origin.rows, place[origin.source]) for _, origin in blocks],
-            [*(reference for reference, _ in blocks), *sources])
-
-
-def _unpacked_origins(
-    origins: Sequence[PackedOrigin], references: Sequence[ray.ObjectRef]
-) -> list[tuple[ray.ObjectRef, BlockOrigin]]:
-    return [(references[number], BlockOrigin(node, references[place], item, rows))
-            for number, (node, item, rows, place) in enumerate(origins)]
-
-
-def _dumped(value: Any) -> bytes:
+    described = [(block.rows, block.origin.node, block.origin.item, block.origin.rows, place[block.origin.source])
+                 for block in blocks]
     stream = BytesIO()
     pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = _REDUCERS
-    pickler.dump(value)
-    return stream.getvalue()
+    pickler.dump((plan, described))
+    return stream.getvalue(), [*(block.reference[0] for block in blocks), *sources]
+
+
+def unpacked_slice(packed: bytes, references: Sequence[ray.ObjectRef]) -> tuple[RankPlan, list[BlockRows]]:
+    plan, described = pickle.loads(packed)
+    return plan, [BlockRows([reference], rows, BlockOrigin(node, references[place], item, stored))
+                  for reference, (rows, node, item, stored, place) in zip(references, described)]

@@ -456,8 +456,7 @@ def resolve(
         return replace(run, config=replace(run.config, planner=replace(run.config.planner, **values)))
 
     given, recorded = config.planner, recorded_sync(config, stored)
-    # older runs have it as a key
-    image_limit = int(stored.get(f"{RESOLVED}.image_limit") or stored.get("planner.max_image_tokens") or 0)
+    image_limit = int(stored.get(f"{RESOLVED}.image_limit") or 0)
     run = Strategy(config, ranks, given.tokens_per_rank == "auto", image_limit, first_batch)
     largest = run.image_tokens
     run = resolved(

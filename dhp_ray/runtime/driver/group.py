@@ -19,7 +19,7 @@ from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.runtime.driver.elastic import Condition, ProgressWatchdog, condition_of
 from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError, words_of
-from dhp_ray.runtime.rank_slices import RowIndex, packed_slices
+from dhp_ray.runtime.rank_slices import RowIndex, packed_slice
 from dhp_ray.runtime.strategy import Ranks
 from dhp_ray.runtime.waits import Waits
 
@@ -153,8 +153,8 @@ class WorkerGroup:
 
     def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> list[ray.ObjectRef]:
         """Send each rank its slice of a plan."""
-        return [member.actor.prefetch.remote(*packed)
-                for member, packed in zip(self.members, packed_slices(slices, index), strict=True)]
+        return [member.actor.prefetch.remote(*packed_slice(plan, index.blocks_of(plan)))
+                for member, plan in zip(self.members, slices, strict=True)]
 
     def collect(
         self,

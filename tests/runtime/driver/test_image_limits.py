@@ -79,7 +79,6 @@ def test_tokens_that_are_given_have_room_beside_the_largest_image_or_limit_it(tm
 
 def test_the_limit_of_an_image_is_fixed_at_the_runs_first_start(tmp_path: Path) -> None:
     for words, stored, limit in (([], {}, 1280), ([], {"resolved.image_limit": 700}, 700),
-                                 ([], {"planner.max_image_tokens": 700}, 700),  # as older runs have it
                                  (["planner.max_sequence_tokens=1100"], {}, 1100),
                                  (["planner.tokens_per_rank=300"], {"resolved.image_limit": 200}, 200),
                                  (["planner.tokens_per_rank=300"], {}, 600)):
