@@ -21,8 +21,7 @@ from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 OFFLOAD_URL = "https://arxiv.org/abs/2502.21231"
 
 LLAMA_7B = ModelShape(
-    family="llama", vision=(), vocabulary_size=32000, tied=False, language_rest=4096, vision_rest=0, patch_dim=0,
-    merge_area=4, merger_width=0, token_pixels=784,
+    family="llama", vocabulary_size=32000, tied=False, language_rest=4096,
     language=(LayerShape(count=32, width=4096, mlp_width=11008, heads=32, key_value_heads=32, head_width=128,
                          num_parameters=4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, layer_norms=True),))
 """LLaMA-7B (arXiv 2302.13971, table 2). `layer_norms`: fused norms keep their input in the computing type, as in the

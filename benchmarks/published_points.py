@@ -176,10 +176,8 @@ def shape_of(entry: dict[str, Any], length: int) -> ModelShape:
     products = 2 * width * heads * head_width + 2 * width * key_values * head_width + (2 if mpt else 3) * width * mlp
     layer = LayerShape(count=entry["count"], width=width, mlp_width=mlp, heads=heads, key_value_heads=key_values,
                        head_width=head_width, num_parameters=products + 2 * width, gated=not mpt, layer_norms=mpt)
-    return ModelShape(family=entry["like"], language=(layer,), vision=(),
-                      vocabulary_size=entry.get("vocabulary_size", 50368), tied=mpt,
-                      language_rest=width + mpt * length * width, vision_rest=0, patch_dim=1, merge_area=1,
-                      merger_width=1, token_pixels=1)
+    return ModelShape(family=entry["like"], language=(layer,), vocabulary_size=entry.get("vocabulary_size", 50368),
+                      tied=mpt, language_rest=width + mpt * length * width)
 
 
 def _source(entry: dict[str, Any]) -> Source:

@@ -116,9 +116,10 @@ class Offer:
 
 
 def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> list[Sample]:
-    """A batch of images only. `merge_area`: patches of a vision token."""
-    return [Sample(str(number), 0, sequence_tokens, ((1, merge_area, sequence_tokens),))
-            for number in range(num_sequences)]
+    """A batch of images only, or of text only. `merge_area`: patches of a vision token; 0: there are no images."""
+    tokens, grids = ((0, sequence_tokens), ((1, merge_area, sequence_tokens),)) if merge_area else (
+        (sequence_tokens, 0), ())
+    return [Sample(str(number), *tokens, grids) for number in range(num_sequences)]
 
 
 def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:

@@ -138,7 +138,7 @@ class Strategy:
     `auto_tokens`: tokens per rank follow the memory of the ranks. A rank must then hold its share of the longest
     sequence (while that limit is open: of the longest one of the first batch that any mode holds). Otherwise it must
     hold `planner.tokens_per_rank`. `image_limit`: the most tokens of an image in this run; 0: not known yet.
-    `first_batch`: of the run, by which modes are compared; empty: equal images. `measured`: the costs of
+    `first_batch`: of the run, by which modes are compared; empty: equal images, or texts. `measured`: the costs of
     `planner.cost=measure`, once they are measured. `frame_pixels`: the most of a video's frame; 0: `data.max_pixels`.
 
     `num_ranks` stands for so many ranks like these; 0: as many as there are.
@@ -169,14 +169,14 @@ class Strategy:
 
     @property
     def largest_image(self) -> int:
-        """The tokens of the largest image, or piece of a video, that `data.max_pixels` allows."""
+        """The tokens of the largest image, or piece of a video, that `data.max_pixels` allows; 0 without an encoder."""
         pixels, shape = self.config.data.max_pixels, self.ranks.shape
         return FAMILIES[shape.family].largest_image_tokens(pixels, self.frame_pixels or pixels, shape.token_pixels)
 
     @property
     def image_tokens(self) -> int:
         """The tokens of the largest image that the keys allow, which one rank encodes."""
-        return min(self.config.data.max_pixels // self.ranks.shape.token_pixels, self.longest_sequence)
+        return min(self.ranks.shape.image_tokens(self.config.data.max_pixels), self.longest_sequence)
 
     @property
     def longest_sequence(self) -> int:
@@ -305,8 +305,9 @@ class Strategy:
         least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
         limit = min(limit, num_ranks * least)  # what every mode that is compared holds
         images = math.ceil(self.config.batch.global_samples / num_ranks) * num_ranks  # equally often on each rank
+        shape = self.ranks.shape
         samples = held_samples(self.first_batch, limit) or equal_samples(
-            images, min(self.largest_image, limit), self.ranks.shape.merge_area)
+            images, min(self.largest_image or least, limit), shape.merge_area if shape.vision else 0)
         num_nodes = self.ranks.num_nodes
         candidates = candidates_of(offers, needed, samples,
                                    [rank * num_nodes // num_ranks for rank in range(num_ranks)])

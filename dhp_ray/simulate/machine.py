@@ -64,7 +64,7 @@ class SimulatedCluster:
                 f"{mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
                 "with); use more or larger devices, sync=micro_batch or a smaller model")
         self._strategy = _begun(strategy, mode)
-        image = min(settings.workload.max_pixels // self.shape.token_pixels, longest_tokens)
+        image = min(self.shape.image_tokens(settings.workload.max_pixels), longest_tokens)
         limit = self._strategy.image_limit or image
         if given == "auto" and limit < image:
             raise PlanError(

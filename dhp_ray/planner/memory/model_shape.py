@@ -36,6 +36,10 @@ class LayerShape:
     query_key_norms: bool = False
 
 
+ENCODER_NUMBERS = ("vision_rest", "patch_dim", "merge_area", "merger_width", "token_pixels")
+"""What a shape with an encoder must say of it, beside its layers."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered together in `sync=micro_batch`: `num_parameters` each, `count` times."""
@@ -48,7 +52,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A language model and the vision encoder before it.
+    """A language model and the vision encoder before it, if it has one.
 
     The head is as large as the token embedding; if it is `tied`, it is the embedding.
     `language_rest` and `vision_rest`: parameters outside of layers, without embedding and head.
@@ -61,15 +65,15 @@ class ModelShape:
 
     family: str
     language: tuple[LayerShape, ...]
-    vision: tuple[LayerShape, ...]
     vocabulary_size: int
     tied: bool
     language_rest: int
-    vision_rest: int
-    patch_dim: int
-    merge_area: int
-    merger_width: int
-    token_pixels: int
+    vision: tuple[LayerShape, ...] = ()
+    vision_rest: int = 0
+    patch_dim: int = 0
+    merge_area: int = 1
+    merger_width: int = 0
+    token_pixels: int = 1
     feature_levels: int = 1
     position_rows: int = 0
     vision_projector: int = 0
@@ -88,11 +92,14 @@ class ModelShape:
         except yaml.YAMLError as error:
             raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
         found = _checked(cls, tree, f"{path}: ")
-        for part in ("language", "vision"):
+        for part in found.keys() & {"language", "vision"}:
             if not isinstance(found[part], list):
                 raise PlanError(f"{path}: {part}: got {found[part]!r}; allowed: a list of layers")
             found[part] = tuple(LayerShape(**_checked(LayerShape, layer, f"{path}: {part}[{place}]."))
                                 for place, layer in enumerate(found[part]))
+        for name in ENCODER_NUMBERS:
+            if found.get("vision") and name not in found:
+                raise PlanError(f"{path}: {name}: missing")
         if not found["language"]:
             raise PlanError(f"{path}: language: got no layers; allowed: at least one")
         return cls(**found)
@@ -115,10 +122,14 @@ class ModelShape:
         """Every parameter once, in the order in which units are used."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return (*(Unit("vision", "layer", layer.num_parameters, layer.count) for layer in self.vision),
-                Unit("vision", "rest", self.vision_rest - self.vision_projector),
-                *(Unit("vision", "projector", size) for size in (self.vision_projector,) if size),
+                *(Unit("vision", name, size) for name, size in (
+                    ("rest", self.vision_rest - self.vision_projector), ("projector", self.vision_projector)) if size),
                 *(Unit("language", "layer", layer.num_parameters, layer.count) for layer in self.language),
                 Unit("language", "rest", embeddings + self.language_rest))
+
+    def image_tokens(self, pixels: int) -> int:
+        """Vision tokens of an image of so many pixels; 0 without an encoder."""
+        return pixels // self.token_pixels if self.vision else 0
 
     def num_parameters(self, without: Collection[str] = ()) -> int:
         """Number of all parameters, or of those in parts that are not in `without`."""

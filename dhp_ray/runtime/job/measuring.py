@@ -94,7 +94,7 @@ def memory_here(
     return MemoryModel(size.shape, MemorySettings(
         sync=sync, world_size=num_ranks, precision=train.precision,
         recomputes=train.activation_checkpointing == "true", frozen=tuple(train.freeze), device=accelerator.name,
-        largest_image=config.data.max_pixels // size.shape.token_pixels,
+        largest_image=size.shape.image_tokens(config.data.max_pixels),
         adapters=size.adapters, drops=train.lora.dropout > 0))
 
 
