@@ -11,7 +11,7 @@ from PIL import __version__ as pillow_version
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.families.base import Family
+from dhp_ray.data.families.base import VisionFamily
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 
@@ -57,7 +57,7 @@ def image_size(data: bytes, max_pixels: int = MediaLimits().max_decoded_pixels) 
     return (height, width) if turned else (width, height)
 
 
-def decode(data: bytes, family: Family) -> np.ndarray:
+def decode(data: bytes, family: VisionFamily) -> np.ndarray:
     """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
 
     Raises:

@@ -128,6 +128,8 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
     Raises:
         DataError: there are none, they are those of another processor, or they cut other patches than the model takes.
     """
+    if not family.image_processors:
+        return {}
     stored = _image_tree(folder)
     if stored is None:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")

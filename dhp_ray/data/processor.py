@@ -166,16 +166,14 @@ class Processor:
                 slice_tokens: int) -> Encoded:
         if (num_bytes := len(text.encode())) > MOST_TEXT:
             raise RowError(f"{num_bytes} bytes of text; allowed: at most {MOST_TEXT}")
-        whole = [self.family.grid(size) for size in sizes]
-        pieces = [(piece, number, self.family.seconds_per_step(size))
-                  for number, (size, grid) in enumerate(zip(sizes, whole))
-                  for piece in self.family.pieces(size, grid, slice_tokens)]
-        runs = [(_kind(size), count) for size, grid in zip(sizes, whole) for count in self.family.runs(size, grid)]
-        text, spans = self._with_media(text, spans, sizes)
+        media = [self.family.written(size, slice_tokens) for size in sizes]
+        pieces = [(piece, number, medium.seconds) for number, medium in enumerate(media) for piece in medium.pieces]
+        runs = [(_kind(size), count) for size, medium in zip(sizes, media) for count in medium.runs]
+        text, spans = self._with_media(text, spans, sizes, [medium.text for medium in media])
         ids, starts, stops = self._spelled.encode(text, hidden)
         labels = np.where(within(starts, stops, spans), ids, np.int32(IGNORE))
         # The text has one token per run; the model takes one per merged patch.
-        marks = (ids == self.token_ids["image"]) | (ids == self.token_ids["video"])
+        marks = np.isin(ids, [self.token_ids[kind] for kind in self.family.marks])
         if ids[marks].tolist() != [self.token_ids[kind] for kind, _ in runs]:
             raise RowError(f"{int(marks.sum())} runs of image and video tokens; allowed: {len(runs)}")
         counts = np.array([count for _, count in runs], np.int64)
@@ -186,18 +184,19 @@ class Processor:
                        tuple(seconds for _, _, seconds in pieces))
 
     def _with_media(
-        self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text with the template's marks replaced by what the family writes for each image and video, and the
-        shifted spans.
+        self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], written: Sequence[str]
+    ) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text with the template's marks replaced by what is `written` for each image and video, and the shifted
+        spans.
         """
+        if not self.family.marks:
+            return text, spans
         found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
         if [mark.lastgroup for mark in found] != [_kind(size) for size in sizes]:
             raise RowError(
                 f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
                 "in another order"
             )
-        written = [self.family.text(size) for size in sizes]
         pieces, stop = [], 0
         for mark, new in zip(found, written):
             pieces += [text[stop : mark.start()], new]

@@ -30,7 +30,7 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideData
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.families.base import Clip, Family, patches
+from dhp_ray.data.families.base import Clip, VisionFamily, patches
 from dhp_ray.data.images import decode_rgb, image_size
 from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, unpack_frames
 from dhp_ray.errors import first_line
@@ -47,7 +47,7 @@ Matrix = tuple[int, int, int, int]
 av.logging.set_level(None)
 
 
-def decode_video(data: bytes, family: Family, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
+def decode_video(data: bytes, family: VisionFamily, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
     """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
     with `num_steps` steps.
 
@@ -72,7 +72,7 @@ def decode_video(data: bytes, family: Family, ranges: Sequence[range], num_steps
             for part in numbers]
 
 
-def _normalised(frame: np.ndarray, rows: int, columns: int, family: Family) -> np.ndarray:
+def _normalised(frame: np.ndarray, rows: int, columns: int, family: VisionFamily) -> np.ndarray:
     """A frame resized and normalised, float32 (3, rows, columns)."""
     settings = family.settings
     pixels = np.ascontiguousarray(frame.transpose(2, 0, 1))

@@ -20,7 +20,7 @@ import numpy as np
 
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import SLICE_TOKENS, Clip, Size
+from dhp_ray.data.families.base import Clip, Family, Size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import Grid, Sample
@@ -70,7 +70,7 @@ class Workload:
     """Samples of a workload for the models of a family."""
 
     def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: that of a ModelShape; with an unknown family there are no images.
+        """`family`: that of a ModelShape; one that is unknown takes text alone.
 
         Raises:
             ConfigError: one line with the key, its value and what is allowed.
@@ -78,7 +78,7 @@ class Workload:
         shares, self._sources = zip(*sources_of(settings))
         self._shares = np.array(shares)
         self._settings = settings
-        self._family = FAMILIES.get(family)
+        self._family = FAMILIES.get(family, Family)
         self._files: dict[str, Any] = {}
         for source in self._sources:
             if source.path:
@@ -138,26 +138,22 @@ class Workload:
         name = f"{source.name}-{batch}-{place}"
         if not drawn.sizes:
             return Sample(name, drawn.text_tokens)
-        if self._family is None:
-            raise ConfigError(f"workload: source {source.name} has images, and the model takes text alone; allowed: "
-                              "a workload of text")
-        cut = [self._cut(size) for size in drawn.sizes]
+        try:
+            cut = [self._cut(size) for size in drawn.sizes]
+        except RowError as error:
+            raise ConfigError(f"workload: source {source.name}: {error}") from None
         return Sample(name, drawn.text_tokens, sum(tokens for tokens, _ in cut),
                       tuple(grid for _, grids in cut for grid in grids))
 
     def _cut_up(self, size: Size) -> tuple[int, tuple[Grid, ...]]:
         """Vision tokens and grids of an image or video."""
-        assert self._family is not None
         settings = self._settings
         family = self._family(
             self._family.image_settings, Data().min_pixels,
             settings.frame_pixels if isinstance(size, Clip) else settings.max_pixels,
             MediaLimits(video_fps=settings.video_fps, max_frames=settings.max_frames))
-        try:
-            grid = family.grid(size)
-        except RowError as error:
-            raise ConfigError(f"workload: {error}") from None
-        return sum(family.runs(size, grid)), tuple(family.pieces(size, grid, SLICE_TOKENS))
+        written = family.written(size)
+        return sum(written.runs), tuple(written.pieces)
 
 
 class Batches:

@@ -63,9 +63,22 @@ class Medium(NamedTuple):
     seconds: float
 
 
+class Written(NamedTuple):
+    """How an image or video stands in a sequence: the `text` in place of its mark, which has the token of images or
+    videos once for each of its `runs` of vision tokens (their lengths); the grids of its `pieces`; and the `seconds`
+    between two steps in time of a video (0: an image).
+    """
+
+    text: str
+    runs: Sequence[int]
+    pieces: Sequence[Grid]
+    seconds: float
+
+
 @dataclass(frozen=True)
-class Family(ABC):
-    """A family's tokens and files, and how it turns images and videos into text and grids.
+class Family:
+    """A family's tokens, and how it turns images and videos into text and grids: here of a model of text alone, which
+    has none of them.
 
     `settings`: those of the image processor. An image or a frame has between `min_pixels` and `max_pixels`; all frames
     of a video have at most `video_pixels`, if the family bounds them.
@@ -84,9 +97,9 @@ class Family(ABC):
     """The chat template of its presets."""
 
     tokens: ClassVar[Mapping[str, str]]
-    """By purpose: image, video, vision_start, vision_end, bos, eos, pad."""
+    """By purpose: bos, eos, pad, and of a model with an encoder also image, video, vision_start, vision_end."""
 
-    marks: ClassVar[Mapping[str, str]]
+    marks: ClassVar[Mapping[str, str]] = {}
     """What the chat template writes for an image and for a video, as regular expressions."""
 
     special_tokens: ClassVar[Sequence[str]]
@@ -98,17 +111,11 @@ class Family(ABC):
     structure_tokens: ClassVar[Sequence[str]]
     """Tokens that mark turns and images, which a text does not mean when it spells one (see chat_template.py)."""
 
-    image_processors: ClassVar[tuple[str, ...]]
+    image_processors: ClassVar[tuple[str, ...]] = ()
     """What the names of its image processors begin with (`image_processor_type`)."""
 
-    image_settings: ClassVar[Mapping[str, Any]]
+    image_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings of the image processor that apply if a folder does not say otherwise."""
-
-    image_text: ClassVar[str]
-    """The text that replaces an image's mark."""
-
-    merged_order: ClassVar[bool] = True
-    """Whether the patches of one token are consecutive; otherwise patches come row by row."""
 
     @classmethod
     def byte_tokenizer(cls) -> PreTrainedTokenizerFast:
@@ -125,7 +132,7 @@ class Family(ABC):
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
                                       for token in cls.special_tokens])
         return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+            tokenizer_object=tokenizer, eos_token=cls.tokens["eos"], pad_token=cls.tokens["pad"],
             extra_special_tokens=list(cls.special_tokens[1:]), model_specific_special_tokens=dict(cls.named_tokens),
             chat_template=cls.chat_template, clean_up_tokenization_spaces=False, model_max_length=1 << 30)
 
@@ -144,14 +151,63 @@ class Family(ABC):
         return {purpose: int(vocabulary[token]) for purpose, token in cls.tokens.items()}
 
     @property
+    def merge_size(self) -> int:
+        """Height and width of a token in patches."""
+        return int(self.settings.get("merge_size", 1))
+
+    def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
+        """How an image or video of this size is written. A piece of a video has at most `slice_tokens` tokens, or one
+        step in time.
+
+        Raises:
+            RowError: the family refuses it.
+        """
+        raise RowError(f"{'a video' if isinstance(size, Clip) else 'an image'}; allowed: text, which is all that the "
+                       "model takes")
+
+    @classmethod
+    def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
+        """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video
+        whose frames have at most `frame_pixels` before the family rounds. 0: there are none.
+        """
+        return 0
+
+    @classmethod
+    def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
+        """
+        return {}
+
+    @classmethod
+    def plain(cls, name: str, value: Any) -> Any:
+        """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
+        """
+        if not name.endswith("_size"):
+            return value
+        return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
+
+    def processor_files(self) -> Mapping[str, Mapping[str, Any]]:
+        """The files, by name, from which transformers makes the family's processor, beside its tokenizer."""
+        return {}
+
+    def model_inputs(self, media: Sequence[Medium]) -> dict[str, np.ndarray]:
+        """What the model of transformers takes of the images and videos of one sequence, in the order of the text."""
+        return {}
+
+
+class VisionFamily(Family, ABC):
+    """A family whose models take images and videos."""
+
+    image_text: ClassVar[str]
+    """The text that replaces an image's mark."""
+
+    merged_order: ClassVar[bool] = True
+    """Whether the patches of one token are consecutive; otherwise patches come row by row."""
+
+    @property
     def patch_size(self) -> int:
         """Height and width of a patch in pixels."""
         return int(self.settings["patch_size"])
-
-    @property
-    def merge_size(self) -> int:
-        """Height and width of a token in patches."""
-        return int(self.settings["merge_size"])
 
     @property
     def temporal_patch_size(self) -> int:
@@ -168,20 +224,6 @@ class Family(ABC):
         """Numbers in one patch: 3 colours x frames x height x width."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
-    @classmethod
-    @abstractmethod
-    def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
-        """
-
-    @classmethod
-    def plain(cls, name: str, value: Any) -> Any:
-        """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
-        """
-        if not name.endswith("_size"):
-            return value
-        return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
-
     @property
     @abstractmethod
     def image_processor(self) -> Any:
@@ -191,9 +233,10 @@ class Family(ABC):
         """The patches (P, patch_dim) from the `pixel_values` that the image processor makes of one image."""
         return np.asarray(values, np.float32)
 
-    @abstractmethod
-    def processor_files(self) -> Mapping[str, Mapping[str, Any]]:
-        """The files, by name, from which transformers makes the family's processor."""
+    def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
+        grid = self.grid(size)
+        return Written(self.text(size), self.runs(size, grid), self.pieces(size, grid, slice_tokens),
+                       self.seconds_per_step(size))
 
     def grid(self, size: Size) -> Grid:
         """Patches (time or tiles, height, width) of an image or of a whole video.
@@ -233,9 +276,6 @@ class Family(ABC):
 
     @classmethod
     def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
-        """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video
-        whose frames have at most `frame_pixels` before the family rounds.
-        """
         return max(SLICE_TOKENS, max_pixels // token_pixels, cls.most_frame_pixels(frame_pixels) // token_pixels)
 
     @classmethod
@@ -267,10 +307,6 @@ class Family(ABC):
         """As `runs`, of a whole video: one for each step in time."""
         time, height, width = grid
         return (height * width // self.merge_size**2,) * time
-
-    @abstractmethod
-    def model_inputs(self, media: Sequence[Medium]) -> dict[str, np.ndarray]:
-        """What the model of transformers takes of the images and videos of one sequence, in the order of the text."""
 
 
 def check_shape(height: int, width: int) -> None:

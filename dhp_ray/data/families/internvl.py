@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Clip, Family, Medium, check_shape, patches
+from dhp_ray.data.families.base import Clip, Medium, VisionFamily, check_shape, patches
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """
 """
 
 
-class InternVLFamily(Family):
+class InternVLFamily(VisionFamily):
     """Like InternVLProcessor, GotOcr2ImageProcessor and InternVLVideoProcessor of transformers.
 
         <img>[256 tokens a tile]</img>      an image

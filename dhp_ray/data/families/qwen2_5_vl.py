@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Clip, Family, Medium, check_shape
+from dhp_ray.data.families.base import Clip, Medium, VisionFamily, check_shape
 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
@@ -57,7 +57,7 @@ DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_T
 MIN_FRAMES = 4
 
 
-class Qwen25VLFamily(Family):
+class Qwen25VLFamily(VisionFamily):
     """Like Qwen2_5_VLProcessor, Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers."""
 
     name: ClassVar[str] = "qwen2_5_vl"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Clip, Family, check_shape
+from dhp_ray.data.families.base import Clip, VisionFamily, check_shape
 from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, MIN_FRAMES, TOKENS, Qwen25VLFamily
 
 START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
@@ -83,4 +83,4 @@ class Qwen3VLFamily(Qwen25VLFamily):
         return "".join(f"<{clip.middle_s(first, last):.1f} seconds>{START}{VIDEO}{END}"
                        for first, last in zip(numbers[::together], numbers[together - 1 :: together]))
 
-    video_runs = Family.video_runs  # one for each step in time
+    video_runs = VisionFamily.video_runs  # one for each step in time

@@ -43,7 +43,7 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
     sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
     sizes = [(int(side), int(side)) for side in sides]
     sizes.append((int(sides[2] * math.sqrt(WIDE[0] / WIDE[1])), int(sides[2] * math.sqrt(WIDE[1] / WIDE[0]))))
-    grids = {processor.family.grid(size) for size in sizes if min(size) > 0}
+    grids = {processor.family.written(size).pieces[0] for size in sizes if min(size) > 0}
     return tuple(sorted((grid for grid in grids if math.prod(grid) // shape.merge_area <= max_tokens / 2),
                         key=math.prod))
 

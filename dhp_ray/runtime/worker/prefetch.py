@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, groupby, islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from dhp_ray.config import Config
 from dhp_ray.credentials import shown
+from dhp_ray.data.families.base import VisionFamily
 from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
@@ -144,12 +145,12 @@ def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Proc
 
 
 def _decode_image(data: bytes, processor: Processor) -> Patches:
-    return [decode(data, processor.family)]
+    return [decode(data, cast(VisionFamily, processor.family))]
 
 
 def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
     """Return the patches of a video's pieces; `lengths`: the steps in time of each piece."""
     stops = list(accumulate(lengths))
     wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
-    decoded = iter(decode_video(data, processor.family, wanted, stops[-1]))
+    decoded = iter(decode_video(data, cast(VisionFamily, processor.family), wanted, stops[-1]))
     return [next(decoded) if needed else None for needed in here]
