@@ -29,8 +29,8 @@ from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.kernels import cuda
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.memory.model import MemorySettings, PackLoad
 from dhp_ray.planner.plan.types import Grid, Pack, Sample
@@ -184,7 +184,7 @@ class Traced(NamedTuple):
 
 
 def make_inputs(
-    samples: Sequence[tuple[int, Sequence[Grid]]], adapter: VisionLanguageModel, degree: int = 1
+    samples: Sequence[tuple[int, Sequence[Grid]]], adapter: LanguageModel, degree: int = 1
 ) -> tuple[PackInputs, PackLoad]:
     """The first of `degree` members' part of a pack of samples given as (text tokens, grids of images), and what it
     asks of a rank. Members encode the images in turns.
@@ -193,11 +193,12 @@ def make_inputs(
     for place, (text, grids) in enumerate(samples):
         counts = [time * height * width // adapter.merge_area for time, height, width in grids]
         # a text token after each image keeps their runs apart
-        images = [token for count in counts for token in (*[adapter.image_token_id] * count, 6)]
+        images = [token for count in counts for token in (*[adapter.vision_token_ids[0]] * count, 6)]
         ids = np.array([5] * text + images, np.int32)
         plans.append(Sample(str(place), len(ids) - sum(counts), sum(counts), tuple(grids)))
         pixels = [np.zeros((count * adapter.merge_area, adapter.patch_dim), np.float32) for count in counts]
-        payloads[str(place)] = Payload(input_ids=ids, labels=np.where(ids == adapter.image_token_id, -100, ids),
+        is_vision = np.isin(ids, adapter.vision_token_ids)
+        payloads[str(place)] = Payload(input_ids=ids, labels=np.where(is_vision, -100, ids),
                                        grids=np.array(grids, np.int64).reshape(-1, 3), pixels=list(pixels))
     num_images = sum(len(plan.vision_grids) for plan in plans)
     encoders = tuple(image % degree for image in range(num_images))

@@ -13,7 +13,7 @@ from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.kernels import npu
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Sample
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -27,14 +27,14 @@ def link_of_one_rank() -> PackCommunicator:
     return open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
 
 
-def loss_of(adapter: VisionLanguageModel, sample: Sample, payload: Payload) -> Tensor:
+def loss_of(adapter: LanguageModel, sample: Sample, payload: Payload) -> Tensor:
     """The loss sum of one sample on one rank."""
     return pack_loss(adapter, collate(make_pack(0, [0], [sample]), {sample.id: payload}, 0, adapter),
                      link_of_one_rank())
 
 
 def errors_on_one_rank(
-    adapter: VisionLanguageModel, samples: Mapping[str, Sequence[Any]], preset: str = "tiny", fused: bool = False
+    adapter: LanguageModel, samples: Mapping[str, Sequence[Any]], preset: str = "tiny", fused: bool = False
 ) -> dict[str, float]:
     """By name of each sample (parts as `make_sample` takes them), and of the parameter whose gradient is furthest off.
     `fused`: with the operators of an NPU, in plain torch.

@@ -18,17 +18,20 @@ from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen
 from dhp_ray.model import export
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import Interval
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, SplitImage, VisionPlan, encoded_images
 from dhp_ray.train.collate import Payload
 from tests.model.paper_positions import paper_positions
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
-"""A preset of each family, and the values of its patches."""
-NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2}
-"""Of the language model; presets of the latter two have one more, which shows nothing new."""
+"""A preset of each family with an encoder, and the values of its patches."""
+TEXT_PRESETS = ("tiny_qwen3", "tiny_llama")
+"""A preset of each family of text alone."""
+PRESETS = (*PATCH_DIMS, *TEXT_PRESETS)
+NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2, "tiny_qwen3": 3, "tiny_llama": 2}
+"""Of the language model; all presets but the first have more, which show nothing new."""
 ROUNDING = 1e-6
 """Of fp32 sums, as a share of the largest gradient."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
@@ -46,7 +49,7 @@ def make_sample(
     name: str, parts: Sequence[int | Grid | Film], first_label: int | None = None, preset: str = "tiny"
 ) -> tuple[Sample, Payload]:
     """A sample of text runs (their length), images (their grid) and videos, as the model of `preset` takes them; labels
-    count from `first_label`, by default every third token is masked.
+    count from `first_label`, by default every third token is masked. A model of text alone gets the text alone.
     """
     random = np.random.default_rng(sum(map(ord, name)))
     ids: list[int] = []
@@ -57,6 +60,8 @@ def make_sample(
     for place, part in enumerate(parts):
         if isinstance(part, int):
             ids += random.integers(0, 256, part).tolist()
+            continue
+        if preset in TEXT_PRESETS:
             continue
         pieces, lasts, token = (part.pieces, part.seconds,
                                 "video") if isinstance(part, Film) else ((part,), 0.0, "image")
@@ -128,13 +133,13 @@ def _grids(plan: Plan) -> list[Grid]:
     return [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
 
 
-def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> VisionLanguageModel:
+def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> LanguageModel:
     """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
     zero.
     """
     config, number = preset_config(preset, TOKEN_IDS), NUM_LAYERS[preset]
     tree = config.to_dict()
-    text = tree["text_config"]
+    text = tree.get("text_config", tree)
     text["num_hidden_layers"] = number
     if text.get("layer_types"):  # all alike
         text["layer_types"] = text["layer_types"][:number]
@@ -150,14 +155,14 @@ def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "
     return adapter
 
 
-def load_whole(path: str) -> VisionLanguageModel:
+def load_whole(path: str) -> LanguageModel:
     """The model of a folder as transformers loads it, whole and in fp32."""
     module = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-    adapter: VisionLanguageModel = Qwen25VL(module)
+    adapter: LanguageModel = Qwen25VL(module)
     return adapter
 
 
-def stored_values(adapter: VisionLanguageModel) -> dict[str, Tensor]:
+def stored_values(adapter: LanguageModel) -> dict[str, Tensor]:
     """The parameters of a model on the meta device, whole, from its files."""
     assert adapter.weights is not None
     values = {name: torch.empty(parameter.shape) for name, parameter in adapter.module.named_parameters()}
@@ -165,7 +170,7 @@ def stored_values(adapter: VisionLanguageModel) -> dict[str, Tensor]:
     return values
 
 
-def plain_copy(adapter: VisionLanguageModel) -> PreTrainedModel:
+def plain_copy(adapter: LanguageModel) -> PreTrainedModel:
     """The same weights in a model of plain transformers, with its own attention."""
     config = type(adapter.module.config).from_dict(adapter.module.config.to_dict())
     module = type(adapter.module)(config)
@@ -257,7 +262,7 @@ def own_payloads(pack: Pack, payloads: Mapping[str, Payload], rank: int) -> dict
     return own
 
 
-def save_model(adapter: VisionLanguageModel, folder: Path, values: Mapping[str, Tensor]) -> None:
+def save_model(adapter: LanguageModel, folder: Path, values: Mapping[str, Tensor]) -> None:
     """Write a model in the Hugging Face form, of `values`: its parameters by name, whole."""
     files = export.files_of(adapter, 1)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The published configurations of Qwen2.5-VL (config.json of Qwen/Qwen2.5-VL-3B-Instruct and its larger siblings), of
-Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct) and of InternVL3 (OpenGVLab/InternVL3-1B-hf), made of the sizes in
-conf/model_shape, and models of them without memory.
+Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct), of InternVL3 (OpenGVLab/InternVL3-1B-hf), and of Qwen3 and Llama 3 (Qwen/Qwen3-8B,
+meta-llama/Meta-Llama-3-8B-Instruct), made of the sizes in conf/model_shape, and models of them without memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import InternVLConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3Config, Qwen3VLConfig
 
 from dhp_ray.model.build import meta_model
 from dhp_ray.planner.memory.model_shape import ModelShape
@@ -20,10 +20,15 @@ TEXT = {"3B": "qwen2_5_vl_3b", "7B": "qwen2_5_vl_7b", "32B": "qwen2_5_vl_32b", "
 QWEN3 = {f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")}
 INTERNVL = {f"InternVL3-{size}": f"internvl3_{size.lower()}" for size in ("1B", "2B", "8B", "38B")}
 """The file of conf/model_shape that has each one's sizes; its encoder of 6 billion marks the largest InternVL3."""
+LANGUAGE = {f"Qwen3-{size}": f"qwen3_{size.lower()}" for size in ("4B", "8B", "32B")} | {
+    f"Llama-3-{size}": f"llama3_{size.lower()}" for size in ("8B", "70B")}
+"""Models of text alone."""
 NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "72B": 73_410_777_344,
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
                   "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024,
-                  "InternVL3-2B": 2_088_957_440, "InternVL3-8B": 7_944_373_760, "InternVL3-38B": 38_388_164_992}
+                  "InternVL3-2B": 2_088_957_440, "InternVL3-8B": 7_944_373_760, "InternVL3-38B": 38_388_164_992,
+                  "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264,
+                  "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496}
 """As the model cards' safetensors have them."""
 
 
@@ -34,6 +39,8 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
         return _qwen3_vl(name, num_layers)
     if name in INTERNVL:
         return _internvl(name, num_layers)
+    if name in LANGUAGE:
+        return _language(name, num_layers)
     shape = stored_shape(name)
     text, block = _text(shape, num_layers), shape.vision[0]
     vision = {"depth": 32, "hidden_size": block.width, "intermediate_size": block.mlp_width,
@@ -52,7 +59,7 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
 @cache
 def stored_shape(name: str) -> ModelShape:
     """As the package has it for users to name."""
-    return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL)[name]}.yaml")
+    return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL | LANGUAGE)[name]}.yaml")
 
 
 def _text(shape: ModelShape, num_layers: int) -> dict[str, Any]:
@@ -91,6 +98,16 @@ def _internvl(name: str, num_layers: int) -> InternVLConfig:
     text = _text(shape, num_layers) | {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_parameters": {
         "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000000.0}}
     return InternVLConfig(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied)
+
+
+def _language(name: str, num_layers: int) -> Qwen3Config | LlamaConfig:
+    shape = stored_shape(name)
+    text = _text(shape, num_layers) | {"head_dim": shape.language[0].head_width, "tie_word_embeddings": shape.tied}
+    if shape.family == "llama":
+        return LlamaConfig(**text, max_position_embeddings=8192, rope_parameters={
+            "rope_type": "default", "rope_theta": 500000.0})
+    return Qwen3Config(**text, max_position_embeddings=40960, rope_parameters={
+        "rope_type": "default", "rope_theta": 1000000.0})
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.build import meta_model
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.memory.model import MemorySettings
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, Sample, VisionPlan
 from dhp_ray.train.collate import PackInputs, Payload, collate
@@ -72,7 +72,7 @@ def traced_step(
     return step_bytes
 
 
-def engine_of(adapter: VisionLanguageModel, settings: MemorySettings) -> Any:
+def engine_of(adapter: LanguageModel, settings: MemorySettings) -> Any:
     """With parameters as they come, under a trace."""
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     adapter.module.to_empty(device="cpu")
@@ -85,7 +85,7 @@ def engine_of(adapter: VisionLanguageModel, settings: MemorySettings) -> Any:
 
 
 def run_step(
-    adapter: VisionLanguageModel, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs],
+    adapter: LanguageModel, engine: Any, images: VisionInputs, inputs: Sequence[PackInputs],
     settings: MemorySettings, vision: VisionPlan,
 ) -> None:
     compute_type = COMPUTE_TYPES[settings.precision]
@@ -104,12 +104,12 @@ def run_step(
     phases.backward(SilentLink(1))
 
 
-def sample_of(name: str, text: int, grids: Sequence[Grid], adapter: VisionLanguageModel) -> tuple[Sample, Payload]:
+def sample_of(name: str, text: int, grids: Sequence[Grid], adapter: LanguageModel) -> tuple[Sample, Payload]:
     """Text, then images, a text token behind each."""
     counts = [time * height * width // adapter.merge_area for time, height, width in grids]
-    ids = np.array([5] * text + [token for count in counts for token in (*[adapter.image_token_id] * count, 6)],
+    ids = np.array([5] * text + [token for count in counts for token in (*[adapter.vision_token_ids[0]] * count, 6)],
                    np.int32)
     pixels = [np.zeros((count * adapter.merge_area, adapter.patch_dim), np.float32) for count in counts]
     return (Sample(name, len(ids) - sum(counts), sum(counts), tuple(grids)),
-            Payload(input_ids=ids, labels=np.where(ids == adapter.image_token_id, -100, ids),
+            Payload(input_ids=ids, labels=np.where(ids == adapter.vision_token_ids[0], -100, ids),
                     grids=np.array(grids, np.int64).reshape(-1, 3), pixels=list(pixels)))

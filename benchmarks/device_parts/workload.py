@@ -17,8 +17,8 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, Sample
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
@@ -121,7 +121,7 @@ class OwnStep:
         accelerator.compute_in(precision)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         with building_on(device, dtype):
-            self.adapter: VisionLanguageModel = Qwen25VL(Qwen25VL.model_class(config))
+            self.adapter: LanguageModel = Qwen25VL(Qwen25VL.model_class(config))
         if fused is not None:
             self.adapter.fuse(fused)
         if recomputes:

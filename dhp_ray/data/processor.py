@@ -20,7 +20,7 @@ from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
 from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
-from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size
+from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size, Written
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import (
     chat_template,
@@ -149,8 +149,9 @@ class Processor:
         """Like `encode`, for turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens,
         or one step in time.
         """
+        media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
-        return self._encode(*self._template.render(hidden.turns), hidden, sizes, slice_tokens)
+        return self._encode(*self._template.render(hidden.turns), hidden, sizes, media)
 
     def encode_prompt(
         self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
@@ -158,15 +159,15 @@ class Processor:
         """The prompt for the assistant's next turn: the template's text, and its encoding as by `encode_turns`, without
         labels.
         """
+        media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         text = self._template.prompt(hidden.turns)
-        return hidden.shown(text), self._encode(text, [], hidden, sizes, slice_tokens)
+        return hidden.shown(text), self._encode(text, [], hidden, sizes, media)
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]], hidden: HiddenTokens, sizes: Sequence[Size],
-                slice_tokens: int) -> Encoded:
+                media: Sequence[Written]) -> Encoded:
         if (num_bytes := len(text.encode())) > MOST_TEXT:
             raise RowError(f"{num_bytes} bytes of text; allowed: at most {MOST_TEXT}")
-        media = [self.family.written(size, slice_tokens) for size in sizes]
         pieces = [(piece, number, medium.seconds) for number, medium in enumerate(media) for piece in medium.pieces]
         runs = [(_kind(size), count) for size, medium in zip(sizes, media) for count in medium.runs]
         text, spans = self._with_media(text, spans, sizes, [medium.text for medium in media])

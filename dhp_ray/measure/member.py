@@ -14,8 +14,8 @@ import torch
 from dhp_ray.comm.progress import StreamTimestamp
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.measure.rounds import Exchanged, PartResult, Spec, StepTiming
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.loss import IGNORED
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.plan.types import Plan, Sample, encoded_images
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import RankStep
@@ -102,16 +102,16 @@ class Member:
         return statistics.median(times[2:])
 
 
-def payload_of(sample: Sample, adapter: VisionLanguageModel, encoded_here: Sequence[bool]) -> Payload:
+def payload_of(sample: Sample, adapter: LanguageModel, encoded_here: Sequence[bool]) -> Payload:
     """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
     half has labels, like an answer.
     """
     drawn = np.random.default_rng(sum(map(ord, sample.id)))
     # the lowest ids are plain text in all tokenizers here
-    plain = min(adapter.vocabulary_size, adapter.image_token_id, adapter.video_token_id)
+    plain = min(adapter.vocabulary_size, *adapter.vision_token_ids)
     half = sample.text_tokens // 2
     pieces = np.array_split(drawn.integers(0, plain, half), max(1, len(sample.vision_grids)))
-    images = [np.full(prod(grid) // adapter.merge_area, adapter.image_token_id) for grid in sample.vision_grids]
+    images = [np.full(prod(grid) // adapter.merge_area, adapter.vision_token_ids[0]) for grid in sample.vision_grids]
     answer = drawn.integers(0, plain, sample.text_tokens - half)
     ids = np.concatenate([*chain.from_iterable(zip_longest(pieces, images, fillvalue=answer[:0])), answer])
     labels = np.where(np.arange(len(ids)) < len(ids) - len(answer), IGNORED, ids)

@@ -103,15 +103,14 @@ def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, context: P
 
 
 def register() -> None:
-    """Register `dhp_ring` with transformers; `set_attn_implementation` selects it for a model.
+    """Register `dhp_ring` with transformers; `set_attn_implementation` selects it for a model. It gets no function for
+    masks, so transformers makes none: the layout defines which tokens attend to which.
 
     The pack is passed as `context=` to the language model, which hands it down to every attention layer.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(NAME, _attention_of_transformers)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
 
 
 def _attention_of_transformers(
@@ -135,10 +134,6 @@ def _attention_of_transformers(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_of_layer(query, key, value, scale, context), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Build no mask over local tokens in transformers: the layout defines which tokens attend to which."""
 
 
 class _RingAttention(torch.autograd.Function):

@@ -12,20 +12,20 @@ from transformers.utils import logging
 
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import ModelError, config_tree, weight_files
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import ModelShape
 
 
-def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> VisionLanguageModel:
+def build_model(preset: str, path: str, token_ids: Mapping[str, int] | None, seed: int) -> LanguageModel:
     """Build the model of a preset or of a local folder.
 
     A preset gives a model in fp32 on the CPU, with the same weights on every rank. A folder gives a model on the meta
     device, whose `weights` read any part of its parameters from the files. `token_ids` are the special token ids of the
-    preset's tokenizer, by name: image, video, vision_start, vision_end, bos, eos, pad. A folder needs config.json and
-    safetensors; nothing is downloaded, and no code in the folder is run.
+    preset's tokenizer, by name: bos, eos, and of a model with an encoder also image, video, vision_start, vision_end. A
+    folder needs config.json and safetensors; nothing is downloaded, and no code in the folder is run.
 
     Raises:
         ModelError: one line on what is missing or not supported.
@@ -56,7 +56,7 @@ def model_shape(preset: str, path: str, token_ids: Mapping[str, int] | None) -> 
     return meta_model(preset_config(preset, token_ids) if preset else read_config(path)).shape
 
 
-def meta_model(config: PreTrainedConfig) -> VisionLanguageModel:
+def meta_model(config: PreTrainedConfig) -> LanguageModel:
     """The model of a configuration on the meta device: it has parameters to count, and no values."""
     _family(config).check(config)
     return _family(config)(_meta_module(config))
@@ -108,5 +108,5 @@ def quieten() -> None:
     logging.set_verbosity_error()
 
 
-def _family(config: PreTrainedConfig) -> type[VisionLanguageModel]:
+def _family(config: PreTrainedConfig) -> type[LanguageModel]:
     return FAMILIES[config.model_type]

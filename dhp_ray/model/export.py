@@ -39,8 +39,8 @@ from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import write_settings
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import StoredKey, StoredWeights
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
@@ -81,7 +81,7 @@ class ModelFile(NamedTuple):
         return list(dict.fromkeys(entry.name for entry in self.entries if entry.copied is None))
 
 
-def entries(adapter: VisionLanguageModel) -> list[Entry]:
+def entries(adapter: LanguageModel) -> list[Entry]:
     """All tensors of an adapter's export, in the module's order, followed by tensors that the module does not have.
 
     Raises:
@@ -102,7 +102,7 @@ def entries(adapter: VisionLanguageModel) -> list[Entry]:
 
 
 def files_of(
-    adapter: VisionLanguageModel,
+    adapter: LanguageModel,
     num_ranks: int,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> list[ModelFile]:
@@ -140,7 +140,7 @@ def files(
             for number, part in enumerate(parts, 1)]
 
 
-def on_meta(adapter: VisionLanguageModel) -> PreTrainedModel:
+def on_meta(adapter: LanguageModel) -> PreTrainedModel:
     """A copy of the adapter's model on the meta device, without anything that an engine added."""
     module = adapter.module
     with torch.device("meta"):
@@ -189,7 +189,7 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
             os.fsync(written.fileno())
 
 
-def write_description(adapter: VisionLanguageModel, files: Sequence[ModelFile], folder: Path) -> None:
+def write_description(adapter: LanguageModel, files: Sequence[ModelFile], folder: Path) -> None:
     """Write config.json, generation_config.json (a folder's own one as it is) and, if there are several files, the
     index; for adapters only adapter_config.json.
 

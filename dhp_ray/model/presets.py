@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import InternVLConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import InternVLConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3Config, Qwen3VLConfig
 
 from dhp_ray.model.files import ModelError
-
-TOKEN_NAMES = ("image", "video", "vision_start", "vision_end", "bos", "eos", "pad")
 
 
 def tiny(token_ids: Mapping[str, int]) -> Qwen2_5_VLConfig:
@@ -68,6 +66,18 @@ def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
         image_token_id=token_ids["image"], image_seq_length=4, tie_word_embeddings=True)
 
 
+def tiny_qwen3(token_ids: Mapping[str, int]) -> Qwen3Config:
+    """Qwen3 with 0.8 million parameters: 4 layers of width 128."""
+    return Qwen3Config(**_text(token_ids, {}, 128, 4, 4, head_dim=32), tie_word_embeddings=True)
+
+
+def tiny_llama(token_ids: Mapping[str, int]) -> LlamaConfig:
+    """Llama 3 with 0.8 million parameters: 4 layers of width 128, a head of its own, and frequencies of `llama3`."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}
+    return LlamaConfig(**_text(token_ids, rope, 128, 4, 4), tie_word_embeddings=False)
+
+
 def _text(
     token_ids: Mapping[str, int], rope: Mapping[str, Any], width: int, layers: int, heads: int, **more: Any
 ) -> dict[str, Any]:
@@ -82,21 +92,22 @@ def _text(
 
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
-    "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_qwen3_vl": tiny_qwen3_vl}
+    "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_llama": tiny_llama, "tiny_qwen3": tiny_qwen3,
+    "tiny_qwen3_vl": tiny_qwen3_vl}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:
     """The configuration of a preset over a tokenizer with these special token ids.
 
     Raises:
-        ModelError: an unknown preset, or token ids that lack a name.
+        ModelError: an unknown preset, or token ids that lack one that it needs.
     """
     if name not in PRESETS:
         raise ModelError(f"model.preset: got {name!r}; allowed: {', '.join(sorted(PRESETS))}")
-    missing = [token for token in TOKEN_NAMES if token not in (token_ids or {})]
-    if token_ids is None or missing:
-        raise ModelError(f"model.preset: {name} needs the tokenizer's ids of {', '.join(missing)}")
-    return PRESETS[name](token_ids)
+    try:
+        return PRESETS[name](token_ids or {})
+    except KeyError as error:
+        raise ModelError(f"model.preset: {name} needs the tokenizer's id of {error.args[0]}") from None
 
 
 def vocabulary_size(token_ids: Mapping[str, int]) -> int:

@@ -1,174 +1,33 @@
-"""The model that a training step computes with: what the vision-language models of transformers share.
-
-The step calls the three parts in turn, so that each can have its own layout over the ranks of a pack:
-
-    encode (pixels of my images) -> features -> [exchange] -> decode (my tokens, the features that land on them) ->
-    hidden -> loss_sum
-
-A family brings the rest: its classes, what it refuses, its shape, positions, encoder, and the modules whose parameters
-are gathered together. Nothing else knows a family but `dhp_ray.data.families`, which brings its text and pixels.
-"""
+"""What the vision-language models of transformers share: a language model, and the encoder of its images."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from math import isqrt
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.nn import Module
+from transformers import PreTrainedModel
 
-from dhp_ray.compatibility import checkpoint_activations
-from dhp_ray.model import attention
-from dhp_ray.model.attention import PackContext
-from dhp_ray.model.files import ModelError
-from dhp_ray.model.fused import FusedAttention, Operators, fuse
-from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
-from dhp_ray.model.loss import cross_entropy_sum, most_likely
-from dhp_ray.model.segment_attention import Segments
-from dhp_ray.model.weights import StoredWeights
-from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
-from dhp_ray.planner.plan.cluster import num_relieved
-from dhp_ray.planner.plan.types import Grid
-
-# "longrope" chooses frequencies by the longest position that a call sees, so shards of one sequence would differ. So
-# does "dynamic" beyond the positions that a model is made for; up to there its frequencies are the plain ones.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3", "dynamic")
+from dhp_ray.model.fused import Operators
+from dhp_ray.model.language_model import EncoderArguments, LanguageModel, LayerStack
 
 
-PARTS = ("vision", "language")
-EncoderArguments = Mapping[str, "Tensor | Segments"]
-"""Arguments of a family's encoder, by name."""
-
-
-class LayerStack(NamedTuple):
-    """Consecutive layers, and the module whose forward pass runs them."""
-
-    owner: Module
-    layers: Sequence[Module]
-
-
-class VisionLanguageModel(ABC):
-    """One model family. Shapes: L local tokens, N images, P patches, V vision tokens, F feature width, D hidden width.
-
-    `module` is the transformers model; all trainable state is in its `named_parameters()`. If it was built on the meta
-    device, `weights` reads its values.
+class VisionLanguageModel(LanguageModel, ABC):
+    """`LanguageModel` with an encoder. A family brings the encoder, and the modules whose parameters are gathered
+    together.
     """
 
-    model_class: ClassVar[type[PreTrainedModel]]
-    config_class: ClassVar[type[PreTrainedConfig]]
-    stored_names: ClassVar[Sequence[tuple[str, str]]] = ()
-    """Patterns of names in published files that are older than the module's, and what takes their place, in order."""
-
     vision_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.",)
-    """How the names of the encoder's parameters begin, its projector's included."""
 
     def __init__(self, module: PreTrainedModel) -> None:
+        super().__init__(module)
         config: Any = module.config
-        self.check(config)
-        attention.register()
-        module.set_attn_implementation({"text_config": attention.NAME})  # type: ignore[arg-type]
-        self.module, self._checkpoints = module.train(), False
-        self.replace_modules()
-        model: Any = module
-        text = config.text_config
-        self.longest_sequence: int | None = None  # no limit
-        if text.rope_parameters.get("rope_type") == "dynamic":
-            self.longest_sequence = text.max_position_embeddings
-            model.model.language_model.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
-        self.weights: StoredWeights | None = None
-        self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
-        self.shape = shape = self.shape_of(config)
-        self.image_token_id: int = config.image_token_id
-        self.video_token_id: int = getattr(config, "video_token_id", config.image_token_id)
-        self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
-        self.vocabulary_size = shape.vocabulary_size
-        self.feature_width = shape.width * shape.feature_levels  # F: of all levels
-        self._feature_levels = shape.feature_levels
-        self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        """Refuse what context parallelism here does not compute.
-
-        Raises:
-            ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
-        """
-        text = config.text_config
-        sliding = getattr(text, "use_sliding_window", False)
-        kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
-        if sliding or kinds:
-            raise ModelError(
-                f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
-                "full_attention"
-            )
-        if text.attention_dropout:
-            raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
-        rope_type = text.rope_parameters.get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
-            raise ModelError(f"model: rope_type is {rope_type!r}; allowed: {', '.join(ROPE_TYPES)}")
-
-    def shape_of(self, config: Any) -> ModelShape:
-        """What the planner needs to know of this model, before any adapter is added; also on the meta device."""
-        text, layer = config.text_config, self.stack("language").layers[0]
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers = LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
-                            heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
-                            head_width=head_width, query_key_norms=hasattr(layer.self_attn, "q_norm"),
-                            num_parameters=num_parameters(layer))
-        return ModelShape(family=config.model_type, language=(layers,), vocabulary_size=text.vocab_size,
-                          tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
-                          **self.vision_shape(config.vision_config))
-
-    @abstractmethod
-    def vision_shape(self, vision: Any) -> dict[str, Any]:
-        """The encoder's fields of `ModelShape`, from its configuration."""
-
-    @abstractmethod
-    def replace_modules(self) -> None:
-        """Put our own modules in the places of those of `self.module` whose way of computing no registry reaches."""
-
-    @property
-    def smallest_grid(self) -> Grid:
-        """Grid of the smallest image that the encoder accepts."""
-        side = isqrt(self.merge_area)
-        return (1, side, side)
-
-    def vision_runs(self, grid: Sequence[int], is_video: bool) -> Sequence[int]:
-        """Lengths of the runs of vision tokens for a grid: an image is one run, of a video each step in time."""
-        time, height, width = grid
-        area = height * width // self.merge_area
-        return (area,) * time if is_video else (time * area,)
-
-    def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
-        """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
-        int64 on the CPU.
-
-        `seconds` (N,): the duration of one time step of a video, 0 for an image; None if all are images.
-        """
-        return self.positions_of(self.module.config, input_ids, grids, seconds)
-
-    @classmethod
-    @abstractmethod
-    def positions_of(
-        cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
-    ) -> Tensor:
-        """`positions` of a model with this configuration."""
-
-    @staticmethod
-    def position_ids(positions: Tensor) -> Tensor:
-        """`positions` (3, L) as the transformers model takes them, for a batch of one."""
-        return positions[:, None]
+        self.vision_token_ids = config.image_token_id, getattr(config, "video_token_id", config.image_token_id)
 
     def encoder_arguments(self, grids: Sequence[Sequence[int]]) -> EncoderArguments:
-        """Encoder arguments that depend only on the sizes of the images, `grids` of patches in time, height and width.
-        They are made on the CPU before a step; empty without images.
-        """
         return self.arguments_of(torch.tensor(grids)) if grids else {}
 
     @abstractmethod
@@ -176,109 +35,18 @@ class VisionLanguageModel(ABC):
         """`encoder_arguments` of one image or more, `grids` (N, 3)."""
 
     def encode(self, pixels: Tensor, arguments: EncoderArguments) -> Tensor:
-        """Features (V, F) of the images with the patches `pixels` (P, patch_dim). `arguments`: `encoder_arguments` of
-        their grids in the same order, on the device of `pixels`.
-        """
         return self.features(pixels, arguments) if arguments else self.empty_features()
-
-    def empty_features(self) -> Tensor:
-        """Features (0, F) without any image, with the dtype and device of those from `encode`."""
-        parameter = next(self.module.parameters())
-        return torch.empty(0, self.feature_width, dtype=parameter.dtype, device=parameter.device)
 
     @abstractmethod
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """`encode` of one image or more."""
 
-    def decode(
-        self, token_ids: Tensor, positions: Tensor, vision_token_index: Tensor, features: Tensor, context: PackContext
-    ) -> Tensor:
-        """Hidden states (L, D) of a rank's shard of a pack.
+    @abstractmethod
+    def vision_stack(self) -> LayerStack:
+        """The encoder's layers, the first of `stacks`."""
 
-        `token_ids` (L,), `positions` (3, L); row i of `features` (K, F) replaces the embedding of local token
-        `vision_token_index[i]`. Every member of the pack must call this, since attention exchanges over `context`.
-        """
-        model: Any = self.module.model
-        num_tokens = len(token_ids)
-        # transformers' layers cannot reshape (0, D), and every member takes part in every layer: an idle token does,
-        # seen by no other
-        if not num_tokens:
-            token_ids, positions = token_ids.new_zeros(1), positions.new_zeros((3, 1))
-        embeddings = model.language_model.embed_tokens(token_ids)
-        first, *deeper = features.to(embeddings.dtype).chunk(self._feature_levels, 1)
-        # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
-        embeddings = embeddings.index_copy(0, vision_token_index, first)
-        output = model.language_model(inputs_embeds=embeddings[None], use_cache=False, context=context,
-                                      **self.language_arguments(positions, vision_token_index, deeper))
-        hidden: Tensor = output.last_hidden_state[0][:num_tokens]
-        return hidden
-
-    def language_arguments(
-        self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
-    ) -> Mapping[str, Any]:
-        """What a family's language model takes besides embeddings: its positions, of `positions` (3, L); `deeper`
-        (K, D) are the further levels of the features, row i of token `vision_token_index[i]`.
-        """
-        return {"position_ids": self.position_ids(positions), "attention_mask": {"full_attention": None}}
-
-    def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
-        """The cross entropy (fp32) of `hidden` (L, D) and shifted `labels` (L,), summed over `valid_index` (K,)."""
-        return cross_entropy_sum(hidden, self._head_weight, labels, valid_index)
-
-    def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
-        """The most likely next tokens (K,) int64 after those at `valid_index` (K,) of `hidden` (L, D)."""
-        return most_likely(hidden, self._head_weight, valid_index)
-
-    @property
-    def _head_weight(self) -> Tensor:
-        model: Any = self.module
-        weight: Tensor = model.lm_head.weight
-        return weight
-
-    def is_vision(self, parameter_name: str) -> bool:
-        """Whether a parameter belongs to the vision encoder, including its projector."""
-        return parameter_name.startswith(self.vision_prefixes)
-
-    def decays(self, parameter_name: str) -> bool:
-        """Whether weight decay applies: to matrices, not to biases and norms."""
-        return self._num_dimensions[parameter_name] > 1
-
-    def trains(self, part: str) -> bool:
-        """Whether any parameter of "vision" or of "language" is trained; the same on all ranks."""
-        return any(parameter.requires_grad for name, parameter in self.module.named_parameters()
-                   if self.is_vision(name) == (part == "vision"))
-
-    def freeze(self, parts: Sequence[str]) -> None:
-        """Exclude "vision" or "language" from training."""
-        for part in parts:
-            for name, parameter in self.module.named_parameters():
-                if self.is_vision(name) == (part == "vision"):
-                    parameter.requires_grad_(False)
-
-    def add_lora(self, settings: LoraSettings) -> None:
-        """Train adapters instead of the weights, except in frozen parts. Call this once, before `fuse`."""
-        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        layers = target_layers(self.module, settings.targets,
-                               without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
-        if settings.dropout:
-            for name in layers:
-                if self.is_vision(name):  # whose patches have no place in a sample that all plans agree on
-                    raise ModelError(
-                        f"train.lora.dropout: got {settings.dropout} with an adapter in the vision encoder ({name}); "
-                        "allowed: 0, or train.freeze=[vision]"
-                    )
-        self.module.requires_grad_(False)
-        add_adapters(self.module, layers, settings)
-        self.lora = settings
-        if settings.dropout:
-            language: Any = self.module.model.language_model  # type: ignore[union-attr]
-            for layer in language.layers:
-                drop_by_pack(layer)
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                self._num_dimensions[name] = parameter.ndim
-                if self.weights is not None:
-                    self.weights.drawn[name] = partial(first_values, name, parameter.shape, settings.seed)
+    def stacks(self) -> list[LayerStack]:
+        return [self.vision_stack(), *super().stacks()]
 
     def vision_units(self) -> Sequence[Module]:
         """The encoder's part of `units`."""
@@ -286,70 +54,12 @@ class VisionLanguageModel(ABC):
         return [*stack.layers, stack.owner]
 
     def units(self) -> list[Module]:
-        """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""
-        model: Any = self.module.model
-        return [*self.vision_units(), *model.language_model.layers]
-
-    def unsharded_parameters(self) -> Sequence[Parameter]:
-        """Parameters whose leading dimensions are 1, which the forward pass also accepts squeezed. (Sharding by rows
-        would pad their single row to one row for each rank.)
-        """
-        return ()
-
-    @abstractmethod
-    def vision_stack(self) -> LayerStack:
-        """The encoder's layers, as `stack`."""
-
-    def stack(self, part: str) -> LayerStack:
-        """The layers of "vision" or of "language"."""
-        language: Any = self.module.model.language_model  # type: ignore[union-attr]
-        return self.vision_stack() if part == "vision" else LayerStack(language, language.layers)
+        return [*self.vision_units(), *super().units()]
 
     def fuse(self, operators: Operators) -> None:
-        """Compute norms, rotary embeddings and gated MLPs with these operators. Parameters and their names stay."""
-        language: Any = self.module.model.language_model  # type: ignore[union-attr]
         self.fuse_encoder(operators)
-        for layer in language.layers:
-            fuse(layer, operators, ("input_layernorm", "post_attention_layernorm"), language.config.hidden_act)
-            if language.rotary_emb.attention_scaling == 1:  # npu_rotary_mul takes cosines and sines in [-1, 1]
-                layer.self_attn = FusedAttention(layer.self_attn, operators)
-        fuse(language, operators, ("norm",))
+        super().fuse(operators)
 
     @abstractmethod
     def fuse_encoder(self, operators: Operators) -> None:
         """The encoder's part of `fuse`."""
-
-    def set_activation_checkpointing(self, share: float = 1.0) -> None:
-        """Recompute this share of the layers in the backward pass (activation checkpointing, arXiv 1604.06174), and
-        keep the activations of the others. May change between two packs.
-
-            share 0.5 of 6 layers   forward     0 1 2 3 4 5      layers 0 to 2 keep their input alone
-                                    backward    5 4 3 | 2 2 1 1 0 0
-
-        The first layers of the encoder and of the language model are recomputed: in the backward pass the others are
-        over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
-        """
-        if share and not self._checkpoints:
-            checkpoint_activations(self.module)
-            self._checkpoints = True
-        for part in PARTS:
-            layers = self.stack(part).layers
-            count = num_relieved(share, len(layers))
-            for number, layer in enumerate(layers):
-                layer.gradient_checkpointing = number < count  # type: ignore[assignment]
-
-    @contextmanager
-    def recomputing(self, share: float) -> Iterator[None]:
-        """Put this around the forward pass of a pack of which this share of the layers is recomputed (0: as always)."""
-        if not share or not torch.is_grad_enabled():
-            yield
-            return
-        self.set_activation_checkpointing(share)
-        try:
-            yield
-        finally:
-            self.set_activation_checkpointing(0.0)
-
-
-def num_parameters(module: Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -26,7 +26,7 @@ from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
-from dhp_ray.schema import Elastic
+from dhp_ray.schema import ConfigError, Elastic
 from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, faults_of, generation_of, speeds_of
 from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Prepared, SimulatedDispatcher, SimulatedPlanner
@@ -346,6 +346,9 @@ def prepared(settings: Simulation) -> Simulated:
         ConfigError, PlanError: one line: what is wrong with the settings or a file, or what does not fit.
     """
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
+    if settings.train.freeze and not shape.vision:
+        raise ConfigError(f"train.freeze: got {', '.join(settings.train.freeze)}, and {settings.model} takes text "
+                          "alone; allowed: nothing")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
                       0 if settings.duration_s else settings.num_batches, settings.seed)
     return Simulated(settings, SimulatedCluster(settings, batches.longest_tokens, batches(1)), batches)

@@ -32,7 +32,7 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from dhp_ray.model.vision_language_model import PARTS, LayerStack, VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel, LayerStack
 from dhp_ray.planner.memory.host import CHUNK_BYTES
 from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
 from dhp_ray.train.collate import PackInputs
@@ -251,7 +251,7 @@ class PartOffload:
 class PackOffload:
     """The offload of a rank's packs, one after the other. `moved_bytes`: those of the last one."""
 
-    def __init__(self, adapter: VisionLanguageModel, device: torch.device) -> None:
+    def __init__(self, adapter: LanguageModel, device: torch.device) -> None:
         self._adapter, self._copies = adapter, Copies(device)
         self.moved_bytes = 0
 
@@ -274,8 +274,8 @@ class PackOffload:
             return tensor
 
         inputs.map(note)
-        parts = [PartOffload(self._adapter.stack(part), inputs.offload, storages_of(shared), self._copies)
-                 for part in PARTS]
+        parts = [PartOffload(stack, inputs.offload, storages_of(shared), self._copies)
+                 for stack in self._adapter.stacks()]
         try:
             yield
         finally:

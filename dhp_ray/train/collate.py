@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.attention import segments_of
+from dhp_ray.model.language_model import EncoderArguments, LanguageModel
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.lora import token_keys
 from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.model.segment_attention import Segments
-from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, Pack, Sample, cut_in_time, encoding_ranks
 
 
@@ -68,7 +68,7 @@ def placeholder(sample: Sample) -> Payload:
 
 
 def check_payload(
-    sample: Sample, payload: Payload, adapter: VisionLanguageModel, encoded_here: tuple[bool, ...] = ()
+    sample: Sample, payload: Payload, adapter: LanguageModel, encoded_here: tuple[bool, ...] = ()
 ) -> None:
     """Refuse a payload that is not what was planned; a rank calls it a batch ahead, before others depend on the sample.
 
@@ -98,7 +98,7 @@ def check_payload(
         raise ValueError(
             f"{where}: {len(payload.pixels)} images of grids {grids}; planned: {tuple(sample.vision_grids)}"
         )
-    tokens = (adapter.image_token_id, adapter.video_token_id)
+    tokens = adapter.vision_token_ids
     wanted = [(tokens[int(seconds > 0)], count) for grid, seconds in zip(*payload.whole())
               for count in adapter.vision_runs(grid.tolist(), seconds > 0)]
     runs = [(token, len(list(group))) for token, group in groupby(ids.tolist()) if token in tokens]
@@ -116,16 +116,15 @@ def check_payload(
             )
 
 
-def tokens_of_parts(grid: Grid, num_parts: int, adapter: VisionLanguageModel) -> list[Tensor]:
+def tokens_of_parts(grid: Grid, num_parts: int, adapter: LanguageModel) -> list[Tensor]:
     """Return which tokens of an image each of its parts makes, in the order of the part's feature rows."""
     sizes = [prod(part) // adapter.merge_area for part in cut_in_time(grid, num_parts)]
     return list(torch.arange(sum(sizes)).split(sizes))
 
 
-def image_tokens(payload: Payload, adapter: VisionLanguageModel) -> list[Tensor]:
+def image_tokens(payload: Payload, adapter: LanguageModel) -> list[Tensor]:
     """Return where the tokens of each image or piece of a video are in their sample."""
-    ids = torch.from_numpy(payload.input_ids)
-    places = ((ids == adapter.image_token_id) | (ids == adapter.video_token_id)).nonzero()[:, 0]
+    places = torch.from_numpy(np.isin(payload.input_ids, adapter.vision_token_ids)).nonzero()[:, 0]
     return list(places.split([int(np.prod(grid)) // adapter.merge_area for grid in payload.grids]))
 
 
@@ -191,7 +190,7 @@ class PackInputs:
 
 
 def collate(
-    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel,
+    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: LanguageModel,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False, step: int = 0, apart: bool = False,
 ) -> PackInputs:
     """Return the inputs of `rank`'s part of a pack of a `step`, on the CPU; `pinned`: with its pixels in pinned memory;
@@ -219,7 +218,7 @@ def collate(
         recomputed=pack.recomputed)
 
 
-def _dropout_keys(pack: Pack, index: Tensor, adapter: VisionLanguageModel, step: int) -> Tensor | None:
+def _dropout_keys(pack: Pack, index: Tensor, adapter: LanguageModel, step: int) -> Tensor | None:
     """Return the dropout keys of the tokens at `index` (L,) of the packed sequence; None: nothing is dropped."""
     lora = adapter.lora
     if lora is None or not lora.dropout:
@@ -229,7 +228,7 @@ def _dropout_keys(pack: Pack, index: Tensor, adapter: VisionLanguageModel, step:
     return torch.cat([token_keys(lora.seed, step, sample.id, sample.num_tokens) for sample in pack.samples])[index]
 
 
-def with_tiny_image(inputs: PackInputs, adapter: VisionLanguageModel) -> PackInputs:
+def with_tiny_image(inputs: PackInputs, adapter: LanguageModel) -> PackInputs:
     """Return the inputs with a smallest image that no token uses, on the CPU: its gradient is zero."""
     grids = (adapter.smallest_grid,)
     return replace(inputs, grids=grids, pixels=inputs.pixels.new_zeros(prod(grids[0]), adapter.patch_dim),
@@ -237,7 +236,7 @@ def with_tiny_image(inputs: PackInputs, adapter: VisionLanguageModel) -> PackInp
 
 
 def _packed(
-    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: VisionLanguageModel, apart: bool
+    pack: Pack, payloads: Mapping[str, Payload], rank: int, adapter: LanguageModel, apart: bool
 ) -> tuple[Tensor, list[np.ndarray | Tensor], tuple[Grid, ...], int]:
     """Return a pack before sharding: columns (7, L) of its tokens, the patches and grids of the images that `rank`
     encodes, and how many images there are.

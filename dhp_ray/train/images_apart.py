@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
+from dhp_ray.model.language_model import EncoderArguments, LanguageModel
 from dhp_ray.model.layout import PackLayout
-from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguageModel
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, cut_in_time, encoding_ranks
 from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, mapped, tokens_of_parts
 
@@ -128,7 +128,7 @@ def _images_of(plan: RankPlan, number: int, pack: Pack) -> Iterator[PlannedImage
 
 
 def vision_inputs(
-    plan: RankPlan, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel,
+    plan: RankPlan, payload_of: Callable[[str], Payload], adapter: LanguageModel,
     pixel_type: torch.dtype = torch.float32, pinned: bool = False,
 ) -> VisionInputs:
     """Return the inputs of the images that `plan.rank` encodes of `plan.encoded`, on the CPU.
@@ -161,7 +161,7 @@ def vision_inputs(
 
 
 def _ready(
-    pack: Pack, payload: Payload, images: Sequence[PlannedImage], adapter: VisionLanguageModel
+    pack: Pack, payload: Payload, images: Sequence[PlannedImage], adapter: LanguageModel
 ) -> list[ReadyImage]:
     """Return what this rank encodes of one sample, and remove the other patches from the payload."""
     row = images[0].sample
@@ -180,7 +180,7 @@ def _ready(
 
 
 def _whole(
-    images: Sequence[ReadyImage], adapter: VisionLanguageModel, pixel_type: torch.dtype, pinned: bool
+    images: Sequence[ReadyImage], adapter: LanguageModel, pixel_type: torch.dtype, pinned: bool
 ) -> EncoderPass:
     """Return a pass: the patches of its images joined into one tensor, of which the payloads hold views afterwards."""
     patches = [image.pixels[image.planned.image] for image in images]
@@ -191,13 +191,13 @@ def _whole(
     return _pass(whole, tuple(image.planned.own_grid for image in images), adapter)
 
 
-def _pass(pixels: Tensor, grids: tuple[Grid, ...], adapter: VisionLanguageModel) -> EncoderPass:
+def _pass(pixels: Tensor, grids: tuple[Grid, ...], adapter: LanguageModel) -> EncoderPass:
     return EncoderPass(pixels=pixels, grids=grids, encoder=adapter.encoder_arguments(grids),
                        num_rows=len(pixels) // adapter.merge_area)
 
 
 def _send_index(
-    plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: VisionLanguageModel
+    plan: RankPlan, passes: Sequence[Sequence[ReadyImage]], adapter: LanguageModel
 ) -> dict[int, Tensor]:
     """Return `VisionInputs.send_index`; a pass without an image makes the rows of a smallest image."""
     row_of = [torch.full((sum(sample.num_tokens for sample in pack.samples),), -1) for pack in plan.encoded]
@@ -225,7 +225,7 @@ class EncoderPhases:
     """
 
     def __init__(
-        self, adapter: VisionLanguageModel, inputs: VisionInputs, keeps: bool,
+        self, adapter: LanguageModel, inputs: VisionInputs, keeps: bool,
         received_from: Sequence[Mapping[int, int]], device: torch.device,
     ) -> None:
         self._adapter, self._device = adapter, device

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from dhp_ray.comm.progress import Progress
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 
 
 class LayerMarks:
@@ -48,7 +48,7 @@ class LayerMarks:
         self._handles.clear()
 
 
-def layers_by_name(adapter: VisionLanguageModel) -> dict[str, Module]:
+def layers_by_name(adapter: LanguageModel) -> dict[str, Module]:
     """The layers of a model, by their names in its module."""
     names = {module: name for name, module in adapter.module.named_modules()}
     return {names[layer]: layer for layer in adapter.units()}

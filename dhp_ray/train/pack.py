@@ -7,12 +7,12 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, exchange_rows
 from dhp_ray.model.attention import PackContext
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.collate import PackInputs
 
 
 def pack_loss(
-    adapter: VisionLanguageModel, inputs: PackInputs, link: PackCommunicator, encodes: bool | None = None
+    adapter: LanguageModel, inputs: PackInputs, link: PackCommunicator, encodes: bool | None = None
 ) -> Tensor:
     """Return the token-sum loss, an fp32 scalar, of this rank's shard of a pack; or, if `inputs` say so and without
     gradients, the tokens (K,) that most likely follow its valid ones. `inputs` are on the model's device.

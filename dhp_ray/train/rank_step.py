@@ -15,7 +15,7 @@ from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
 from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, RankPlan
 from dhp_ray.train.activation_offload import PackOffload
 from dhp_ray.train.collate import PackInputs
@@ -68,7 +68,7 @@ class RankStep:
     rank, and the state has not changed on any.
     """
 
-    adapter: VisionLanguageModel
+    adapter: LanguageModel
     engine: Engine
     transport: Transport
     world: dist.ProcessGroup | None

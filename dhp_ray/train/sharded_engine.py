@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
@@ -43,7 +43,7 @@ class MicroBatchModel(nn.Module):
     If any rank encodes in its pack, all ranks do: `inputs` then have an image (`with_tiny_image`).
     """
 
-    def __init__(self, adapter: VisionLanguageModel) -> None:
+    def __init__(self, adapter: LanguageModel) -> None:
         super().__init__()
         self.adapter = adapter
         self.module = adapter.module
@@ -86,7 +86,7 @@ class ShardedEngine(Engine):
 
     def __init__(
         self,
-        adapter: VisionLanguageModel,
+        adapter: LanguageModel,
         settings: OptimizerSettings,
         world_group: dist.ProcessGroup,
         rank: int,
@@ -177,7 +177,7 @@ class ShardedEngine(Engine):
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        first = cast(FSDPModule, self.adapter.stack("language").layers[0])
+        first = cast(FSDPModule, self.adapter.language.layers[0])
         first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, encoded_images
 from dhp_ray.train.collate import PackInputs, Payload, collate, placeholder, with_tiny_image
 from dhp_ray.train.engine import COMPUTE_TYPES
@@ -40,7 +40,7 @@ class StepInputs:
     payloads: dict[str, Payload] = field(default_factory=dict)
     vision: VisionInputs | None = None
 
-    def add_encoded(self, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel) -> None:
+    def add_encoded(self, payload_of: Callable[[str], Payload], adapter: LanguageModel) -> None:
         """Collate the images that this rank encodes apart from the packs; call it before any pack is added.
         `payload_of` returns the payload of a sample, by id, when `vision_inputs` asks for it.
         """
@@ -51,7 +51,7 @@ class StepInputs:
 
         self.vision = self._encoded(kept, adapter)
 
-    def add(self, pack: Pack, payloads: Mapping[str, Payload], adapter: VisionLanguageModel) -> None:
+    def add(self, pack: Pack, payloads: Mapping[str, Payload], adapter: LanguageModel) -> None:
         """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards.
 
         Raises:
@@ -63,7 +63,7 @@ class StepInputs:
         self.inputs.append(self._collated(pack, adapter))
         self.packs.append(pack)
 
-    def mask(self, sample_ids: Iterable[str], adapter: VisionLanguageModel) -> None:
+    def mask(self, sample_ids: Iterable[str], adapter: LanguageModel) -> None:
         """Make these samples placeholders: packs that hold one of them are collated again."""
         found = {name for name in sample_ids if name in self.payloads and not self.payloads[name].masked}
         self.payloads |= {name: replace(self.payloads[name], masked=True, pixels=[]) for name in found}
@@ -74,11 +74,11 @@ class StepInputs:
                for sample, here in zip(pack.samples, encoded_images(pack, self.plan.rank)) if any(here)):
             self.vision = self._encoded(self.payloads.__getitem__, adapter)
 
-    def _encoded(self, payload_of: Callable[[str], Payload], adapter: VisionLanguageModel) -> VisionInputs:
+    def _encoded(self, payload_of: Callable[[str], Payload], adapter: LanguageModel) -> VisionInputs:
         inputs = vision_inputs(self.plan, payload_of, adapter, COMPUTE_TYPES[self.precision], self.pinned)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 
-    def _collated(self, pack: Pack, adapter: VisionLanguageModel) -> PackInputs:
+    def _collated(self, pack: Pack, adapter: LanguageModel) -> PackInputs:
         apart = self.plan.vision.apart
         inputs = collate(pack, self.payloads, self.plan.rank, adapter, COMPUTE_TYPES[self.precision], self.pinned,
                          self.plan.step, apart)
@@ -105,7 +105,7 @@ def packs_of(plan: RankPlan) -> list[Pack]:
 
 
 def collated(
-    plan: RankPlan, payloads: Mapping[str, Payload], adapter: VisionLanguageModel, precision: str = "fp32",
+    plan: RankPlan, payloads: Mapping[str, Payload], adapter: LanguageModel, precision: str = "fp32",
     pinned: bool = False,
 ) -> StepInputs:
     """Return the inputs of a whole plan. See `StepInputs.add`."""

@@ -40,7 +40,7 @@ def test_a_preset_is_made_by_its_seed_alone() -> None:
 def test_the_tiny_preset() -> None:
     adapter = build_model("tiny", "", TOKEN_IDS, 0)
     assert (adapter.merge_area, adapter.patch_dim, adapter.feature_width,
-            adapter.image_token_id) == (4, 3 * 2 * 14 * 14, 128, 261)
+            adapter.vision_token_ids[0]) == (4, 3 * 2 * 14 * 14, 128, 261)
     assert adapter.vocabulary_size == 264
     sizes = {name: parameter.numel() for name, parameter in adapter.module.named_parameters()}
     shape = model_shape("tiny", "", TOKEN_IDS)
@@ -251,7 +251,7 @@ def test_an_unknown_preset_and_token_ids_that_lack_a_name() -> None:
     with pytest.raises(ModelError, match=r"^model.preset: got 'huge'; allowed: small, tiny, tiny_internvl, "
                                          r"tiny_qwen3_vl$"):
         build_model("huge", "", TOKEN_IDS, 0)
-    with pytest.raises(ModelError, match=r"^model.preset: tiny needs the tokenizer's ids of video, eos$"):
+    with pytest.raises(ModelError, match=r"^model.preset: tiny needs the tokenizer's id of eos$"):
         build_model("tiny", "", {name: token for name, token in TOKEN_IDS.items() if name not in ("video", "eos")}, 0)
 
 

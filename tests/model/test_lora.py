@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,17 @@ from safetensors.torch import load_file
 
 from dhp_ray.model.build import adapter_sizes, read_config
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.one_rank import VIDEO, loss_of
-from tests.packs import PATCH_DIMS, make_sample, plain_copy, plain_loss, rough_model, save_model
+from tests.packs import PATCH_DIMS, PRESETS, TEXT_PRESETS, make_sample, plain_copy, plain_loss, rough_model, save_model
 
 ALL = LoraSettings(4, 8.0, ("all-linear",))
 
 
 def with_adapters(
     preset: str = "tiny", settings: LoraSettings = ALL, frozen: tuple[str, ...] = ()
-) -> VisionLanguageModel:
+) -> LanguageModel:
     """A model with rough weights, and adapters that add something."""
     adapter = rough_model(preset=preset)
     adapter.freeze(frozen)
@@ -34,14 +35,14 @@ def with_adapters(
     return adapter
 
 
-def save(adapter: VisionLanguageModel, folder: Path) -> dict[str, torch.Tensor]:
+def save(adapter: LanguageModel, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
     save_model(adapter, folder, {name: value.detach() for name, value in adapter.module.named_parameters()})
     return load_file(folder / ADAPTER_FILE)
 
 
-@pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)], ids=str)
-@pytest.mark.parametrize("preset", PATCH_DIMS)
+@pytest.mark.parametrize(("preset", "frozen"), [*product(PATCH_DIMS, ((), ("vision",), ("language",))),
+                                                *((preset, ()) for preset in TEXT_PRESETS)], ids=str)
 def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str, ...]) -> None:
     adapter = with_adapters(preset, frozen=frozen)
     base = rough_model(preset=preset)
@@ -60,7 +61,7 @@ def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str
 
 
 def test_all_linear_is_what_peft_calls_so() -> None:
-    for preset in PATCH_DIMS:
+    for preset in PRESETS:
         own = get_peft_model_state_dict(get_peft_model(plain_copy(rough_model(preset=preset)), LoraConfig(
             r=4, target_modules="all-linear")))
         module = with_adapters(preset).module

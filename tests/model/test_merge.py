@@ -14,25 +14,25 @@ from safetensors.torch import load_file, save_file
 
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from tests.checkout import job_of
 from tests.model.test_lora import ALL, save, with_adapters
-from tests.packs import PATCH_DIMS, plain_copy, rough_model, save_model
+from tests.packs import PRESETS, plain_copy, rough_model, save_model
 from tests.test_jobs import ended
 
 OTHER = "model.language_model.layers.0.self_attn.q_proj"
 
 
-def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> VisionLanguageModel:
+def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> LanguageModel:
     base = rough_model(seed, preset=preset)
     base.module.bfloat16().save_pretrained(folder, max_shard_size="1MB")
     (folder / "tokenizer.json").write_text("{}")
     return base
 
 
-@pytest.mark.parametrize("preset", PATCH_DIMS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_merged_weights(tmp_path: Path, preset: str) -> None:
     base = write_base(tmp_path / "base", preset)
     adapter = with_adapters(preset, replace(ALL, targets=("q_proj", "down_proj")))

@@ -16,7 +16,7 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
 from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel, MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
+from tests.published_configs import INTERNVL, LANGUAGE, QWEN3, TEXT, published_config, shape_of
 
 TILES = 0
 """In place of the largest image's side, of a model whose images are tiles."""
@@ -51,7 +51,8 @@ def check(
     layers: all.
     """
     config = published_config(name, num_layers)
-    images = seed % 3 > 0 or "language" in settings.frozen  # a pack without a trained part has nothing to keep
+    # a pack without a trained part has nothing to keep
+    images = name not in LANGUAGE and (seed % 3 > 0 or "language" in settings.frozen)
     found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share,
                          recomputed)
     if lora is not None:
@@ -105,6 +106,18 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
+
+
+@pytest.mark.parametrize(("name", "mode", "recomputes", "degree", "share"), [
+    ("Qwen3-4B", "micro_batch", True, 2, 0.0),
+    *slow(("Llama-3-8B", "step", False, 1, 0.0), ("Llama-3-8B", "micro_batch", False, 3, 0.0),
+          ("Qwen3-8B", "step", True, 2, 0.0), ("Qwen3-4B", "step", False, 1, 0.5))], ids=str)
+@pytest.mark.seconds
+def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
+    name: str, mode: str, recomputes: bool, degree: int, share: float
+) -> None:
+    with world_of(mode):
+        check(name, settings_of(mode, recomputes, ()), 1, degree, num_layers=3, share=share)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-2B", *slow(("Qwen3-VL-8B",))])

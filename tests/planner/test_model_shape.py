@@ -9,11 +9,11 @@ import pytest
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.build import meta_model
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.presets import preset_config
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
-from tests.packs import TOKEN_IDS
+from tests.packs import PRESETS, TOKEN_IDS
 from tests.published_configs import CONF, NUM_PARAMETERS, published_config, shape_of, stored_shape
 
 
@@ -21,7 +21,7 @@ def config_of(name: str) -> PreTrainedConfig:
     return published_config(name) if name in NUM_PARAMETERS else preset_config(name, TOKEN_IDS)
 
 
-def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
+def counted(adapter: LanguageModel) -> Counter[tuple[str, str, int]]:
     """How many units of each (part, name, parameters) the module has: a parameter belongs to its innermost unit."""
     taken, found, rest = set(), Counter[tuple[str, str, int]](), Counter[str]()
     names = {parameter: name for name, parameter in adapter.module.named_parameters()}
@@ -38,7 +38,7 @@ def counted(adapter: VisionLanguageModel) -> Counter[tuple[str, str, int]]:
     return found + Counter({(part, "rest", count): 1 for part, count in rest.items()})
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "tiny_qwen3_vl", "tiny_internvl", *NUM_PARAMETERS])
+@pytest.mark.parametrize("name", ["small", *PRESETS, *NUM_PARAMETERS])
 def test_parameters_of_every_part_and_unit_are_the_modules(name: str) -> None:
     config = config_of(name)
     adapter = meta_model(config)

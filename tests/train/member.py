@@ -19,7 +19,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.comm.world import abort_groups, destroy_world
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
@@ -51,7 +51,7 @@ class Member:
         Path(run_dir).mkdir(exist_ok=True)
         self.generation = 0
         self.switching = threading.Lock()
-        self.adapter: VisionLanguageModel | None = None
+        self.adapter: LanguageModel | None = None
         self.apart: bool | None = None
         """Images are encoded apart from the packs: activations are kept or not. None: in the packs."""
 

@@ -20,7 +20,7 @@ from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.step_inputs import collated
-from tests.packs import PATCH_DIMS, Film, make_sample, own_payloads, relative_errors, with_splits
+from tests.packs import PRESETS, Film, make_sample, own_payloads, relative_errors, with_splits
 from tests.ranks import run_processes
 from tests.train.networks import whole
 
@@ -37,7 +37,7 @@ PARTS: dict[str, list[int | Grid | Film]] = {
 }
 FIRST_LABEL = {"masked": 50, "unseen": 26}
 SAMPLES = {preset: [make_sample(name, parts, FIRST_LABEL.get(name), preset) for name, parts in PARTS.items()]
-           for preset in PATCH_DIMS}
+           for preset in PRESETS}
 
 
 @dataclass(frozen=True)

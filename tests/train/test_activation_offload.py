@@ -18,7 +18,7 @@ from dhp_ray.train.activation_offload import Moved, PackOffload
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
 from tests.one_rank import link_of_one_rank
-from tests.packs import PATCH_DIMS, make_pack, make_sample, rough_model
+from tests.packs import PATCH_DIMS, TEXT_PRESETS, make_pack, make_sample, rough_model
 from tests.train.late_copies import LateCopies
 
 HOST = torch.device("cpu")
@@ -45,7 +45,7 @@ def passes(adapter: Any, inputs: Any, link: Any, offload: PackOffload) -> dict[s
     return {name: parameter.grad.clone() for name, parameter in adapter.module.named_parameters()}
 
 
-@pytest.mark.parametrize("preset", PATCH_DIMS)
+@pytest.mark.parametrize("preset", [*PATCH_DIMS, TEXT_PRESETS[0]])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_copies_that_end_as_late_as_they_may_give_the_same_bits(preset: str, recomputes: bool) -> None:
     """A stream that copies nothing before compute waits for it: whoever does not wait finds garbage."""
@@ -78,7 +78,7 @@ def test_nothing_is_left_when_a_pack_is_done() -> None:
 def test_a_pack_that_fails_leaves_nothing_behind() -> None:
     with pack_of() as (adapter, inputs, link):
         offload, wanted = PackOffload(adapter, HOST), passes(adapter, inputs, link, PackOffload(adapter, HOST))
-        language = adapter.stack("language").layers
+        language = adapter.language.layers
         for layer in (language[0], language[1].mlp):
             handle = layer.register_forward_hook(fail)
             with pytest.raises(RuntimeError, match="lost a peer"):
@@ -102,7 +102,7 @@ def test_a_backward_pass_that_fails_ends_copies_before_it_lets_go_what_they_writ
 
             outputs.register_hook(note_and_fail)
 
-        handle = adapter.stack("language").layers[0].register_forward_hook(fail_backward)
+        handle = adapter.language.layers[0].register_forward_hook(fail_backward)
         with pytest.raises(RuntimeError, match="lost a peer"):
             passes(adapter, replace(inputs, offload=1.0), link, offload)
         handle.remove()

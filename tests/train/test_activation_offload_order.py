@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dhp_ray.model.vision_language_model import LayerStack
+from dhp_ray.model.language_model import LayerStack
 from dhp_ray.planner.plan.cluster import num_relieved
 from dhp_ray.train.activation_offload import Copies, Moved, PartOffload
 

@@ -10,7 +10,7 @@ import pytest
 
 from dhp_ray.config import Config
 from dhp_ray.planner.plan.types import Plan
-from tests.packs import PATCH_DIMS
+from tests.packs import PRESETS
 from tests.ranks import run_processes
 from tests.train.both_ways import both_ways, config_of, member_of
 from tests.train.random_plans import WATCHDOG_S, World, random_plan
@@ -22,7 +22,7 @@ WORLDS = [(World(3, "step", "pool"), 0.0), (World(5, "micro_batch", "pool", True
           (World(3, "step", "pool", encoder="world"), 0.0),
           (World(3, "micro_batch", "pool", True, encoder="world", splits=True), 0.0),
           (World(3, "step", "pool", encoder="world", splits=True), 0.0)]
-WORLDS += [(World(3, sync, "pool", recomputes, "", preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
+WORLDS += [(World(3, sync, "pool", recomputes, "", preset), 0.0) for preset in PRESETS if preset != "tiny"
            for sync, recomputes in (("step", False), ("micro_batch", True))]
 QUICK = [WORLDS[8]]
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, Sample
 from dhp_ray.train.collate import PackInputs, Payload, check_payload, collate, placeholder
 from tests.packs import TOKEN_IDS, make_pack, make_sample, own_payloads, rough_model
 
 
 @pytest.fixture(scope="module")
-def adapter() -> VisionLanguageModel:
+def adapter() -> LanguageModel:
     return rough_model()
 
 
@@ -24,13 +24,13 @@ def three_samples() -> tuple[list[Sample], dict[str, Payload]]:
     return [sample for sample, _ in made], {sample.id: payload for sample, payload in made}
 
 
-def shards(pack: Pack, payloads: dict[str, Payload], adapter: VisionLanguageModel) -> list[PackInputs]:
+def shards(pack: Pack, payloads: dict[str, Payload], adapter: LanguageModel) -> list[PackInputs]:
     """Every member's inputs, each with the pixels of its own images alone."""
     return [collate(pack, own_payloads(pack, payloads, rank), rank, adapter) for rank in pack.ranks]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
-def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, adapter: VisionLanguageModel) -> None:
+def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     pack = make_pack(4, [10 + member for member in range(degree)], samples)
     inputs = shards(pack, payloads, adapter)
@@ -58,7 +58,7 @@ def test_shards_hold_every_token_once_with_its_label_and_position(degree: int, a
 
 
 @pytest.mark.parametrize("encoders", [(0, 1, 2), (2, 2, 2), (2, 0, 1), (1, 0, 0)])
-def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapter: VisionLanguageModel) -> None:
+def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     inputs = shards(make_pack(0, [0, 1, 2], samples, encoders), payloads, adapter)
     # Stand for a feature by (image, token of that image); member m's features are those of its images in order.
@@ -79,7 +79,7 @@ def test_every_image_token_gets_its_own_feature(encoders: tuple[int, ...], adapt
     assert [placed[position] for position in np.flatnonzero(packed == TOKEN_IDS["image"])] == expected
 
 
-def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: VisionLanguageModel) -> None:
+def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     inputs = shards(make_pack(0, [5, 3], samples, (1, 0, 1)), payloads, adapter)
     assert inputs[0].grids == ((1, 4, 4),)
@@ -89,7 +89,7 @@ def test_a_rank_gets_the_pixels_of_its_own_images_alone(adapter: VisionLanguageM
                        torch.from_numpy(np.concatenate([payloads["a"].pixels[0], payloads["c"].pixels[0]])))
 
 
-def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: VisionLanguageModel) -> None:
+def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     whole = shards(make_pack(0, [0, 1], samples), payloads, adapter)
     for masked in (replace(payloads["a"], masked=True), placeholder(samples[0])):
@@ -105,7 +105,7 @@ def test_a_placeholder_keeps_its_place_and_counts_for_nothing(adapter: VisionLan
         assert inputs[1].grids == ((2, 4, 6),)
 
 
-def test_inputs_move_to_a_device(adapter: VisionLanguageModel) -> None:
+def test_inputs_move_to_a_device(adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     moved = shards(make_pack(0, [0, 1], samples), payloads, adapter)[0].map(lambda tensor: tensor.to("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)] + moved.send_index
@@ -113,7 +113,7 @@ def test_inputs_move_to_a_device(adapter: VisionLanguageModel) -> None:
     assert all(tensor.is_meta for tensor in tensors)
 
 
-def test_a_payload_that_is_not_what_was_planned_is_named(adapter: VisionLanguageModel) -> None:
+def test_a_payload_that_is_not_what_was_planned_is_named(adapter: LanguageModel) -> None:
     sample, payload = make_sample("odd", [3, (1, 4, 8), 9])
     check_payload(sample, payload, adapter, (True,))
     cut = replace(payload, input_ids=payload.input_ids[:-1], labels=payload.labels[:-1])
@@ -155,7 +155,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(vars(value))
 
 
-def test_inputs_go_to_a_device_whole(adapter: VisionLanguageModel) -> None:
+def test_inputs_go_to_a_device_whole(adapter: LanguageModel) -> None:
     samples, payloads = three_samples()
     for part in shards(make_pack(0, [0, 1, 2], samples), payloads, adapter):
         before, after = list(tensors_in(part)), list(tensors_in(part.map(lambda tensor: tensor.to("meta"))))
@@ -177,7 +177,7 @@ def video_sample() -> tuple[Sample, Payload]:
     return Sample("film", 5, 28, tuple(grids)), payload
 
 
-def test_pieces_of_a_video_make_one_video(adapter: VisionLanguageModel) -> None:
+def test_pieces_of_a_video_make_one_video(adapter: LanguageModel) -> None:
     sample, payload = video_sample()
     grids, seconds = payload.whole()
     assert (grids.tolist(), seconds.tolist()) == ([[5, 4, 4], [1, 4, 8]], [0.5, 0.0])
@@ -194,7 +194,7 @@ def test_pieces_of_a_video_make_one_video(adapter: VisionLanguageModel) -> None:
     assert whole.whole()[0].tolist() == grids.tolist()
 
 
-def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: VisionLanguageModel) -> None:
+def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: LanguageModel) -> None:
     _, payload = video_sample()
     pixels = [torch.from_numpy(patches) for patches in payload.pixels[:3] if patches is not None]
     whole = adapter.encode(torch.cat(pixels), adapter.encoder_arguments([(5, 4, 4)]))
@@ -203,7 +203,7 @@ def test_pieces_of_a_video_have_the_features_of_the_whole(adapter: VisionLanguag
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_a_video_in_the_place_of_an_image_is_refused(adapter: VisionLanguageModel) -> None:
+def test_a_video_in_the_place_of_an_image_is_refused(adapter: LanguageModel) -> None:
     sample, payload = video_sample()
     check_payload(sample, payload, adapter, (True,) * 4)
     with pytest.raises(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Grid, RankPlan, VisionPlan
 from dhp_ray.train.images_apart import EncoderPhases, received_rows
 from dhp_ray.train.step_inputs import collated
@@ -23,7 +23,7 @@ MADE = {preset: [make_sample(name, parts, preset=preset) for name, parts in PART
 CPU = torch.device("cpu")
 
 
-def phases_of(adapter: VisionLanguageModel, keeps: bool, pass_patches: int, preset: str = "tiny") -> EncoderPhases:
+def phases_of(adapter: LanguageModel, keeps: bool, pass_patches: int, preset: str = "tiny") -> EncoderPhases:
     (first, second, third), payloads = zip(*MADE[preset])
     packs = (make_pack(0, [0], [first, second]), make_pack(1, [0], [third]))
     plan = RankPlan(1, 0, (), packs, (), "", VisionPlan("world", keeps, pass_patches), packs)
@@ -32,7 +32,7 @@ def phases_of(adapter: VisionLanguageModel, keeps: bool, pass_patches: int, pres
     return EncoderPhases(adapter, inputs.vision, keeps, [own.received_from for own in inputs.inputs], CPU)
 
 
-def calls_of_encode(adapter: VisionLanguageModel) -> list[int]:
+def calls_of_encode(adapter: LanguageModel) -> list[int]:
     """The patches of each call of the encoder from now on."""
     calls: list[int] = []
     encode = adapter.encode
@@ -134,7 +134,7 @@ def test_activations_are_kept_or_made_again_pass_by_pass() -> None:
     assert saved_in_phases(False, 40) == (0, one_pass)
 
 
-def gradients(adapter: VisionLanguageModel) -> dict[str, Tensor]:
+def gradients(adapter: LanguageModel) -> dict[str, Tensor]:
     """Of all parameters that have some, which are cleared."""
     found = {}
     for name, parameter in adapter.module.named_parameters():

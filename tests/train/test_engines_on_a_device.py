@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import CUDA, Accelerator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.rank_step import MicroBatchStep, RankStep
 from dhp_ray.train.sharded_engine import ShardedEngine
@@ -34,7 +34,7 @@ PACKS: list[Groups] = [[([0, 1], [[5, (1, 4, 4), 60]], None), ([2], [[9]], None)
 TIMEOUT = timedelta(seconds=60)
 
 
-def own_engine(adapter: VisionLanguageModel, sync: str, rank: int, world: dist.ProcessGroup | None, world_size: int,
+def own_engine(adapter: LanguageModel, sync: str, rank: int, world: dist.ProcessGroup | None, world_size: int,
                accelerator: Accelerator, progress: Progress) -> Any:
     rule, device = settings(adapter), accelerator.torch_device()
     if sync == "micro_batch":

@@ -39,9 +39,9 @@ def gathers(rank: int, freeze: list[str], vision: VisionPlan) -> Counter[str]:
 
 
 def kind_of(unit: Any, adapter: Any) -> str:
-    if unit in adapter.stack("language").layers:
+    if unit in adapter.language.layers:
         return "layer"
-    if unit in adapter.stack("vision").layers:
+    if unit in adapter.vision_stack().layers:
         return "block"
     return "rest of the encoder" if unit in adapter.units() else "root"
 
@@ -63,7 +63,7 @@ def test_units_are_gathered_for_each_pass_that_they_have_and_no_more(
     freeze: list[str], vision: VisionPlan, passes_of_encoder: int
 ) -> None:
     adapter = rough_model()
-    blocks, layers = (len(adapter.stack(part).layers) for part in ("vision", "language"))
+    blocks, layers = (len(stack.layers) for stack in adapter.stacks())
     rest = len(adapter.units()) - blocks - layers
     assert rest > 0
     assert run_ranks(gathers, 2, freeze, vision)[0] == {

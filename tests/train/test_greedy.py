@@ -21,7 +21,7 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.greedy import greedy_answers
 from dhp_ray.train.step_inputs import collated
 from tests.packs import (
-    PATCH_DIMS,
+    PRESETS,
     TOKEN_IDS,
     Film,
     make_sample,
@@ -101,7 +101,7 @@ WAYS = [(1, []), (3, []), (3, ["planner.sync=micro_batch"]), (5, ["comm.transpor
 @pytest.mark.parametrize(("num_ranks", "settings", "preset"), [
     (1, [], "tiny_internvl"), (3, [], "tiny"), (3, [], "tiny_qwen3_vl"),
     (3, ["planner.sync=micro_batch"], "tiny_internvl"),
-    *(pytest.param(num_ranks, settings, preset, marks=pytest.mark.slow) for preset in PATCH_DIMS
+    *(pytest.param(num_ranks, settings, preset, marks=pytest.mark.slow) for preset in PRESETS
       for num_ranks, settings in WAYS)])
 def test_answers_are_those_of_generate(num_ranks: int, settings: list[str], preset: str, tmp_path: Path) -> None:
     wanted = plain(preset, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from dhp_ray.config import Config
 from dhp_ray.planner.plan.types import Plan
-from tests.packs import PATCH_DIMS
+from tests.packs import PRESETS
 from tests.ranks import run_processes
 from tests.train.both_ways import both_ways, config_of, member_of
 from tests.train.random_plans import WATCHDOG_S, World, random_plan
@@ -23,7 +23,7 @@ WORLDS = [(World(3, "step", "pool"), 0.0), (World(3, "micro_batch", "pool"), 0.0
           (World(3, "micro_batch", "pool", False, "vision"), 0.2),
           (World(3, "step", "pool", False, encoder="world", splits=True), 0.0),
           (World(3, "micro_batch", "pool", False, encoder="world", splits=True), 0.0)]
-WORLDS += [(World(3, sync, "pool", False, "", preset), 0.0) for preset in PATCH_DIMS if preset != "tiny"
+WORLDS += [(World(3, sync, "pool", False, "", preset), 0.0) for preset in PRESETS if preset != "tiny"
            for sync in ("step", "micro_batch")]
 QUICK = [WORLDS[0], WORLDS[1]]
 
@@ -43,7 +43,7 @@ def test_random_plans_give_the_same_bits_at_any_share(tmp_path: Path, world: Wor
 def recomputed(rank: int, port: int, world: World, config: Config, plans: list[Plan]) -> list[int]:
     """How often layers of the language model ran again in each plan."""
     with member_of(world, config, rank, port) as member:
-        attention, counts = type(member.adapter.stack("language").layers[0].self_attn), dict[str, list[int]]()
+        attention, counts = type(member.adapter.language.layers[0].self_attn), dict[str, list[int]]()
 
         @contextmanager
         def around(kind: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.sharded_engine import MicroBatchModel, ShardedEngine, read_shards
@@ -32,7 +32,7 @@ from tests.train.test_sharded_engine import MIXED, make_plan, make_step, payload
 CPU = torch.device("cpu")
 
 
-def shard(adapter: VisionLanguageModel) -> MicroBatchModel:
+def shard(adapter: LanguageModel) -> MicroBatchModel:
     """As the engine does."""
     root = MicroBatchModel(adapter)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
@@ -158,7 +158,7 @@ def test_a_model_on_the_meta_device_lacks_only_its_values(tmp_path: Path) -> Non
     on_meta = build_model("", str(tmp_path), None, 0)
     assert all(parameter.is_meta for parameter in on_meta.module.parameters())
     assert not any(buffer.is_meta for buffer in on_meta.module.buffers())
-    ids, grids = torch.tensor([5, *[on_meta.image_token_id] * 4, 6]), torch.tensor([[1, 4, 4]])
+    ids, grids = torch.tensor([5, *[on_meta.vision_token_ids[0]] * 4, 6]), torch.tensor([[1, 4, 4]])
     assert torch.equal(on_meta.positions(ids, grids), adapter.positions(ids, grids))
     values = dict(plain_copy(adapter).named_parameters())
     save_model(on_meta, tmp_path / "again", {name: parameter.detach() for name, parameter in values.items()})

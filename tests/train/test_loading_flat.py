@@ -17,7 +17,7 @@ from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.engine import COMPUTE_TYPES
@@ -47,21 +47,21 @@ def saved(folder: Path, stored: torch.dtype, tie: bool) -> str:
     return str(folder)
 
 
-def adapter_of(path: str, from_files: bool, freeze: list[str]) -> VisionLanguageModel:
+def adapter_of(path: str, from_files: bool, freeze: list[str]) -> LanguageModel:
     adapter = build_model("", path, None, 0) if from_files else load_whole(path)
     adapter.freeze(freeze)
     return adapter
 
 
 def flat_engine(
-    adapter: VisionLanguageModel, rank: int, size: int, precision: str, initialize: bool = True,
+    adapter: LanguageModel, rank: int, size: int, precision: str, initialize: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> FlatEngine:
     return FlatEngine(adapter.module, settings(adapter), (group or dist.group.WORLD) if size > 1 else None, size, rank,
                       precision, BUCKET_BYTES, initialize, weights=adapter.weights, device=CPU)
 
 
-def step_of(adapter: VisionLanguageModel, engine: FlatEngine, rank: int, size: int) -> RankStep:
+def step_of(adapter: LanguageModel, engine: FlatEngine, rank: int, size: int) -> RankStep:
     transport = open_transport("parent", rank, size, choose("cpu"), 16, timedelta(seconds=30))
     return RankStep(adapter, engine, transport, dist.group.WORLD if size > 1 else None, CPU)
 
@@ -132,7 +132,7 @@ def re_form(
 ) -> dict[str, Any]:
     """Two ranks train, then three of which one is new, and then the first of these alone begins anew in another."""
     first = dist.new_group([0, 1], backend="gloo")
-    adapter: VisionLanguageModel | None = None
+    adapter: LanguageModel | None = None
     shards: list[LocalShard] = []
     read = 0
     if rank < 2:

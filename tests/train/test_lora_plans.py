@@ -16,7 +16,16 @@ from dhp_ray.config import Config, load
 from dhp_ray.model.lora import first_values, kept, layer_key, token_keys
 from dhp_ray.planner.plan.types import Plan
 from tests.model.test_lora import ALL, save, with_adapters
-from tests.packs import PATCH_DIMS, plain_copy, plain_gradients, plain_loss, rough_model, save_model
+from tests.packs import (
+    PATCH_DIMS,
+    PRESETS,
+    TEXT_PRESETS,
+    plain_copy,
+    plain_gradients,
+    plain_loss,
+    rough_model,
+    save_model,
+)
 from tests.ranks import run_processes
 from tests.train.random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
 
@@ -24,7 +33,7 @@ WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World
           World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True),
           World(3, "step", "pool", False, "language"),
           World(3, "micro_batch", "pool", False, "language")]
-WORLDS += [World(3, sync, "pool", True, "", preset) for preset in PATCH_DIMS if preset != "tiny"
+WORLDS += [World(3, sync, "pool", True, "", preset) for preset in PRESETS if preset != "tiny"
            for sync in ("step", "micro_batch")]
 WORLDS += [World(num_ranks, sync, "pool", True, freeze, preset, "world") for num_ranks, sync, freeze, preset in (
     (3, "step", "", "tiny"), (3, "micro_batch", "", "tiny_internvl"), (5, "step", "", "tiny"),
@@ -34,6 +43,7 @@ WORLDS += [World(num_ranks, sync, "parent", recomputes, "", preset, "world", Tru
     (3, "step", True, "tiny_qwen3_vl"), (5, "micro_batch", False, "tiny_qwen3_vl"), (5, "step", False, "tiny"))]
 RATE = 0.2
 DROPPING = [World(3, "step", "pool", True, "vision", preset) for preset in PATCH_DIMS]
+DROPPING += [World(3, "micro_batch", "pool", preset=preset) for preset in TEXT_PRESETS]
 DROPPING += [World(5, "step", "pool", False, "vision"),
              World(5, "micro_batch", "pool", True, "vision"), World(3, "micro_batch", "pool", False, "vision")]
 CASES = [*((world, 0.0) for world in WORLDS), *((world, RATE) for world in DROPPING)]
@@ -47,7 +57,7 @@ def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 def with_rough_adapters() -> Any:
     """A context in which the adapters of a model begin with such values."""
-    return patch("dhp_ray.model.vision_language_model.first_values", rough_values)
+    return patch("dhp_ray.model.language_model.first_values", rough_values)
 
 
 def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -58,7 +68,7 @@ def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for preset in PATCH_DIMS:
+    for preset in PRESETS:
         base = rough_model(preset=preset)
         save_model(base, folder / preset / "model",
                    {name: value.detach() for name, value in base.module.named_parameters()})

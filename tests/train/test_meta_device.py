@@ -18,7 +18,7 @@ from benchmarks.device_parts.reads import counted
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.model import attention, segment_attention
 from dhp_ray.model.kernels import cuda
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.collate import PackInputs, collate, with_tiny_image
 from dhp_ray.train.pack import pack_loss
 from tests.packs import Film, make_pack, make_sample, own_payloads, rough_model
@@ -51,12 +51,12 @@ class Silent(PackCommunicator):
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> VisionLanguageModel:
+def on_cpu() -> LanguageModel:
     return rough_model()
 
 
 @pytest.fixture
-def on_meta(on_cpu: VisionLanguageModel, monkeypatch: pytest.MonkeyPatch) -> VisionLanguageModel:
+def on_meta(on_cpu: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """In bf16, over the operators of CUDA: they have shapes for tensors without numbers."""
     for module in (attention, segment_attention):
         monkeypatch.setattr(module, "kernel_for", lambda device: cuda)
@@ -73,7 +73,7 @@ def without_reads(program: Callable[[], Any]) -> None:
     assert not found
 
 
-def run(adapter: VisionLanguageModel, inputs: PackInputs, ranks: tuple[int, ...], encodes: bool | None = None) -> None:
+def run(adapter: LanguageModel, inputs: PackInputs, ranks: tuple[int, ...], encodes: bool | None = None) -> None:
     link = Silent(ranks, ranks[inputs.member], cast(Any, object()))
     without_reads(lambda: pack_loss(adapter, inputs, link, encodes).backward())  # type: ignore[no-untyped-call]
 
@@ -87,7 +87,7 @@ QUICK = [(1, "", False), (1, "language", True), (2, "language", False), (2, "vis
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
     for case in product((1, 2, 3), ("", "vision", "language"), (False, True))])
 def test_a_pack_reads_nothing_of_its_device(
-    degree: int, frozen: str, recomputes: bool, on_cpu: VisionLanguageModel, on_meta: VisionLanguageModel
+    degree: int, frozen: str, recomputes: bool, on_cpu: LanguageModel, on_meta: LanguageModel
 ) -> None:
     on_meta.freeze([frozen] if frozen else [])
     if recomputes:
@@ -101,7 +101,7 @@ def test_a_pack_reads_nothing_of_its_device(
     assert all(parameter.grad is not None and parameter.grad.device == META for parameter in trained)
 
 
-def test_a_tiny_image_reads_nothing_of_its_device(on_cpu: VisionLanguageModel, on_meta: VisionLanguageModel) -> None:
+def test_a_tiny_image_reads_nothing_of_its_device(on_cpu: LanguageModel, on_meta: LanguageModel) -> None:
     sample, payload = SAMPLES[2]
     inputs = collate(make_pack(0, [0], [sample]), {sample.id: payload}, 0, on_cpu)
     run(on_meta, with_tiny_image(inputs, on_cpu).map(lambda tensor: tensor.to(META)), (0,), encodes=True)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.cases import SYNCS, TRANSPORTS
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan
-from tests.packs import PATCH_DIMS
+from tests.packs import PRESETS, TEXT_PRESETS
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan
 
@@ -23,10 +23,13 @@ FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
     (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
 QUICK = [FEW[2], FEW[4], FEW[5]]  # as FEW[3]: test_more_groups_than_the_pool_holds
-FAMILIES = [World(5, sync, "pool", recomputes, freeze, preset) for preset in PATCH_DIMS if preset != "tiny"
+FAMILIES = [World(5, sync, "pool", recomputes, "" if preset in TEXT_PRESETS else freeze, preset)
+            for preset in PRESETS if preset != "tiny"
             for sync, recomputes, freeze in (("step", False, ""), ("step", True, "language"),
                                              ("micro_batch", True, ""))]
 QUICK_FAMILIES = [FAMILIES[2], FAMILIES[4]]
+TEXT = [World(5, sync, "pool", preset=preset) for sync, preset in product(SYNCS, TEXT_PRESETS)]
+QUICK_TEXT = [TEXT[2]]
 
 
 @pytest.mark.parametrize("world", [
@@ -78,11 +81,22 @@ def test_a_video_in_packs_of_every_degree(
         ((0,), ("image", "word"), (0,), 1)], sync) for degree in degrees])
 
 
+@pytest.mark.parametrize("world", [
+    world if world in QUICK_TEXT else pytest.param(world, marks=pytest.mark.slow) for world in TEXT], ids=str)
+def test_text_in_packs_of_every_degree(reference: Path, world: World) -> None:
+    """Of a model without an encoder; the last rank has nothing in the first plans."""
+    plans = [plan_of([(tuple((rank + 1) % 5 for rank in range(degree)), ("long", "token", "text"), (), 0),
+                      *([(((1 + degree) % 5,), ("short",), (), 0)] if degree < 5 else []),
+                      ((0,), ("word",), (), 1)], world.sync, preset=world.preset) for degree in (1, 2, 3, 5)]
+    check(reference, world, plans, tolerance=1e-5)
+
+
 def plan_of(
-    groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5
+    groups: Sequence[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], int]], sync: str, num_ranks: int = 5,
+    preset: str = "tiny"
 ) -> Plan:
     """A plan of groups: ranks, names of samples, their images' encoders by place in these ranks, micro-batch."""
-    named = {sample.id: sample for sample, _ in SAMPLES["tiny"]}
+    named = {sample.id: sample for sample, _ in SAMPLES[preset]}
     samples = [named[name] for _, names, _, _ in groups for name in names]
     places = {sample.id: place for place, sample in enumerate(samples)}
     planned = tuple(Pack(ranks, tuple(places[name] for name in names), 1.0, 0.0,

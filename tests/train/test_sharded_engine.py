@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan, Sample
 from dhp_ray.train.collate import Payload
@@ -31,7 +31,7 @@ Groups = list[tuple[list[int], list[list[Any]], list[int] | None]]
 """Of one micro-batch: their ranks, their samples' parts (`make_sample`), and their encoders (None: members in turn)."""
 
 
-def settings(adapter: VisionLanguageModel, clip_norm: float = 0.0) -> OptimizerSettings:
+def settings(adapter: LanguageModel, clip_norm: float = 0.0) -> OptimizerSettings:
     return OptimizerSettings(lambda name: 5e-4 if adapter.is_vision(name) else 1e-3, adapter.decays, weight_decay=0.1,
                              betas=(0.9, 0.95), eps=1e-6, clip_norm=clip_norm, is_vision=adapter.is_vision)
 
@@ -68,7 +68,7 @@ def payloads_of(packs: tuple[Pack, ...], payloads: dict[str, Payload], rank: int
             if name in {s.id for s in pack.samples}}
 
 
-def make_step(adapter: VisionLanguageModel, rank: int, num_ranks: int, transport_name: str = "pool",
+def make_step(adapter: LanguageModel, rank: int, num_ranks: int, transport_name: str = "pool",
               precision: str = "fp32", clip_norm: float = 0.0) -> MicroBatchStep:
     assert dist.group.WORLD is not None
     engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision)

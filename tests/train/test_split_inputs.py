@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import open_transport
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, encoded_images
 from dhp_ray.train.collate import image_tokens
@@ -45,7 +45,7 @@ def plan_of(preset: str, sync: str = "step") -> Plan:
 
 
 def inputs_of(
-    plan: Plan, rank: int, adapter: VisionLanguageModel, preset: str, masked: Sequence[str] = ()
+    plan: Plan, rank: int, adapter: LanguageModel, preset: str, masked: Sequence[str] = ()
 ) -> StepInputs:
     rank_plan = plan.rank_plan(1, rank)
     payloads = {sample.id: replace(payload, masked=sample.id in masked) for sample, payload in MADE[preset]}
@@ -54,7 +54,7 @@ def inputs_of(
     return collated(rank_plan, own, adapter)
 
 
-def numbered(plan: Plan, adapter: VisionLanguageModel, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
+def numbered(plan: Plan, adapter: LanguageModel, masked: Sequence[str] = ()) -> dict[tuple[int, int], int]:
     """A number for each image token that is encoded, by pack and place in it."""
     found: dict[tuple[int, int], int] = {}
     for index, group in enumerate(plan.groups):
@@ -68,7 +68,7 @@ def numbered(plan: Plan, adapter: VisionLanguageModel, masked: Sequence[str] = (
     return found
 
 
-def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], int], adapter: VisionLanguageModel,
+def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], int], adapter: LanguageModel,
                  masked: Sequence[str]) -> list[int]:
     """The number of the token of each of a rank's rows of features, -1 of a smallest image's."""
     rank_plan, vision, tiny = inputs.plan, inputs.vision, [-1] * (prod(adapter.smallest_grid) // 4)
@@ -94,7 +94,7 @@ def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], 
     return [number for of_pass in rows for number in of_pass]
 
 
-def _preset(adapter: VisionLanguageModel) -> str:
+def _preset(adapter: LanguageModel) -> str:
     return {"qwen2_5_vl": "tiny", "qwen3_vl": "tiny_qwen3_vl",
             "internvl": "tiny_internvl"}[adapter.module.config.model_type]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, RankPlan, Sample, VisionPlan, planned_samples
 from dhp_ray.train.collate import Payload
@@ -27,7 +27,7 @@ PAYLOADS = {sample.id: payload for sample, payload in MADE["tiny"]}
 
 
 @pytest.fixture(scope="module")
-def adapter() -> VisionLanguageModel:
+def adapter() -> LanguageModel:
     return rough_model()
 
 
@@ -43,7 +43,7 @@ def three_packs(pass_patches: int = 0, preset: str = "tiny") -> Plan:
 
 
 def inputs_of(
-    plan: Plan, rank: int, adapter: VisionLanguageModel, masked: Sequence[str] = (), preset: str = "tiny"
+    plan: Plan, rank: int, adapter: LanguageModel, masked: Sequence[str] = (), preset: str = "tiny"
 ) -> StepInputs:
     """Of one rank, which knows from the start that `masked` cannot be used."""
     rank_plan = plan.rank_plan(1, rank)
@@ -57,7 +57,7 @@ def inputs_of(
     ([16, 16, 16], 0, [[0, 1, 2]]), ([16, 16, 16], 32, [[0, 1], [2]]), ([16, 16, 16], 4, [[0], [1], [2]]),
     ([12, 36, 12, 12], 24, [[0], [1], [2, 3]])])
 def test_passes_are_as_long_as_they_may_be_and_take_the_pixels(
-    patches: list[int], most: int, expected: list[list[int]], adapter: VisionLanguageModel
+    patches: list[int], most: int, expected: list[list[int]], adapter: LanguageModel
 ) -> None:
     sample, payload = make_sample("e", [3, *((1, 2, count // 2) for count in patches), 2])
     payload.pixels[:] = [np.full((count, adapter.patch_dim), image, np.float32) for image, count in enumerate(patches)]
@@ -75,7 +75,7 @@ def test_passes_are_as_long_as_they_may_be_and_take_the_pixels(
 
 
 def encoded_of(
-    sample: Sample, payload: Payload, most: int, adapter: VisionLanguageModel, passes: tuple[int, ...] = (),
+    sample: Sample, payload: Payload, most: int, adapter: LanguageModel, passes: tuple[int, ...] = (),
     num_passes: int = 0,
 ) -> VisionInputs:
     """Of one rank that encodes all images of a sample."""
@@ -85,7 +85,7 @@ def encoded_of(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_in_lockstep_a_rank_runs_the_passes_of_the_plan(masked: bool, adapter: VisionLanguageModel) -> None:
+def test_in_lockstep_a_rank_runs_the_passes_of_the_plan(masked: bool, adapter: LanguageModel) -> None:
     """Whatever can be used: a pass without an image has a smallest one, whose features go nowhere."""
     sample, payload = make_sample("e", [3, (1, 4, 4), 5, (1, 4, 6), (1, 4, 8), 2])
     found = encoded_of(sample, replace(payload, masked=masked), 0, adapter, (2, 0, 2), 4)
@@ -111,7 +111,7 @@ def test_every_image_token_gets_its_own_feature(preset: str, pass_patches: int) 
 
 @pytest.mark.parametrize("masked", ["a", "c", "d", "ac", "acd"])
 def test_nor_do_features_of_others_change_places_where_samples_cannot_be_used(
-    adapter: VisionLanguageModel, masked: str
+    adapter: LanguageModel, masked: str
 ) -> None:
     """Known to some ranks from the start, and told to the others later."""
     plan = three_packs()
@@ -173,7 +173,7 @@ def tokens_of(
     return found
 
 
-def test_patches_lie_in_the_inputs_alone(adapter: VisionLanguageModel) -> None:
+def test_patches_lie_in_the_inputs_alone(adapter: LanguageModel) -> None:
     """Also those of a sample whose other images are encoded elsewhere, and after another sample is made anew."""
     inputs = inputs_of(three_packs(40), 3, adapter)
     for masked in ((), ("a",)):
@@ -192,7 +192,7 @@ def test_a_rank_needs_the_samples_that_it_runs_or_encodes_of() -> None:
     assert needed == [{"a", "b", "c", "d"}, {"c", "d"}, {"a", "b", "c"}, {"a", "c"}]
 
 
-def test_a_sample_that_cannot_be_used_is_not_encoded(adapter: VisionLanguageModel) -> None:
+def test_a_sample_that_cannot_be_used_is_not_encoded(adapter: LanguageModel) -> None:
     inputs = inputs_of(three_packs(), 3, adapter)
     assert inputs.vision is not None
     before = [images.grids for images in inputs.vision.passes]
@@ -206,7 +206,7 @@ def test_a_sample_that_cannot_be_used_is_not_encoded(adapter: VisionLanguageMode
     assert (inputs.vision.passes, inputs.vision.send_index) == ([], {})
 
 
-def test_a_payload_that_is_wrong_is_refused(adapter: VisionLanguageModel) -> None:
+def test_a_payload_that_is_wrong_is_refused(adapter: LanguageModel) -> None:
     plan = three_packs().rank_plan(1, 3)
     good = PAYLOADS["a"]
     short = good.pixels[0]

@@ -19,7 +19,8 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration, PreTr
 
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import Operators, fuse
-from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
+from dhp_ray.model.language_model import EncoderArguments, LayerStack, num_parameters
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model_shape import LayerShape
 from dhp_ray.planner.plan.types import Grid
 
@@ -58,17 +59,6 @@ class InternVL(VisionLanguageModel):
     def smallest_grid(self) -> Grid:
         return (1, *_tile(self.module.config.vision_config))
 
-    @classmethod
-    def positions_of(
-        cls, config: Any, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None
-    ) -> Tensor:
-        """Of the text alone: tokens are counted, whatever they are."""
-        return torch.arange(len(input_ids)).expand(3, -1)
-
-    @staticmethod
-    def position_ids(positions: Tensor) -> Tensor:
-        return positions[:1]
-
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         tile = self.smallest_grid[1:]
         if [tuple(size) for size in grids[:, 1:].tolist()] != [tile] * len(grids):
@@ -106,9 +96,9 @@ class InternVL(VisionLanguageModel):
             if config.use_qk_norm:
                 fuse(layer.attention, operators, ("q_norm", "k_norm"))
 
-    def vision_shape(self, vision: Any) -> dict[str, Any]:
+    def vision_shape(self, config: Any) -> dict[str, Any]:
         model: Any = self.module.model
-        merge_area = round(1 / model.config.downsample_ratio) ** 2
+        vision, merge_area = config.vision_config, round(1 / config.downsample_ratio) ** 2
         patch_area = vision.patch_size[0] * vision.patch_size[1]
         width, heads = vision.hidden_size, vision.num_attention_heads
         layers, projector = model.vision_tower.encoder.layer, num_parameters(model.multi_modal_projector)
@@ -118,7 +108,7 @@ class InternVL(VisionLanguageModel):
             layer_norms=vision.norm_type == "layer_norm", query_key_norms=vision.use_qk_norm)
         return {"vision": (shape,), "vision_projector": projector, "patch_dim": vision.num_channels * patch_area,
                 "vision_rest": num_parameters(model.vision_tower) - num_parameters(layers) + projector,
-                "merge_area": merge_area, "merger_width": model.config.text_config.hidden_size,
+                "merge_area": merge_area, "merger_width": config.text_config.hidden_size,
                 "token_pixels": merge_area * patch_area}
 
 

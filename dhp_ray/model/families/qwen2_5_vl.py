@@ -15,8 +15,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from dhp_ray.model.fused import Operators, fuse
+from dhp_ray.model.language_model import EncoderArguments, LayerStack, num_parameters
 from dhp_ray.model.segment_attention import Segments, segment_attention
-from dhp_ray.model.vision_language_model import EncoderArguments, LayerStack, VisionLanguageModel, num_parameters
+from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.planner.memory.model_shape import LayerShape
 
 
@@ -66,6 +67,10 @@ class Qwen25VL(VisionLanguageModel):
         """The grid of each run of tokens of an image or video, and the positions between two steps in time of it."""
         return [(grid, config.vision_config.tokens_per_second * seconds if seconds else 1.0)]
 
+    @staticmethod
+    def position_ids(positions: Tensor) -> Tensor:
+        return positions[:, None]
+
     def arguments_of(self, grids: Tensor) -> EncoderArguments:
         config: Any = self.module.config.vision_config
         window_index, window_offsets = get_vision_window_index(grids, config.spatial_merge_size, config.window_size,
@@ -87,7 +92,8 @@ class Qwen25VL(VisionLanguageModel):
             block.attn.operators = operators
         fuse(self.visual.merger, operators, ("ln_q",))
 
-    def vision_shape(self, vision: Any) -> dict[str, Any]:
+    def vision_shape(self, config: Any) -> dict[str, Any]:
+        vision = config.vision_config
         merge_area, patch_area = vision.spatial_merge_size ** 2, vision.patch_size ** 2
         blocks = LayerShape(
             count=vision.depth, width=vision.hidden_size, mlp_width=vision.intermediate_size, heads=vision.num_heads,

@@ -81,8 +81,9 @@ class Qwen3VL(Qwen25VL):
         for block in self.visual.blocks:
             block.attn.operators = operators
 
-    def vision_shape(self, vision: Any) -> dict[str, Any]:
-        return {**super().vision_shape(vision), "feature_levels": 1 + len(vision.deepstack_visual_indexes),
+    def vision_shape(self, config: Any) -> dict[str, Any]:
+        vision = config.vision_config
+        return {**super().vision_shape(config), "feature_levels": 1 + len(vision.deepstack_visual_indexes),
                 "position_rows": vision.num_position_embeddings}
 
     def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from transformers import AutoModelForImageTextToText
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.world import init_world
@@ -32,7 +31,7 @@ from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.reader import bad_row_reason
 from dhp_ray.errors import first_line
-from dhp_ray.model.build import quieten, without_weights
+from dhp_ray.model.build import quieten, read_config, without_weights
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import weight_files
 from dhp_ray.runtime.evaluate.predictions import Answer
@@ -200,7 +199,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     weight_files(path)
     quieten()
     try:
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        loaded: Any = FAMILIES[read_config(path).model_type].model_class.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)
     except Exception as error:  # transformers' checks of files and values raise errors of many kinds
@@ -220,7 +219,7 @@ def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.P
     module: Any = model.eval().requires_grad_(False)
     narrow_frozen(module, dtype)
     mesh = DeviceMesh.from_group(group, device.type)
-    for layer in module.model.language_model.layers:
+    for layer in module.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
     read_shards(module, dict(module.named_parameters()), weights, group.rank(), group.size(), device)

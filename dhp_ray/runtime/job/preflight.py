@@ -29,7 +29,7 @@ from dhp_ray.data.index import (
     index_fragments,
 )
 from dhp_ray.data.media import MediaLimits
-from dhp_ray.data.model_folder import check_processor_files
+from dhp_ray.data.model_folder import check_processor_files, family_in
 from dhp_ray.model.files import ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.records.checkpoints import Checkpoints
@@ -55,7 +55,11 @@ def check_here(config: Config) -> None:
         check_place(name, getattr(section, item.name), item.metadata["path"])
     if config.model.path:
         _check_model(config.model.path)
+    takes_images = _takes_images(config)
     for source in data_sources(config.data):
+        if source.format == "synthetic" and not takes_images:
+            raise ConfigError("data.format: got synthetic, whose samples have images, and the model takes text alone; "
+                              "allowed: data of text, in another format")
         with _refusing("data.path"):
             check_form(source)
     if config.eval.path:
@@ -90,8 +94,6 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number."""
     if config.train.activation_checkpointing == "auto":
         raise ConfigError("train.activation_checkpointing: got auto; allowed here: the value that is to be measured")
-    if config.model.preset and config.model.preset not in PRESETS:
-        raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     here = {str(kind.resource): float(kind.num_devices()) for kind in ACCELERATORS.values()}
     kind = device_of(config.cluster.device, here)
     there = devices_here(kind)
@@ -104,6 +106,7 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     if config.model.path:
         check_place("model.path", config.model.path, "folder")
         _check_model(config.model.path)
+    _takes_images(config)
 
 
 def devices_here(kind: Accelerator) -> int:
@@ -200,6 +203,18 @@ def _check_model(path: str) -> None:
     with _refusing("model.path"):
         check_model_folder(path)
         check_processor_files(Path(path))
+
+
+def _takes_images(config: Config) -> bool:
+    """Return whether the model has a vision encoder; refuse an unknown preset, and to freeze parts of a model without.
+    """
+    if config.model.preset and config.model.preset not in PRESETS:
+        raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
+    family = family_in(Path(config.model.path)) if config.model.path else PRESETS[config.model.preset]
+    if config.train.freeze and not family.marks:
+        raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model takes text alone; "
+                          "allowed: nothing")
+    return bool(family.marks)
 
 
 def _check_output(output: str, samples: str) -> None:

@@ -22,7 +22,7 @@ from dhp_ray.config import Config
 from dhp_ray.model import export as layout
 from dhp_ray.model.export import AllRanks, ModelFile, write_files
 from dhp_ray.model.files import INDEX_FILE
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.memory.host import SMALLEST_FILE_BYTES
 from dhp_ray.storage import Folder, StorageError, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
@@ -74,7 +74,7 @@ def check_reached(folder: Folder, probe: str) -> None:
 
 
 def export_model(
-    config: Config, adapter: VisionLanguageModel, engine: Engine, rank: int, world_size: int,
+    config: Config, adapter: LanguageModel, engine: Engine, rank: int, world_size: int,
     group: dist.ProcessGroup | None, save_processor: Callable[[Path], None], name: str,
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:

@@ -19,7 +19,7 @@ from dhp_ray.data.images import decode
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line, named_line
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.train.collate import Payload, check_payload, placeholder
@@ -44,7 +44,7 @@ def num_decoders(config: Config) -> int:
 
 
 def load_inputs(
-    plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: VisionLanguageModel,
+    plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: LanguageModel,
     num_decoders: int = 1, precision: str = "fp32", pinned: bool = False,
 ) -> tuple[StepInputs, dict[str, str]]:
     """Return the inputs of a plan's packs, and a reason for each sample that cannot be used and is a placeholder here.

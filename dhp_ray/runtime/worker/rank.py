@@ -22,7 +22,7 @@ from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.processor import Processor
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.export import export_model, save_folder
 from dhp_ray.runtime.worker.run_model import build_adapter, untrained_weights
@@ -55,7 +55,7 @@ class Rank:
         config: Config,
         membership: Membership,
         accelerator: Accelerator,
-        adapter: VisionLanguageModel | None = None,
+        adapter: LanguageModel | None = None,
         keeps_state: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class Rank:
             eps=train.adam_eps, clip_norm=train.clip_norm, is_vision=self.adapter.is_vision)
 
 
-def end_ids_of(adapter: VisionLanguageModel, processor: Processor) -> list[int]:
+def end_ids_of(adapter: LanguageModel, processor: Processor) -> list[int]:
     """Return the tokens that end an answer: of generation_config.json, else the processor's at the end of a turn."""
     named = getattr(adapter.module.generation_config, "eos_token_id", None)
     if named is None:

@@ -9,8 +9,8 @@ from dhp_ray.config import Config
 from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.build import adapter_sizes, build_model, model_shape, read_config
 from dhp_ray.model.fused import operators_of
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
-from dhp_ray.model.vision_language_model import VisionLanguageModel
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import ModelShape
 
@@ -20,7 +20,7 @@ def token_ids(config: Config) -> dict[str, int] | None:
     return preset_token_ids(config.model.preset) if config.model.preset else None
 
 
-def build_adapter(config: Config) -> VisionLanguageModel:
+def build_adapter(config: Config) -> LanguageModel:
     """Build the model of a run: a preset with its initial weights, a folder without weights: the engine reads them."""
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
     adapter.freeze(config.train.freeze)
@@ -31,7 +31,7 @@ def build_adapter(config: Config) -> VisionLanguageModel:
     return adapter
 
 
-def untrained_weights(adapter: VisionLanguageModel) -> StoredWeights | None:
+def untrained_weights(adapter: LanguageModel) -> StoredWeights | None:
     """Return the files of the parameters that are not trained; None if all are trained."""
     untrained = any(not parameter.requires_grad for parameter in adapter.module.parameters())
     return adapter.weights if untrained else None

@@ -27,7 +27,7 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 
 # The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
 if TYPE_CHECKING:
-    from dhp_ray.model.vision_language_model import VisionLanguageModel
+    from dhp_ray.model.language_model import LanguageModel
     from dhp_ray.runtime.worker.measuring import MeasuredPart
     from dhp_ray.runtime.worker.rank import Rank
     from dhp_ray.train.results import StepResult
@@ -77,7 +77,7 @@ class Worker:
 
         self.config = config
         self.rank: Rank | None = None
-        self.adapter: VisionLanguageModel | None = None
+        self.adapter: LanguageModel | None = None
         self.unused = False  # the adapter has its initial weights
         self.prefetched: dict[str, StepInputs] = {}  # by plan id
         self.kept: list[tuple[int, int, LocalShard]] = []  # generation, its world size, and what is left of it here

@@ -25,7 +25,7 @@ from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.build import build_model
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, Sample
 from dhp_ray.runtime.worker.prefetch import payload_of
 from dhp_ray.schema import Data, Model
@@ -185,7 +185,7 @@ def payload(record: Row) -> Payload:
     return payload_of(record, (True,) * len(record["grids"]), PROCESSOR)
 
 
-def loss_and_gradient(adapter: VisionLanguageModel, record: Row) -> tuple[float, torch.Tensor]:
+def loss_and_gradient(adapter: LanguageModel, record: Row) -> tuple[float, torch.Tensor]:
     """Of a record as a sequence of its own: the loss sum, and its gradient at the input embeddings and at the patches'
     projection.
     """
@@ -201,13 +201,13 @@ def loss_and_gradient(adapter: VisionLanguageModel, record: Row) -> tuple[float,
 
 
 @pytest.fixture(scope="module")
-def adapter() -> VisionLanguageModel:
+def adapter() -> LanguageModel:
     return build_model("tiny", "", PROCESSOR.token_ids, 0)
 
 
 @pytest.fixture(scope="module")
 def expected(
-    adapter: VisionLanguageModel, tmp_path_factory: pytest.TempPathFactory
+    adapter: LanguageModel, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Row, float, torch.Tensor]]:
     """Records, losses and gradients of the LLaVA file."""
     found = records(write_llava(tmp_path_factory.mktemp("expected")))
@@ -217,7 +217,7 @@ def expected(
 @pytest.mark.parametrize("write", [write_jsonl, write_messages, write_parquet, write_saved_set, write_hub_folder,
                                    write_shards])
 def test_every_format_gives_the_same_sequences_pixels_and_losses(
-        write: Callable[[Path], Data], adapter: VisionLanguageModel,
+        write: Callable[[Path], Data], adapter: LanguageModel,
         expected: dict[str, tuple[Row, float, torch.Tensor]], tmp_path: Path) -> None:
     found = records(write(tmp_path))
     assert sorted(found) == sorted(expected) == sorted(row["id"] for row in rows())
@@ -247,7 +247,7 @@ def test_texts_are_read_without_images_and_videos(write: Callable[[Path], Data],
 
 
 def test_the_losses_are_those_of_plain_transformers(
-    adapter: VisionLanguageModel, expected: dict[str, tuple[Row, float, torch.Tensor]]
+    adapter: LanguageModel, expected: dict[str, tuple[Row, float, torch.Tensor]]
 ) -> None:
     plain = plain_copy(adapter)
     assert PROCESSOR.token_ids.items() >= TOKEN_IDS.items()  # those of `plain_loss`

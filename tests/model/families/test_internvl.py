@@ -11,7 +11,7 @@ from transformers import InternVLConfig, InternVLForConditionalGeneration
 from dhp_ray.model.build import build_model
 from dhp_ray.model.families.internvl import InternVL
 from dhp_ray.model.files import ModelError
-from dhp_ray.model.vision_language_model import VisionLanguageModel
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.collate import check_payload
 from tests.one_rank import VIDEO, errors_on_one_rank
 from tests.packs import (
@@ -38,7 +38,7 @@ def changed(**values: Any) -> InternVLConfig:
     return InternVLConfig.from_dict(tree | values)
 
 
-def over_qwen3() -> VisionLanguageModel:
+def over_qwen3() -> LanguageModel:
     """As InternVL3.5 is: norms of heads in the language model; here also in the encoder, whose norms are RMS norms. And
     with frequencies that transformers changes for long sequences, as InternVL3's.
     """

@@ -137,6 +137,11 @@ def test_the_planners_have_their_names() -> None:
     (["data=synthetic", "data.path={folder}/my.json"], "data.path: no file or folder {folder}/my.json"),
     (["data=synthetic", "data.path={folder}/my.parquet"],
      "data.path: no file or folder {folder}/my.parquet; jobs/prepare_data.py writes it"),
+    (["model=tiny_qwen3", "data=synthetic", "data.path={folder}/none.parquet"],
+     "data.format: got synthetic, whose samples have images, and the model takes text alone; allowed: data of text, in "
+     "another format"),
+    (["model=tiny_llama", "train.freeze=[vision]"],
+     "train.freeze: got vision, and the model takes text alone; allowed: nothing"),
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
     (["model.preset=", "model.path={folder}/rows.json"], "model.path: {folder}/rows.json is a file; allowed: a folder"),
     (["planner.cost={folder}/empty"], "planner.cost: {folder}/empty is a folder; allowed: a file"),
@@ -213,8 +218,8 @@ def marked(name: str, folder: Path) -> None:
                 "(vocab_size in config.json); allowed: a tokenizer that the embedding holds, or a model saved after "
                 "resize_token_embeddings"),
     (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-     " holds a model of type 'llama'; allowed: internvl, qwen2_5_vl, qwen3_vl"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
+     " holds a model of type 'gpt2'; allowed: internvl, llama, qwen2_5_vl, qwen3, qwen3_vl"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
      " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as safetensors"),
     (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),
@@ -369,6 +374,11 @@ def test_a_relative_run_folder_in_an_upload_is_refused(
 @pytest.mark.parametrize(("words", "line"), [
     (["eval.output={folder}"], "eval.output: {folder} is a folder; allowed: a file"),
     (["eval.output={folder}/file/out"], "eval.output: {folder}/file/out cannot be written: Not a directory"),
+    (["model=tiny_qwen3", "data=synthetic", "data.path={folder}/none.parquet"],
+     "data.format: got synthetic, whose samples have images, and the model takes text alone; allowed: data of text, in "
+     "another format"),
+    (["model=tiny_llama", "train.freeze=[vision]"],
+     "train.freeze: got vision, and the model takes text alone; allowed: nothing"),
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
     (["eval.path={folder}/none"], "eval.path: no file or folder {folder}/none")])
 def test_an_evaluation_with_a_wrong_path(words: list[str], line: str, model: Path, tmp_path: Path) -> None:

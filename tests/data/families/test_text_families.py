@@ -1,0 +1,92 @@
+"""Families of text alone: ids and labels beside the tokenizer's own chat template, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.data.families.base import Clip
+from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.processor import Processor, ProcessorSpec
+from dhp_ray.data.reader import read_contents
+from tests.data.samples import picture, talk
+from tests.packs import TEXT_PRESETS
+
+PROCESSORS = {preset: ProcessorSpec(preset).load() for preset in TEXT_PRESETS}
+CONVERSATIONS = {
+    "one turn": [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Grün, 緑."}],
+    "a system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"},
+                 {"role": "assistant", "content": "b"}],
+    "many turns": [{"role": role, "content": f"{role} {number}"} for number in range(4)
+                   for role in ("user", "assistant")]}
+
+
+def own_ids(processor: Processor, messages: list[dict[str, str]]) -> list[int]:
+    """By transformers alone."""
+    found: list[int] = processor.tokenizer.apply_chat_template(
+        messages, chat_template=processor.chat_template, tokenize=True, return_dict=False)
+    return found
+
+
+def learned(processor: Processor, conversation: list[Any]) -> str:
+    labels = processor.encode(conversation, []).labels
+    text: str = processor.tokenizer.decode(labels[labels != -100])
+    return text
+
+
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_ids_are_those_of_the_tokenizers_own_template(preset: str, name: str) -> None:
+    processor, messages = PROCESSORS[preset], CONVERSATIONS[name]
+    encoded = processor.encode(messages, [])
+    assert encoded.input_ids.tolist() == own_ids(processor, messages)
+    assert (encoded.grids, encoded.vision_tokens, encoded.media) == ((), 0, ())
+    end = processor.tokenizer.eos_token
+    assert learned(processor, messages) == "".join(message["content"] + end for message in messages
+                                                   if message["role"] == "assistant")
+    assert np.array_equal(encoded.input_ids[encoded.labels != -100], encoded.labels[encoded.labels != -100])
+
+
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+def test_tokens_that_a_text_spells_are_words(preset: str) -> None:
+    processor = PROCESSORS[preset]
+    for token in processor.family.special_tokens:
+        encoded = processor.encode(talk(f"What is {token}?", "A token."), [])
+        plain = processor.encode(talk("What is ?", "A token."), [])
+        special = processor.tokenizer.convert_tokens_to_ids(token)
+        assert (encoded.input_ids == special).sum() == (plain.input_ids == special).sum()
+
+
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+def test_images_and_videos_are_refused_in_one_line(tmp_path: Path, preset: str) -> None:
+    processor = PROCESSORS[preset]
+    with pytest.raises(RowError, match=r"^a video; allowed: text, which is all that the model takes$"):
+        processor.encode(talk("<video>What?", "A clip."), [Clip(64, 64, 20, 10.0)])
+    (tmp_path / "a.png").write_bytes(picture(40, 40))
+    row = Row("shown", {"image": "a.png", "conversations": talk("<image>What?", "A square.")})
+    turns, _, sizes = read_contents(row, processor, str(tmp_path))
+    with pytest.raises(RowError, match=r"^an image; allowed: text, which is all that the model takes$"):
+        processor.encode_turns(turns, sizes)
+    with pytest.raises(RowError, match=r"^1 <image> marks for 0 images"):
+        processor.encode(talk("<image>What?", "Nothing."), [])
+
+
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+def test_a_saved_tokenizer_loads_with_transformers_and_here(tmp_path: Path, preset: str) -> None:
+    processor, messages = PROCESSORS[preset], CONVERSATIONS["many turns"]
+    processor.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": processor.family.name, "vocab_size": 264}))
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert loaded.apply_chat_template(messages, tokenize=True, return_dict=False) == own_ids(processor, messages)
+    again = ProcessorSpec("", str(tmp_path)).load()
+    assert again.encode(messages, []).labels.tolist() == processor.encode(messages, []).labels.tolist()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vocab_size": 264}))
+    with pytest.raises(DataError, match=r"has no preprocessor_config\.json"):
+        ProcessorSpec("", str(tmp_path)).load()
