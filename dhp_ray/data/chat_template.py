@@ -42,7 +42,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self._opening, self._closing = self._answer_frame()
+        self._opening, self._thought, self._closing = self._answer_frame()
 
     @cached_property
     def default_system(self) -> str:
@@ -71,8 +71,8 @@ class ChatTemplate:
         spans, position = [], 0
         for turn in (turn for turn in turns if turn.role == "assistant"):
             start = text.index(self._opening, position) + len(self._opening)
-            written = next((form for form in (turn.text, turn.text.strip())
-                            if text.startswith(form + self._closing, start)), None)
+            forms = (thought + form for thought in ("", self._thought) for form in (turn.text, turn.text.strip()))
+            written = next((form for form in forms if text.startswith(form + self._closing, start)), None)
             if written is None:
                 raise RowError(
                     "the chat template changes an answer; allowed: a template that writes it as it is, or stripped"
@@ -104,9 +104,9 @@ class ChatTemplate:
             turns = [replace(turn, parts=tuple(_without_breaks(turn.parts))) for turn in turns]
         return self._apply([turn.message() for turn in turns], prompt=prompt)
 
-    def _answer_frame(self) -> tuple[str, str]:
-        """What the template writes before an answer (its generation prompt) and after it (what the text has beyond the
-        prompt and the answer).
+    def _answer_frame(self) -> tuple[str, str, str]:
+        """What the template writes before an answer (its generation prompt), between that and the last answer (Qwen3 an
+        empty thought, which is learned as a part of the answer), and after it.
         """
         messages: list[dict[str, Any]] = []
         frames = set()
@@ -115,19 +115,19 @@ class ChatTemplate:
             asked, prompt = self._apply(messages, prompt=False), self._apply(messages, prompt=True)
             messages.append({"role": "assistant", "content": f"answer {number}"})
             answered = self._apply(messages, prompt=False)
-            start = len(prompt) + len(f"answer {number}")
-            if not prompt.startswith(asked) or not answered.startswith(f"{prompt}answer {number}"):
+            thought, found, closing = answered.removeprefix(prompt).partition(f"answer {number}")
+            if not prompt.startswith(asked) or not answered.startswith(prompt) or not found:
                 raise DataError(
                     "model.path: its chat template rewrites earlier turns; allowed: a template that only appends"
                 )
-            frames.add((prompt[len(asked) :], answered[start:].rstrip()))
-        opening, closing = frames.pop()
+            frames.add((prompt[len(asked) :], thought, closing.rstrip()))
+        opening, thought, closing = frames.pop()
         if frames or not opening:
             raise DataError(
                 "model.path: its chat template writes answers in different ways; allowed: one opening and one end for "
                 "all"
             )
-        return opening, closing
+        return opening, thought, closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(

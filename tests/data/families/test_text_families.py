@@ -25,6 +25,22 @@ CONVERSATIONS = {
                  {"role": "assistant", "content": "b"}],
     "many turns": [{"role": role, "content": f"{role} {number}"} for number in range(4)
                    for role in ("user", "assistant")]}
+# What Qwen3's hybrid models do with texts: the last answer gets an empty thought, earlier ones lose theirs.
+THINKING = """
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip('\\n')
+                          if '</think>' in message.content else '' %}
+        {{- '<|im_start|>assistant\\n' + ('<think>\\n' + thought + '\\n</think>\\n\\n' if loop.last else '') }}
+        {{- content + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
 
 
 def own_ids(processor: Processor, messages: list[dict[str, str]]) -> list[int]:
@@ -90,3 +106,15 @@ def test_a_saved_tokenizer_loads_with_transformers_and_here(tmp_path: Path, pres
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vocab_size": 264}))
     with pytest.raises(DataError, match=r"has no preprocessor_config\.json"):
         ProcessorSpec("", str(tmp_path)).load()
+
+
+def test_the_thought_of_a_last_answer_is_learned_with_it() -> None:
+    """All that the model is to write behind the generation prompt."""
+    processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, THINKING)
+    for name, messages in CONVERSATIONS.items():
+        assert processor.encode(messages, []).input_ids.tolist() == own_ids(processor, messages), name
+    assert learned(processor, talk("a", "b", "c", "d")) == "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>"
+    thought = "<think>\nHm.\n</think>\n\nb"
+    assert learned(processor, talk("a", thought)) == f"{thought}<|im_end|>"
+    with pytest.raises(RowError, match="the chat template changes an answer"):
+        processor.encode(talk("a", thought, "c", "d"), [])
