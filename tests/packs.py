@@ -30,7 +30,7 @@ PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_i
 TEXT_PRESETS = ("tiny_qwen3", "tiny_llama")
 """A preset of each family of text alone."""
 PRESETS = (*PATCH_DIMS, *TEXT_PRESETS)
-NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2, "tiny_qwen3": 3, "tiny_llama": 2}
+NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2, "tiny_qwen3": 3, "tiny_llama": 3}
 """Of the language model; all presets but the first have more, which show nothing new."""
 ROUNDING = 1e-6
 """Of fp32 sums, as a share of the largest gradient."""

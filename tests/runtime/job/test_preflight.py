@@ -374,11 +374,6 @@ def test_a_relative_run_folder_in_an_upload_is_refused(
 @pytest.mark.parametrize(("words", "line"), [
     (["eval.output={folder}"], "eval.output: {folder} is a folder; allowed: a file"),
     (["eval.output={folder}/file/out"], "eval.output: {folder}/file/out cannot be written: Not a directory"),
-    (["model=tiny_qwen3", "data=synthetic", "data.path={folder}/none.parquet"],
-     "data.format: got synthetic, whose samples have images, and the model takes text alone; allowed: data of text, in "
-     "another format"),
-    (["model=tiny_llama", "train.freeze=[vision]"],
-     "train.freeze: got vision, and the model takes text alone; allowed: nothing"),
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
     (["eval.path={folder}/none"], "eval.path: no file or folder {folder}/none")])
 def test_an_evaluation_with_a_wrong_path(words: list[str], line: str, model: Path, tmp_path: Path) -> None:
