@@ -108,7 +108,7 @@ def payload_of(sample: Sample, adapter: LanguageModel, encoded_here: Sequence[bo
     """
     drawn = np.random.default_rng(sum(map(ord, sample.id)))
     # the lowest ids are plain text in all tokenizers here
-    plain = min(adapter.vocabulary_size, *adapter.vision_token_ids)
+    plain = min([adapter.vocabulary_size, *adapter.vision_token_ids])
     half = sample.text_tokens // 2
     pieces = np.array_split(drawn.integers(0, plain, half), max(1, len(sample.vision_grids)))
     images = [np.full(prod(grid) // adapter.merge_area, adapter.vision_token_ids[0]) for grid in sample.vision_grids]

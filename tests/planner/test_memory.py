@@ -117,7 +117,7 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
     name: str, mode: str, recomputes: bool, degree: int, share: float
 ) -> None:
     with world_of(mode):
-        check(name, settings_of(mode, recomputes, ()), 1, degree, num_layers=3, share=share)
+        check(name, settings_of(mode, recomputes, ()), 1, degree, share=share)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-2B", *slow(("Qwen3-VL-8B",))])

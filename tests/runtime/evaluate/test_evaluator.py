@@ -18,7 +18,7 @@ from dhp_ray.runtime.evaluate.evaluator import Evaluator, media_in
 from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.train.collate import Payload
 from tests.data.samples import picture, talk, video, write_rows
-from tests.packs import PATCH_DIMS, plain_loss
+from tests.packs import PATCH_DIMS, TEXT_PRESETS, plain_loss
 from tests.plain_answers import MAX_PIXELS, model_folder, plain_answers
 
 NUM_TOKENS = 5
@@ -77,6 +77,28 @@ def test_losses_are_those_of_training(folder: Path, tmp_path: Path) -> None:
             seconds=np.array([medium.seconds for medium in media])))
         assert answer.num_valid_tokens == count
         assert answer.loss_sum == pytest.approx(mean.item() * count, rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+def test_models_of_text_answer_as_by_transformers_generate(preset: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder(tmp_path / "model", preset)
+    (tmp_path / "cat.png").write_bytes(picture(120, 90))
+    rows = [{"id": "0", "conversations": talk("Name a colour.", "Blue.")},
+            {"id": "1", "image": "cat.png", "conversations": talk("<image>What?", "A cat.")}]
+    answer, refused = answers_of(folder, tmp_path, rows)
+    assert refused.error == "an image; allowed: text, which is all that the model takes"
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Name a colour."}], add_generation_prompt=True,
+                                           return_dict=True, return_tensors="pt")
+    tokens = module.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    assert answer.prediction == tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    encoded = ProcessorSpec("", str(folder)).load().encode(rows[0]["conversations"], [])
+    mean, count = plain_loss(module, Payload(input_ids=encoded.input_ids, labels=encoded.labels,
+                                             grids=np.zeros((0, 3), np.int64), pixels=[]))
+    assert (answer.loss_sum, answer.num_valid_tokens) == (pytest.approx(mean.item() * count, rel=1e-5), count)
 
 
 def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
