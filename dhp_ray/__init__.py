@@ -1,4 +1,6 @@
-"""Training of vision-language models with process groups planned for every batch: `fit` and `resources` from Python."""
+"""Training of language and vision-language models with process groups planned for every batch, from Python: `fit` and
+`resources`.
+"""
 
 from __future__ import annotations
 

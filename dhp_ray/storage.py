@@ -116,12 +116,13 @@ class Folder:
     def delete(self, name: str) -> None:
         """Remove the file or folder `name`; nothing happens when there is none."""
         self.before_writing()
-        with storage_errors(self._full(name), "cannot be deleted"), suppress(FileNotFoundError):
+        with storage_errors(self._full(name), "cannot be deleted"):
             kind = self._files.get_file_info(self._at(name)).type
             if kind == fs.FileType.Directory:
                 self._files.delete_dir(self._at(name))
             elif kind != fs.FileType.NotFound:
-                self._files.delete_file(self._at(name))
+                with suppress(FileNotFoundError):  # somebody else deletes it
+                    self._files.delete_file(self._at(name))
 
     def upload(self, local_path: str | Path, name: str) -> None:
         """Copy the local file or folder to `name`; each file appears whole, and files already there are replaced."""

@@ -31,6 +31,9 @@ WORDS = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_e
 and places of objects, thoughts, tools). A text that holds one means the token.
 """
 
+DATE = "26 Jul 2024"
+"""What Llama 3's templates say where they do not know the day; on another day a run would train on other tokens."""
+
 
 class ChatTemplate:
     """Writes conversations with the template. It finds out what the template writes around an answer by applying it to
@@ -42,7 +45,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self._opening, self._thought, self._closing = self._answer_frame()
+        self._opening, self._prompted, self._thought, self._closing = self._answer_frame()
 
     @cached_property
     def default_system(self) -> str:
@@ -56,7 +59,8 @@ class ChatTemplate:
         return default[len(before) : len(default) - len(after)]
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token.
+        """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token,
+        without what the template writes before it.
 
         Raises:
             RowError: the template drops or changes a text, or adds an answer.
@@ -71,23 +75,29 @@ class ChatTemplate:
         spans, position = [], 0
         for turn in (turn for turn in turns if turn.role == "assistant"):
             start = text.index(self._opening, position) + len(self._opening)
-            forms = (thought + form for thought in ("", self._thought) for form in (turn.text, turn.text.strip()))
-            written = next((form for form in forms if text.startswith(form + self._closing, start)), None)
+            forms = [(before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip())]
+            written = next(((before, form) for before, form in forms
+                            if text.startswith(before + form + self._closing, start)), None)
             if written is None:
                 raise RowError(
                     "the chat template changes an answer; allowed: a template that writes it as it is, or stripped"
                 )
-            position = start + len(written) + len(self._closing)
+            before, form = written
+            position = start + len(before + form + self._closing)
+            if not before and form.startswith(self._prompted):
+                before = self._prompted  # the template begins the thought that the answer ends
             if turn.learned:
-                spans.append((start, position))
+                spans.append((start + len(before), position))
         _check_all_there(turns, text)
         return text, spans
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """The text of the turns, followed by what the template writes before the assistant's next answer."""
+        """The text of the turns, followed by what the template writes before the assistant's next answer, an empty
+        thought included: as in `render`, it is not learned.
+        """
         text = self._text(turns, prompt=True)
         _check_all_there(turns, text)
-        return text
+        return text + self._thought[len(self._prompted) :]
 
     @cached_property
     def _breaks_lines(self) -> bool:
@@ -104,34 +114,37 @@ class ChatTemplate:
             turns = [replace(turn, parts=tuple(_without_breaks(turn.parts))) for turn in turns]
         return self._apply([turn.message() for turn in turns], prompt=prompt)
 
-    def _answer_frame(self) -> tuple[str, str, str]:
-        """What the template writes before an answer (its generation prompt), between that and the last answer (Qwen3 an
-        empty thought, which is learned as a part of the answer), and after it.
+    def _answer_frame(self) -> tuple[str, str, str, str]:
+        """What the template writes before every answer; what its generation prompt has beyond that (Qwen3's thinking
+        models: "<think>"); what it writes between the first and the last answer of a conversation (Qwen3: an empty
+        thought); and what it writes after an answer.
         """
         messages: list[dict[str, Any]] = []
-        frames = set()
+        asked, frames = list[str](), set()
         for number in range(2):
             messages.append({"role": "user", "content": f"question {number}"})
-            asked, prompt = self._apply(messages, prompt=False), self._apply(messages, prompt=True)
+            asked.append(self._apply(messages, prompt=False))
+            prompt = self._apply(messages, prompt=True)
             messages.append({"role": "assistant", "content": f"answer {number}"})
             answered = self._apply(messages, prompt=False)
-            thought, found, closing = answered.removeprefix(prompt).partition(f"answer {number}")
-            if not prompt.startswith(asked) or not answered.startswith(prompt) or not found:
+            before, found, closing = answered.removeprefix(asked[-1]).partition(f"answer {number}")
+            if not prompt.startswith(asked[-1]) or not answered.startswith(prompt) or not found:
                 raise DataError(
                     "model.path: its chat template rewrites earlier turns; allowed: a template that only appends"
                 )
-            frames.add((prompt[len(asked) :], thought, closing.rstrip()))
-        opening, thought, closing = frames.pop()
-        if frames or not opening:
+            frames.add((prompt[len(asked[-1]) :], before, closing.rstrip()))
+        opening, _, rest = answered.removeprefix(asked[0]).partition("answer 0")
+        prompted, before, closing = frames.pop()
+        if frames or not opening or not prompted.startswith(opening) or not rest.startswith(closing):
             raise DataError(
                 "model.path: its chat template writes answers in different ways; allowed: one opening and one end for "
                 "all"
             )
-        return opening, thought, closing
+        return opening, prompted[len(opening) :], before[len(opening) :], closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=prompt)
+            messages, chat_template=self.template, tokenize=False, add_generation_prompt=prompt, date_string=DATE)
         assert isinstance(text, str)
         return text
 

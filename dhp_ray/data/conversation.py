@@ -4,7 +4,7 @@
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
 Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns. They
-are written as Qwen2.5's text template does, because the templates of its vision models leave calls out:
+are written as Qwen2.5's text template does, for every family, because the templates of vision models leave calls out:
 
     system      ...\\n\\n# Tools ... <tools>\\n{"type": "function", "function": {...}}\\n</tools> ...
     assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>

@@ -80,7 +80,7 @@ def write(path: str | Path, data: PreparedData, seed: int, progress: Callable[[i
 
     `progress` is called with the number of samples done.
     """
-    processor = ProcessorSpec("bytes", "", data.min_pixels, data.max_pixels).load()
+    processor = ProcessorSpec("tiny", "", data.min_pixels, data.max_pixels).load()
     schema = SCHEMA.with_metadata({METADATA: json.dumps(parameters(data, seed)).encode()})
     # pictures are compressed already
     with replacing(Path(path)) as unfinished, pq.ParquetWriter(unfinished, schema, compression="none") as writer:

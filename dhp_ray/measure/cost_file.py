@@ -3,8 +3,9 @@
     session (sync=step)          packs, images, rings, ... -> constants of compute, ring, fixed_s
     session (sync=micro_batch)   images (else packs), rings       -> fixed_s, update_s and latency_s of micro_batch
 
-If only one mode is measured, all constants are those of this mode. If there is only one rank, the constants that need
-several ranks are derived from the model's shape and what is known of the device, and listed under `measured.derived`.
+If only one mode is measured, all constants are those of this mode. `group_s` is derived from the
+model's shape and what is known of the device, and so are, on one rank, the constants that need several; they are listed
+under `measured.derived`.
 """
 
 from __future__ import annotations

@@ -347,8 +347,8 @@ def prepared(settings: Simulation) -> Simulated:
     """
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
     if settings.train.freeze and not shape.vision:
-        raise ConfigError(f"train.freeze: got {', '.join(settings.train.freeze)}, and {settings.model} takes text "
-                          "alone; allowed: nothing")
+        raise ConfigError(f"train.freeze: got {', '.join(settings.train.freeze)}, and {settings.model} is "
+                          "text-only; allowed: nothing")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
                       0 if settings.duration_s else settings.num_batches, settings.seed)
     return Simulated(settings, SimulatedCluster(settings, batches.longest_tokens, batches(1)), batches)

@@ -70,7 +70,7 @@ class Workload:
     """Samples of a workload for the models of a family."""
 
     def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: that of a ModelShape; one that is unknown takes text alone.
+        """`family`: that of a ModelShape; one that is unknown is text-only.
 
         Raises:
             ConfigError: one line with the key, its value and what is allowed.

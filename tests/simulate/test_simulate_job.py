@@ -48,7 +48,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(("words", "line"), [
     (["model=gpt"], "error: model: got 'gpt'; allowed: internvl3_1b, "),
     (["model=llama3_8b", "workload=docqa_rl", "train.freeze=[vision]"],
-     "error: train.freeze: got vision, and llama3_8b takes text alone; allowed: nothing"),
+     "error: train.freeze: got vision, and llama3_8b is text-only; allowed: nothing"),
     (["workload.max_tokens=10"], "error: workload.max_tokens: got 10; allowed: more, or 0"),
     (["model=qwen2_5_vl_72b"], "error: model: qwen2_5_vl_72b keeps 653.5 GiB on each of 8 ranks in step"),
     (["model=qwen2_5_vl_7b", "cluster.num_ranks=64", "cluster.memory_gib=72", "train.activation_checkpointing=packs"],

@@ -14,9 +14,9 @@ from dhp_ray.data.families.qwen3_vl import Qwen3VLFamily
 FAMILIES: dict[str, type[Family]] = {
     family.name: family for family in (InternVLFamily, LlamaFamily, Qwen25VLFamily, Qwen3Family, Qwen3VLFamily)}
 PRESETS: dict[str, type[Family]] = {
-    "bytes": Qwen25VLFamily, "tiny": Qwen25VLFamily, "small": Qwen25VLFamily, "tiny_internvl": InternVLFamily,
+    "tiny": Qwen25VLFamily, "small": Qwen25VLFamily, "tiny_internvl": InternVLFamily,
     "tiny_llama": LlamaFamily, "tiny_qwen3": Qwen3Family, "tiny_qwen3_vl": Qwen3VLFamily}
-"""The families of the presets in model/presets.py, and of the byte-level tokenizer alone (`bytes`)."""
+"""The families of the presets in model/presets.py."""
 PRESET_SETTINGS: dict[str, dict[str, Any]] = {"tiny_internvl": {"size": {"height": 56, "width": 56}}}
 """Settings in which a preset's image processor differs from its family's."""
 

@@ -77,8 +77,8 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tokens, and how it turns images and videos into text and grids: here of a model of text alone, which
-    has none of them.
+    """A family's tokens, and how it turns images and videos into text and grids: here of a text-only model, which has
+    none of them.
 
     `settings`: those of the image processor. An image or a frame has between `min_pixels` and `max_pixels`; all frames
     of a video have at most `video_pixels`, if the family bounds them.
@@ -146,8 +146,8 @@ class Family:
         vocabulary = tokenizer.get_vocab()
         for token in cls.tokens.values():
             if token not in vocabulary:
-                raise DataError(f"model.path: its tokenizer has no token {token}; allowed: the tokenizer that the "
-                                "model was published with")
+                raise DataError(f"model.path: its tokenizer has no token {token}; allowed: a {cls.name} model whose "
+                                f"tokenizer has {', '.join(dict.fromkeys(cls.tokens.values()))}")
         return {purpose: int(vocabulary[token]) for purpose, token in cls.tokens.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Llama 3: text alone."""
+"""Llama 3, text-only."""
 
 from __future__ import annotations
 

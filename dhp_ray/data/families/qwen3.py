@@ -1,4 +1,4 @@
-"""Qwen3: text alone."""
+"""Qwen3, text-only."""
 
 from __future__ import annotations
 

@@ -104,7 +104,8 @@ def seconds_of(timed: Timed) -> float:
 
 def reused(problem: Problem, best: Timed) -> Timed:
     """The plan of `step` with the fewest new groups among those at most a little longer (REUSE). If making groups costs
-    time, the shortest of those that are longer by a share of what its new groups cost (MAKING)."""
+    time, the shortest of those that are longer by a share of what its new groups cost (MAKING). A large batch is left
+    as it is."""
     pool, num_ranks, group_s = cached_groups_of(problem), problem.cluster.num_ranks, problem.cost.group_s
     if problem.sync == "micro_batch" or len(pool.first) == 1 or is_large(problem):
         return best

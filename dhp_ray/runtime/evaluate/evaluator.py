@@ -194,12 +194,14 @@ def media_in(question: Question, processor: Processor) -> list[Medium]:
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
-    ModelError: it has no weights, or it is open which are meant. RunError: it does not load, or weights are missing.
+    ModelError: its configuration is not one, it has no weights, or it is open which are meant. RunError: it does not
+    load, or weights are missing.
     """
     weight_files(path)
+    model_class = FAMILIES[read_config(path).model_type].model_class
     quieten()
     try:
-        loaded: Any = FAMILIES[read_config(path).model_type].model_class.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True)
     except Exception as error:  # transformers' checks of files and values raise errors of many kinds

@@ -18,6 +18,7 @@ from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator, cores
 from dhp_ray.config import Config, ConfigError, check_device, check_place, in_upload, places, refuse_relative_run
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import PRESETS
+from dhp_ray.data.families.base import Family
 from dhp_ray.data.index import (
     KEPT_FROM_BYTES,
     Progress,
@@ -55,11 +56,11 @@ def check_here(config: Config) -> None:
         check_place(name, getattr(section, item.name), item.metadata["path"])
     if config.model.path:
         _check_model(config.model.path)
-    takes_images = _takes_images(config)
+    family = _family(config)
     for source in data_sources(config.data):
-        if source.format == "synthetic" and not takes_images:
-            raise ConfigError("data.format: got synthetic, whose samples have images, and the model takes text alone; "
-                              "allowed: data of text, in another format")
+        if source.format == "synthetic" and not family.marks:
+            raise ConfigError("data.format: got synthetic, whose samples have images, and the model is text-only; "
+                              "allowed: text in another format")
         with _refusing("data.path"):
             check_form(source)
     if config.eval.path:
@@ -106,7 +107,7 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     if config.model.path:
         check_place("model.path", config.model.path, "folder")
         _check_model(config.model.path)
-    _takes_images(config)
+    _family(config)
 
 
 def devices_here(kind: Accelerator) -> int:
@@ -205,16 +206,15 @@ def _check_model(path: str) -> None:
         check_processor_files(Path(path))
 
 
-def _takes_images(config: Config) -> bool:
-    """Return whether the model has a vision encoder; refuse an unknown preset, and to freeze parts of a model without.
-    """
+def _family(config: Config) -> type[Family]:
+    """Return the model's family; refuse an unknown preset, and parts that it does not have in `train.freeze`."""
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     family = family_in(Path(config.model.path)) if config.model.path else PRESETS[config.model.preset]
     if config.train.freeze and not family.marks:
-        raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model takes text alone; "
+        raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model is text-only; "
                           "allowed: nothing")
-    return bool(family.marks)
+    return family
 
 
 def _check_output(output: str, samples: str) -> None:

@@ -1,4 +1,4 @@
-"""Families of text alone: ids and labels beside the tokenizer's own chat template, and what they refuse."""
+"""Text-only families: ids and labels beside the tokenizer's own chat template, and what they refuse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from dhp_ray.data.conversation import ContentPart, Turn
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.formats.rows import Row
@@ -108,13 +109,43 @@ def test_a_saved_tokenizer_loads_with_transformers_and_here(tmp_path: Path, pres
         ProcessorSpec("", str(tmp_path)).load()
 
 
-def test_the_thought_of_a_last_answer_is_learned_with_it() -> None:
-    """All that the model is to write behind the generation prompt."""
-    processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, THINKING)
+HYBRID = [THINKING, THINKING.replace("assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}")]
+"""Qwen3's hybrid models, and those that always think: there, the generation prompt begins the thought."""
+
+
+@pytest.mark.parametrize("template", HYBRID, ids=["hybrid", "thinking"])
+def test_an_empty_thought_is_prompted_not_learned(template: str) -> None:
+    """So all answers of a conversation are learned alike, and evaluation prompts for what was learned."""
+    processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, template)
     for name, messages in CONVERSATIONS.items():
         assert processor.encode(messages, []).input_ids.tolist() == own_ids(processor, messages), name
-    assert learned(processor, talk("a", "b", "c", "d")) == "b<|im_end|><think>\n\n</think>\n\nd<|im_end|>"
+    assert learned(processor, talk("a", "b", "c", "d")) == "b<|im_end|>d<|im_end|>"
+    prompt, encoded = processor.encode_prompt([Turn("user", (ContentPart("text", "a"),))], [])
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    whole = processor.encode(talk("a", "b"), [])
+    assert whole.input_ids[: len(encoded.input_ids)].tolist() == encoded.input_ids.tolist()
+    assert whole.labels[len(encoded.input_ids)] == whole.input_ids[len(encoded.input_ids)] == ord("b")
+
+
+@pytest.mark.parametrize(("template", "prompted"), [*zip(HYBRID, ("", "<think>\n"))], ids=["hybrid", "thinking"])
+def test_the_thought_of_a_last_answer_is_learned(template: str, prompted: str) -> None:
+    """Without what the generation prompt has of it."""
+    processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, template)
     thought = "<think>\nHm.\n</think>\n\nb"
-    assert learned(processor, talk("a", thought)) == f"{thought}<|im_end|>"
+    assert learned(processor, talk("a", thought)) == f"{thought.removeprefix(prompted)}<|im_end|>"
     with pytest.raises(RowError, match="the chat template changes an answer"):
         processor.encode(talk("a", thought, "c", "d"), [])
+
+
+def test_a_template_knows_one_day() -> None:
+    """Llama 3.2's, which writes the day on which it is applied."""
+    dated = ("{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}\n"
+             + PROCESSORS["tiny_llama"].chat_template)
+    processor = Processor(PROCESSORS["tiny_llama"].family, PROCESSORS["tiny_llama"].tokenizer, dated)
+    assert processor.tokenizer.decode(processor.encode(talk("a", "b"), []).input_ids).startswith("26 Jul 2024")
+
+
+def test_a_tokenizer_of_another_llama_is_refused_by_its_tokens() -> None:
+    with pytest.raises(DataError, match=r"no token <\|begin_of_text\|>; allowed: a llama model whose tokenizer has "
+                                        r"<\|begin_of_text\|>, <\|eot_id\|>, <\|end_of_text\|>$"):
+        PROCESSORS["tiny_llama"].family.token_ids(PROCESSORS["tiny_qwen3"].tokenizer)

@@ -138,10 +138,10 @@ def test_the_planners_have_their_names() -> None:
     (["data=synthetic", "data.path={folder}/my.parquet"],
      "data.path: no file or folder {folder}/my.parquet; jobs/prepare_data.py writes it"),
     (["model=tiny_qwen3", "data=synthetic", "data.path={folder}/none.parquet"],
-     "data.format: got synthetic, whose samples have images, and the model takes text alone; allowed: data of text, in "
+     "data.format: got synthetic, whose samples have images, and the model is text-only; allowed: text in "
      "another format"),
     (["model=tiny_llama", "train.freeze=[vision]"],
-     "train.freeze: got vision, and the model takes text alone; allowed: nothing"),
+     "train.freeze: got vision, and the model is text-only; allowed: nothing"),
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
     (["model.preset=", "model.path={folder}/rows.json"], "model.path: {folder}/rows.json is a file; allowed: a folder"),
     (["planner.cost={folder}/empty"], "planner.cost: {folder}/empty is a folder; allowed: a file"),
