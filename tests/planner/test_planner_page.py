@@ -30,7 +30,7 @@ def run(code: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 def test_the_example_prints_what_the_page_shows() -> None:
-    [shown] = re.findall(r"prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    [shown] = re.findall(r"prints\n\n```text\n(.*?)```", PAGE, re.DOTALL)
     assert run(EXAMPLE)[1] == shown
 
 

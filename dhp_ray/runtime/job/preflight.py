@@ -95,6 +95,10 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number."""
     if config.train.activation_checkpointing == "auto":
         raise ConfigError("train.activation_checkpointing: got auto; allowed here: the value that is to be measured")
+    if config.model.path:
+        check_place("model.path", config.model.path, "folder")
+        _check_model(config.model.path)
+    _family(config)
     here = {str(kind.resource): float(kind.num_devices()) for kind in ACCELERATORS.values()}
     kind = device_of(config.cluster.device, here)
     there = devices_here(kind)
@@ -104,10 +108,6 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     if ranks > there:
         raise ConfigError(f"ranks: got {ranks}; this machine has {there} {kind.name} "
                           f"{'cores' if kind is CPU else 'devices'}; allowed: at most {there}")
-    if config.model.path:
-        check_place("model.path", config.model.path, "folder")
-        _check_model(config.model.path)
-    _family(config)
 
 
 def devices_here(kind: Accelerator) -> int:
