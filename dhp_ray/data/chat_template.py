@@ -75,9 +75,8 @@ class ChatTemplate:
         spans, position = [], 0
         for turn in (turn for turn in turns if turn.role == "assistant"):
             start = text.index(self._opening, position) + len(self._opening)
-            forms = [(before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip())]
-            written = next(((before, form) for before, form in forms
-                            if text.startswith(before + form + self._closing, start)), None)
+            forms = ((before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip()))
+            written = next((each for each in forms if text.startswith("".join(each) + self._closing, start)), None)
             if written is None:
                 raise RowError(
                     "the chat template changes an answer; allowed: a template that writes it as it is, or stripped"
@@ -116,8 +115,8 @@ class ChatTemplate:
 
     def _answer_frame(self) -> tuple[str, str, str, str]:
         """What the template writes before every answer; what its generation prompt has beyond that (Qwen3's thinking
-        models: "<think>"); what it writes between the first and the last answer of a conversation (Qwen3: an empty
-        thought); and what it writes after an answer.
+        models: "<think>"); what it adds to the first before a conversation's last answer (Qwen3: an empty thought); and
+        what it writes after an answer.
         """
         messages: list[dict[str, Any]] = []
         asked, frames = list[str](), set()
