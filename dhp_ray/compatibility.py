@@ -36,15 +36,16 @@ def fsdp_param_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one at most
 
 
-def checkpoint_activations(module: nn.Module) -> None:
+def checkpoint_activations(module: nn.Module, context_fn: Callable[[], tuple[Any, Any]]) -> None:
     """Let a transformers model recompute what is inside its layers in the backward pass, by autograd's hooks. A layer
-    does so while its `gradient_checkpointing` is True.
+    does so while its `gradient_checkpointing` is True. `context_fn`: as for torch's `checkpoint`.
     """
     model: Any = module
+    arguments = {"use_reentrant": False, "context_fn": context_fn}
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable(arguments)
     else:  # its name in transformers 5.17; 5.23 warns of it
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable(arguments)
     # transformers also makes every embedding require a gradient, which only the reentrant kind needs. With a frozen
     # encoder its features would then want a backward pass on the ranks that have images, and on no other: the exchange
     # would hang.

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
-from dhp_ray.model import attention, segment_attention
+from dhp_ray.model import attention, experts, segment_attention
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.language_model import LanguageModel
@@ -142,13 +142,13 @@ def memory_trace() -> Iterator[MemoryTrace]:
         return result
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # FSDP's way to free
-    attention.kernel_for = segment_attention.kernel_for = lambda device: cuda
+    attention.kernel_for = segment_attention.kernel_for = experts.kernel_for = lambda device: cuda
     try:
         with trace:
             yield trace
     finally:
         torch.UntypedStorage.resize_ = before[0]  # type: ignore[method-assign]
-        attention.kernel_for = segment_attention.kernel_for = before[1]
+        attention.kernel_for = segment_attention.kernel_for = experts.kernel_for = before[1]
 
 
 @contextmanager

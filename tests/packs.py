@@ -26,11 +26,13 @@ from dhp_ray.train.collate import Payload
 from tests.model.paper_positions import paper_positions
 
 PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
-"""A preset of each family with an encoder, and the values of its patches."""
-TEXT_PRESETS = ("tiny_qwen3", "tiny_llama")
+"""A preset of each family with an encoder of its own, and the values of its patches."""
+TEXT_PRESETS = ("tiny_qwen3", "tiny_llama", "tiny_qwen3_moe")
 """A preset of each family of text alone."""
-PRESETS = (*PATCH_DIMS, *TEXT_PRESETS)
-NUM_LAYERS = {"tiny": 3, "tiny_qwen3_vl": 3, "tiny_internvl": 2, "tiny_qwen3": 3, "tiny_llama": 3}
+EXPERT_PRESETS = ("tiny_qwen3_moe", "tiny_qwen3_vl_moe")
+"""A preset of each family with experts."""
+PRESETS = (*PATCH_DIMS, *TEXT_PRESETS, "tiny_qwen3_vl_moe")
+NUM_LAYERS = {preset: 3 for preset in PRESETS} | {"tiny_internvl": 2}
 """Of the language model; all presets but the first have more, which show nothing new."""
 ROUNDING = 1e-6
 """Of fp32 sums, as a share of the largest gradient."""
@@ -69,7 +71,8 @@ def make_sample(
         if preset == "tiny_internvl":  # whose tiles are of one size, and whose videos have the token of images
             pieces, token = tuple((time, 4, 4) for time, _, _ in pieces), "image"
         for time, height, width in pieces:
-            pixels.append(random.standard_normal((time * height * width, PATCH_DIMS[preset]), dtype=np.float32))
+            patch_dim = PATCH_DIMS[preset.removesuffix("_moe")]
+            pixels.append(random.standard_normal((time * height * width, patch_dim), dtype=np.float32))
             runs += [[TOKEN_IDS[token]] * (height * width // 4)] * time
         if preset != "tiny" and lasts:
             for run in runs:  # each step in time behind its time stamp, or its number

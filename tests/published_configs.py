@@ -1,6 +1,7 @@
 """The published configurations of Qwen2.5-VL (config.json of Qwen/Qwen2.5-VL-3B-Instruct and its larger siblings), of
-Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct), of InternVL3 (OpenGVLab/InternVL3-1B-hf), and of Qwen3 and Llama 3 (Qwen/Qwen3-8B,
-meta-llama/Meta-Llama-3-8B-Instruct), made of the sizes in conf/model_shape, and models of them without memory.
+Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct), of InternVL3 (OpenGVLab/InternVL3-1B-hf), of Qwen3 and Llama 3 (Qwen/Qwen3-8B,
+meta-llama/Meta-Llama-3-8B-Instruct), and of those with experts (Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-30B-A3B-Instruct),
+made of the sizes in conf/model_shape, and models of them without memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import InternVLConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3Config, Qwen3VLConfig
+from transformers import (
+    InternVLConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from dhp_ray.model.build import meta_model
 from dhp_ray.planner.memory.model_shape import ModelShape
@@ -23,23 +33,28 @@ INTERNVL = {f"InternVL3-{size}": f"internvl3_{size.lower()}" for size in ("1B", 
 LANGUAGE = {f"Qwen3-{size}": f"qwen3_{size.lower()}" for size in ("4B", "8B", "32B")} | {
     f"Llama-3-{size}": f"llama3_{size.lower()}" for size in ("8B", "70B")}
 """Models of text alone."""
+EXPERTS = {f"Qwen3-{size}": f"qwen3_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")} | {
+    f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")}
+"""Models with experts."""
 NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "72B": 73_410_777_344,
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
                   "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024,
                   "InternVL3-2B": 2_088_957_440, "InternVL3-8B": 7_944_373_760, "InternVL3-38B": 38_388_164_992,
                   "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264,
-                  "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496}
+                  "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496,
+                  "Qwen3-30B-A3B": 30_532_122_624, "Qwen3-235B-A22B": 235_093_634_560,
+                  "Qwen3-VL-30B-A3B": 31_070_754_032, "Qwen3-VL-235B-A22B": 235_670_022_896}
 """As the model cards' safetensors have them."""
 
 
 def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
     """A published configuration; with `num_layers`, so many of the language model's and of the encoder's layers: of
     Qwen2.5-VL's encoder the last one with full attention, of Qwen3-VL's the first ones giving features."""
-    if name in QWEN3:
+    if name in QWEN3 or (name in EXPERTS and "VL" in name):
         return _qwen3_vl(name, num_layers)
     if name in INTERNVL:
         return _internvl(name, num_layers)
-    if name in LANGUAGE:
+    if name in LANGUAGE or name in EXPERTS:
         return _language(name, num_layers)
     shape = stored_shape(name)
     text, block = _text(shape, num_layers), shape.vision[0]
@@ -59,22 +74,26 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
 @cache
 def stored_shape(name: str) -> ModelShape:
     """As the package has it for users to name."""
-    return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL | LANGUAGE)[name]}.yaml")
+    return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL | LANGUAGE | EXPERTS)[name]}.yaml")
 
 
 def _text(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     """What the language models of all families have in common."""
     layer = shape.language[0]
+    experts = {"num_experts": layer.experts, "num_experts_per_tok": layer.chosen,
+               "moe_intermediate_size": layer.mlp_width} if layer.experts else {}
     return {"hidden_size": layer.width, "intermediate_size": layer.mlp_width,
             "num_hidden_layers": num_layers or layer.count, "num_attention_heads": layer.heads,
-            "num_key_value_heads": layer.key_value_heads, "vocab_size": shape.vocabulary_size, "rms_norm_eps": 1e-6}
+            "num_key_value_heads": layer.key_value_heads, "vocab_size": shape.vocabulary_size, "rms_norm_eps": 1e-6,
+            **experts}
 
 
-def _qwen3_vl(name: str, num_layers: int) -> Qwen3VLConfig:
+def _qwen3_vl(name: str, num_layers: int) -> Qwen3VLConfig | Qwen3VLMoeConfig:
     shape = stored_shape(name)
     block, num_deeper = shape.vision[0], shape.feature_levels - 1
     levels = [5, 11, 17] if block.count == 24 else [8, 16, 24]
-    return Qwen3VLConfig(
+    kind = Qwen3VLMoeConfig if name in EXPERTS else Qwen3VLConfig
+    return kind(
         text_config=_text(shape, num_layers) | {
             "head_dim": shape.language[0].head_width, "max_position_embeddings": 262144,
             "rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True,
@@ -100,13 +119,14 @@ def _internvl(name: str, num_layers: int) -> InternVLConfig:
     return InternVLConfig(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied)
 
 
-def _language(name: str, num_layers: int) -> Qwen3Config | LlamaConfig:
+def _language(name: str, num_layers: int) -> Qwen3Config | Qwen3MoeConfig | LlamaConfig:
     shape = stored_shape(name)
     text = _text(shape, num_layers) | {"head_dim": shape.language[0].head_width, "tie_word_embeddings": shape.tied}
     if shape.family == "llama":
         return LlamaConfig(**text, max_position_embeddings=8192, rope_parameters={
             "rope_type": "default", "rope_theta": 500000.0})
-    return Qwen3Config(**text, max_position_embeddings=40960, rope_parameters={
+    kind = Qwen3MoeConfig if name in EXPERTS else Qwen3Config
+    return kind(**text, max_position_embeddings=40960, rope_parameters={
         "rope_type": "default", "rope_theta": 1000000.0})
 
 

@@ -41,7 +41,7 @@ from dhp_ray.errors import first_line
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import write_settings
-from dhp_ray.model.weights import StoredKey, StoredWeights
+from dhp_ray.model.weights import StoredForm, StoredKey, StoredWeights, one_by_one
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
@@ -55,10 +55,12 @@ Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
 
 
 class Entry(NamedTuple):
-    """A tensor of the export, under `key`: either the parameter `name` in fp32, or `copied` from the model's folder."""
+    """A tensor of the export, under `key`: either what `form` takes of a parameter, in fp32, or `copied` from the
+    model's folder.
+    """
 
     key: str
-    name: str
+    form: StoredForm
     num_bytes: int
     copied: StoredKey | None = None
 
@@ -78,7 +80,7 @@ class ModelFile(NamedTuple):
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters in this file, without repetition."""
-        return list(dict.fromkeys(entry.name for entry in self.entries if entry.copied is None))
+        return list(dict.fromkeys(entry.form.name for entry in self.entries if entry.copied is None))
 
 
 def entries(adapter: LanguageModel) -> list[Entry]:
@@ -88,17 +90,21 @@ def entries(adapter: LanguageModel) -> list[Entry]:
         ModelError: transformers stores the model in a form that is not its parameters under other names.
     """
     parameters = dict(adapter.module.named_parameters())
+    wholes = {name: StoredForm(name, 0, tuple(parameter.shape)) for name, parameter in parameters.items()}
     if adapter.lora is not None:
-        return [Entry(ADAPTER_PREFIX + name, name, 4 * parameter.numel()) for name, parameter in parameters.items()
+        return [trained_entry(ADAPTER_PREFIX + name, wholes[name]) for name, parameter in parameters.items()
                 if parameter.requires_grad]
-    order = {name: place for place, name in enumerate(parameters)}
     if adapter.weights is None:
-        keys = stored_keys(on_meta(adapter), order)
-        return [Entry(keys[name], name, 4 * parameter.numel()) for name, parameter in parameters.items()]
-    found = [Entry(stored.key, stored.name, 4 * parameters[stored.name].numel())
-             if stored.name and parameters[stored.name].requires_grad
-             else Entry(stored.key, stored.name, stored.num_bytes, stored) for stored in adapter.weights.keys]
-    return sorted(found, key=lambda entry: order.get(entry.name, len(order)))
+        return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter), wholes).items()]
+    order = {name: place for place, name in enumerate(parameters)}
+    found = [trained_entry(stored.key, stored.form)
+             if stored.form.name and parameters[stored.form.name].requires_grad
+             else Entry(stored.key, stored.form, stored.num_bytes, stored) for stored in adapter.weights.keys]
+    return sorted(found, key=lambda entry: (order.get(entry.form.name, len(order)), entry.form.start))
+
+
+def trained_entry(key: str, form: StoredForm) -> Entry:
+    return Entry(key, form, 4 * form.size)
 
 
 def files_of(
@@ -147,29 +153,40 @@ def on_meta(adapter: LanguageModel) -> PreTrainedModel:
         return type(module)(module.config.__class__.from_dict(module.config.to_dict()))
 
 
-def stored_keys(module: PreTrainedModel, names: Mapping[str, int]) -> dict[str, str]:
-    """The keys under which `save_pretrained` of transformers stores parameters, by parameter name."""
-    state = {name: parameter.detach() for name, parameter in module.named_parameters() if name in names}
-    keys = {id(tensor): key for key, tensor in revert_weight_conversion(module, dict(state)).items()}
-    other = [name for name, tensor in state.items() if id(tensor) not in keys]
-    if other:
-        raise ModelError(f"model: cannot be saved: transformers stores {other[0]} in another form; allowed: a model "
-                         "whose parameters are stored one by one")
-    return {name: keys[id(tensor)] for name, tensor in state.items()}
+def stored_forms(module: PreTrainedModel, wholes: Mapping[str, StoredForm]) -> dict[str, StoredForm]:
+    """What `save_pretrained` of transformers stores of these parameters, by key, in the module's order.
+
+    Raises:
+        ModelError: transformers stores a parameter in a form that is not known here.
+    """
+    state = {name: parameter.detach() for name, parameter in module.named_parameters() if name in wholes}
+    stored = revert_weight_conversion(module, dict(state))
+    names = {id(tensor): name for name, tensor in state.items()}
+    keys = {names[id(tensor)]: key for key, tensor in stored.items() if id(tensor) in names}
+    forms: dict[str, StoredForm] = {}
+    for name, whole in wholes.items():
+        found = {keys[name]: whole} if name in keys else one_by_one(whole)
+        if not found or any(key not in stored or tuple(stored[key].shape) != form.shape for key, form in found.items()):
+            raise ModelError(f"model: cannot be saved: transformers stores {name} in another form; allowed: a model "
+                             "whose parameters are stored one by one, or experts by expert")
+        forms |= found
+    return forms
 
 
 def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
     """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU."""
     found: dict[str, Tensor] = {}
-    used: set[str] = set()
+    used: set[StoredForm] = set()
     for entry in file.entries:
         if entry.copied is not None:
             assert weights is not None
             found[entry.key] = weights.tensor(entry.copied)
-        else:  # safetensors takes no memory twice
-            value = values[entry.name]
-            found[entry.key] = value.clone() if entry.name in used else value.contiguous()
-            used.add(entry.name)
+        else:  # safetensors takes no memory twice, nor parts of one
+            whole = values[entry.form.name]
+            value = entry.form.of(whole)
+            shared = entry.form in used or value.numel() < whole.numel()
+            found[entry.key] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+            used.add(entry.form)
     return found
 
 

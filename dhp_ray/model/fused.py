@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Identity, Module
 
 from dhp_ray.model.attention import PackContext, attention_of_layer
+from dhp_ray.model.experts import has_experts
 from dhp_ray.model.kernels import cuda, npu
 
 
@@ -89,8 +90,9 @@ class FusedAttention(Module):
 
 
 def fuse(owner: Module, operators: Operators, norms: Sequence[str], activation: str = "") -> None:
-    """Replace `owner`'s norms and, if its activation is silu, its `mlp` with fused modules."""
+    """Replace `owner`'s norms and, if its activation is silu, its `mlp` with fused modules; experts stay as they are.
+    """
     for name in norms:
         setattr(owner, name, FusedNorm(getattr(owner, name), operators))
-    if activation == "silu":
+    if activation == "silu" and not has_experts(owner):
         owner.mlp = FusedMLP(owner.mlp, operators)

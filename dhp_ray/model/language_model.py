@@ -12,8 +12,10 @@ refuses and its positions. Nothing else knows a family but `dhp_ray.data.familie
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import isqrt
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention
 from dhp_ray.model.attention import PackContext
+from dhp_ray.model.experts import both_runs, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
@@ -78,6 +81,7 @@ class LanguageModel:
         self.language.set_attn_implementation(attention.NAME)
         self.replace_modules()
         text = config.get_text_config()
+        use_experts(module, self.language.layers, getattr(text, "norm_topk_prob", True))
         self.longest_sequence: int | None = None  # no limit
         if text.rope_parameters.get("rope_type") == "dynamic":
             self.longest_sequence = text.max_position_embeddings
@@ -106,6 +110,12 @@ class LanguageModel:
                 f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
                 "full_attention"
             )
+        if getattr(text, "num_experts", 0):
+            if text.hidden_act != "silu":
+                raise ModelError(f"model: hidden_act is {text.hidden_act!r} with experts; allowed: silu")
+            if not 1 <= text.num_experts_per_tok <= text.num_experts:
+                raise ModelError(f"model: num_experts_per_tok is {text.num_experts_per_tok}; allowed: 1 to "
+                                 f"{text.num_experts}, its experts")
         if text.attention_dropout:
             raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
         rope_type = text.rope_parameters.get("rope_type", "default")
@@ -119,15 +129,23 @@ class LanguageModel:
 
     def shape_of(self, config: Any) -> ModelShape:
         """What the planner needs to know of this model, before any adapter is added; also on the meta device."""
-        text, layer = config.get_text_config(), self.language.layers[0]
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers = LayerShape(count=text.num_hidden_layers, width=text.hidden_size, mlp_width=text.intermediate_size,
-                            heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
-                            head_width=head_width, query_key_norms=hasattr(layer.self_attn, "q_norm"),
-                            num_parameters=num_parameters(layer))
-        return ModelShape(family=config.model_type, language=(layers,), vocabulary_size=text.vocab_size,
+        text, layers = config.get_text_config(), self.language.layers
+        counts = Counter(self.layer_shape(text, layer) for layer in layers)
+        kinds = tuple(replace(layer, count=count) for layer, count in counts.items())
+        return ModelShape(family=config.model_type, language=kinds, vocabulary_size=text.vocab_size,
                           tied=bool(config.tie_word_embeddings), language_rest=text.hidden_size,
                           **self.vision_shape(config))
+
+    def layer_shape(self, text: Any, layer: Any) -> LayerShape:
+        """One layer of the language model with the configuration `text`."""
+        mlp = {"mlp_width": text.intermediate_size}
+        if has_experts(layer):
+            mlp = {"mlp_width": text.moe_intermediate_size, "experts": text.num_experts,
+                   "chosen": text.num_experts_per_tok}
+        return LayerShape(
+            count=1, width=text.hidden_size, heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
+            head_width=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            query_key_norms=hasattr(layer.self_attn, "q_norm"), num_parameters=num_parameters(layer), **mlp)
 
     def vision_shape(self, config: Any) -> dict[str, Any]:
         """The encoder's fields of `ModelShape`."""
@@ -277,11 +295,13 @@ class LanguageModel:
         """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""
         return [*self.language.layers]
 
-    def unsharded_parameters(self) -> Sequence[Parameter]:
-        """Parameters whose leading dimensions are 1, which the forward pass also accepts squeezed. (Sharding by rows
-        would pad their single row to one row for each rank.)
+    def sharded_shapes(self) -> dict[Parameter, tuple[int, ...]]:
+        """Other shapes in which parameters are sharded by rows, and which the forward pass also accepts: experts by the
+        rows of their matrices, since there may be fewer experts than ranks.
         """
-        return ()
+        experts = (layer.mlp.experts for layer in self.language.layers if has_experts(layer))
+        return {parameter: (parameter.shape[0] * parameter.shape[1], parameter.shape[2])
+                for each in experts for parameter in each.parameters()}
 
     def stacks(self) -> list[LayerStack]:
         """The layers of each part of the model, in the order in which they run."""
@@ -307,7 +327,7 @@ class LanguageModel:
         over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
         """
         if share and not self._checkpoints:
-            checkpoint_activations(self.module)
+            checkpoint_activations(self.module, both_runs)
             self._checkpoints = True
         for _, layers in self.stacks():
             count = num_relieved(share, len(layers))

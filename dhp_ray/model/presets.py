@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import InternVLConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3Config, Qwen3VLConfig
+from transformers import (
+    InternVLConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from dhp_ray.model.files import ModelError
 
@@ -40,17 +49,27 @@ def _qwen2_5_vl(
 
 def tiny_qwen3_vl(token_ids: Mapping[str, int]) -> Qwen3VLConfig:
     """Qwen3-VL with a million parameters: 4 layers of width 128, 3 vision blocks of width 64, features of 3 levels."""
-    return Qwen3VLConfig(
-        # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
-        text_config=_text(token_ids, {"mrope_section": [6, 5, 5], "mrope_interleaved": True}, 128, 4, 4, head_dim=32),
-        vision_config={
+    return Qwen3VLConfig(**_qwen3_vl(token_ids))
+
+
+def tiny_qwen3_vl_moe(token_ids: Mapping[str, int]) -> Qwen3VLMoeConfig:
+    """`tiny_qwen3_vl` with 6 experts of width 96 in a layer, of which each token takes 2: 1.6 million parameters."""
+    return Qwen3VLMoeConfig(**_qwen3_vl(token_ids, **EXPERTS))
+
+
+def _qwen3_vl(token_ids: Mapping[str, int], **more: Any) -> dict[str, Any]:
+    # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
+    rope = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    return {
+        "text_config": _text(token_ids, rope, 128, 4, 4, head_dim=32, **more),
+        "vision_config": {
             "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 128,
             "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 144,
             "deepstack_visual_indexes": [0, 1], "initializer_range": 0.02,
         },
-        image_token_id=token_ids["image"], video_token_id=token_ids["video"],
-        vision_start_token_id=token_ids["vision_start"], vision_end_token_id=token_ids["vision_end"],
-        tie_word_embeddings=True)
+        "image_token_id": token_ids["image"], "video_token_id": token_ids["video"],
+        "vision_start_token_id": token_ids["vision_start"], "vision_end_token_id": token_ids["vision_end"],
+        "tie_word_embeddings": True}
 
 
 def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
@@ -69,6 +88,12 @@ def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
 def tiny_qwen3(token_ids: Mapping[str, int]) -> Qwen3Config:
     """Qwen3 with 0.8 million parameters: 4 layers of width 128."""
     return Qwen3Config(**_text(token_ids, {}, 128, 4, 4, head_dim=32), tie_word_embeddings=True)
+
+
+def tiny_qwen3_moe(token_ids: Mapping[str, int]) -> Qwen3MoeConfig:
+    """`tiny_qwen3` with 6 experts of width 96 in a layer, of which each token takes 2: 1.1 million parameters."""
+    return Qwen3MoeConfig(**_text(token_ids, {}, 128, 4, 4, head_dim=32, norm_topk_prob=True, **EXPERTS),
+                          tie_word_embeddings=True)
 
 
 def tiny_llama(token_ids: Mapping[str, int]) -> LlamaConfig:
@@ -91,9 +116,11 @@ def _text(
         "bos_token_id": token_ids["bos"], "eos_token_id": token_ids["eos"], **more}
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
     "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_llama": tiny_llama, "tiny_qwen3": tiny_qwen3,
-    "tiny_qwen3_vl": tiny_qwen3_vl}
+    "tiny_qwen3_moe": tiny_qwen3_moe, "tiny_qwen3_vl": tiny_qwen3_vl, "tiny_qwen3_vl_moe": tiny_qwen3_vl_moe}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:

@@ -119,7 +119,9 @@ def concatenate(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class Kernel(Protocol):
-    """q: (Lq, H, D), k and v: (Lk, Hk, D) with H a multiple of Hk (GQA), all of `segments`' rows one after the other.
+    """What a kind of device computes attention and experts with.
+
+    q: (Lq, H, D), k and v: (Lk, Hk, D) with H a multiple of Hk (GQA), all of `segments`' rows one after the other.
 
     D is the head's width; Lq and Lk are at least 1. Scores are multiplied by `scale` before the softmax.
     """
@@ -139,6 +141,14 @@ class Kernel(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v from that of the output; `out` and `lse` are over every key that the queries see."""
+
+    def grouped_products(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """(R, N): the rows of `x` (R, M) times one of `weight` (E, M, N) each. Group e ends before row `ends[e]`, int32
+        on the device, and may have no rows; together they are all rows.
+        """
+
+    def grouped_sums(self, x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+        """(E, M, N): `x` (R, M) transposed times `y` (R, N), over the rows of each group."""
 
 
 def kernel_for(device: torch.device) -> Kernel:

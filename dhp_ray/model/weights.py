@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -31,14 +32,49 @@ class Interval(NamedTuple):
     into: Tensor
 
 
+class StoredForm(NamedTuple):
+    """How a tensor of files lies in the module's parameter `name`: as its elements from `start` on, in `shape`;
+    `turned`: the files have its last two dimensions the other way round.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    turned: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is all of a layer's experts, by the names that transformers gives them."""
+        return len(self.shape) == 3 and self.name.rpartition(".")[0].endswith(".experts")
+
+    @property
+    def turned_shape(self) -> tuple[int, ...]:
+        """The shape that files may have instead."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_experts else self.shape
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The tensor as files have it, of the whole parameter."""
+        part = parameter.reshape(-1)[self.start : self.start + self.size].view(self.shape)
+        return part.transpose(-2, -1) if self.turned else part
+
+
+NOWHERE = StoredForm("", 0, ())
+"""The form of a tensor of a part that the module has not."""
+
+
 class StoredKey(NamedTuple):
     """A tensor of a folder's files: `num_bytes` from byte `offset` of `file` on, under `key`, of type `kind` as
-    safetensors calls it. It is the module's parameter `name`; empty: of a part that the module has not.
+    safetensors calls it.
     """
 
     file: str
     key: str
-    name: str
+    form: StoredForm
     kind: str
     offset: int
     num_bytes: int
@@ -69,27 +105,32 @@ class StoredWeights:
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
-        first_names = {name: names[0] for names in names_of.values() for name in names}
-        shapes = {names[0]: tuple(parameter.shape) for parameter, names in names_of.items()}
+        forms: dict[str, StoredForm] = {}
+        for parameter, names in names_of.items():
+            whole = StoredForm(names[0], 0, tuple(parameter.shape))
+            forms |= dict.fromkeys(names, whole) | one_by_one(whole)
         self.keys: list[StoredKey] = []
         """All that the files hold; a tied parameter under each of its names that they have."""
         for file in files:
             for key, (kind, shape, offset, num_bytes) in stored_tensors(path, file).items():
-                name = first_names.get(module_name(key, renamed), "")
-                self.keys.append(StoredKey(file, key, name, kind, offset, num_bytes))
-                if not name:
+                form = forms.get(module_name(key, renamed), NOWHERE)
+                if shape != form.shape and shape == form.turned_shape:
+                    form = form._replace(turned=True)
+                self.keys.append(StoredKey(file, key, form, kind, offset, num_bytes))
+                if not form.name:
                     continue
                 if kind not in STORED_TYPES:
                     raise ModelError(
                         f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
                     )
-                if shape != shapes[name]:
+                if shape not in (form.shape, form.turned_shape):
                     raise ModelError(
-                        f"model.path: {path}: {key} has shape {shape}; its config.json says {shapes[name]}"
+                        f"model.path: {path}: {key} has shape {shape}; its config.json says {form.shape}"
                     )
-        self._parameters = sorted((stored for stored in self.keys if stored.name),
+        self._parameters = sorted((stored for stored in self.keys if stored.form.name),
                                   key=lambda stored: (stored.file, stored.offset))  # read from first to last
-        missing = sorted(shapes.keys() - {stored.name for stored in self._parameters})
+        there = {stored.form._replace(turned=False) for stored in self._parameters}
+        missing = sorted(key for names in names_of.values() for key in _missing(forms[names[0]], there))
         if missing:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
 
@@ -113,20 +154,20 @@ class StoredWeights:
             values = self.drawn[name]().view(-1)
             for interval in intervals.pop(name):
                 interval.into.copy_(values[interval.start : interval.start + interval.into.numel()])
-        read_as: dict[str, str] = {}
+        read_as: dict[StoredForm, str] = {}
         longest = max((interval.into.numel() for found in intervals.values() for interval in found), default=0)
         raw = torch.empty(min(READ_BYTES, longest * torch.float64.itemsize), dtype=torch.uint8)
         for stored in self._parameters:
-            for interval in intervals.get(stored.name, []):
+            for interval in intervals.get(stored.form.name, []):
                 for into, values in self._values(stored, interval, raw):
-                    if stored.name not in read_as:
+                    if stored.form not in read_as:
                         into.copy_(values)
                     elif not torch.equal(into, values.to(into)):
                         raise ModelError(
-                            f"model.path: {self.path}: {read_as[stored.name]} and {stored.key} differ; "
+                            f"model.path: {self.path}: {read_as[stored.form]} and {stored.key} differ; "
                             "its config.json says that they are one (tie_word_embeddings)"
                         )
-            read_as.setdefault(stored.name, stored.key)
+            read_as.setdefault(stored.form, stored.key)
 
     def tensor(self, stored: StoredKey) -> Tensor:
         """A tensor as it is stored, in memory of its own."""
@@ -138,30 +179,51 @@ class StoredWeights:
             raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
     def _values(self, stored: StoredKey, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """An interval part by part: where it goes, and its values, which lie in `raw` until the next part."""
-        kind = STORED_TYPES[stored.kind]
+        """What a stored tensor has of an interval, part by part: where it goes, and its values, which lie in `raw`
+        until the next part.
+        """
+        kind, form = STORED_TYPES[stored.kind], stored.form
+        begin = max(interval.start, form.start)
+        into = interval.into[begin - interval.start : max(begin, form.start + form.size) - interval.start]
+        if not into.numel():
+            return
         # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
         try:
             with open(Path(self.path) / stored.file, "rb", buffering=0) as file:
-                file.seek(stored.offset + interval.start * kind.itemsize)
-                for into in interval.into.split(len(raw) // kind.itemsize):
-                    part = raw[: into.numel() * kind.itemsize]
-                    _fill(part, file)
-                    self.bytes_read += part.numel()
-                    values = part.view(kind)
+                if form.turned:
+                    parts = _turned_parts(file, stored, begin - form.start, into)
+                else:
+                    file.seek(stored.offset + (begin - form.start) * kind.itemsize)
+                    parts = ((part, _filled(raw[: part.numel() * kind.itemsize], file).view(kind))
+                             for part in into.split(len(raw) // kind.itemsize))
+                for part, values in parts:
+                    self.bytes_read += part.numel() * kind.itemsize
                     # rounded to fp32 first, whatever it goes to
-                    yield into, values.float() if kind == torch.float64 else values
+                    yield part, values.float() if kind == torch.float64 else values
         except OSError as error:
             raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
 
-def _fill(part: Tensor, stored: FileIO) -> None:
+def _turned_parts(file: FileIO, stored: StoredKey, first: int, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Elements of a turned tensor from `first` on, matrix by matrix: each is read whole."""
+    kind, (rows, columns) = STORED_TYPES[stored.kind], stored.form.shape[-2:]
+    while into.numel():
+        number, skipped = divmod(first, rows * columns)
+        file.seek(stored.offset + number * rows * columns * kind.itemsize)
+        matrix = _filled(torch.empty(rows * columns * kind.itemsize, dtype=torch.uint8), file).view(kind)
+        values = matrix.view(columns, rows).t().reshape(-1)[skipped:][: into.numel()]
+        yield into[: len(values)], values
+        first, into = first + len(values), into[len(values):]
+
+
+def _filled(part: Tensor, stored: FileIO) -> Tensor:
     room = part.numpy().data
     while room:
         count = stored.readinto(room)
         if not count:
             raise OSError(f"it ends {len(room)} bytes too early")
         room = room[count:]
+    return part
 
 
 def module_name(key: str, renamed: Sequence[tuple[str, str]]) -> str:
@@ -169,3 +231,29 @@ def module_name(key: str, renamed: Sequence[tuple[str, str]]) -> str:
     for pattern, replacement in renamed:
         key = re.sub(pattern, replacement, key)
     return key
+
+
+def one_by_one(whole: StoredForm) -> dict[str, StoredForm]:
+    """The keys and forms of a layer's experts in files that have each by itself; nothing for other parameters.
+
+        mlp.experts.gate_up_proj (E, 2 F, D)   mlp.experts.0.gate_proj.weight, mlp.experts.0.up_proj.weight (F, D), ...
+        mlp.experts.down_proj (E, D, F)        mlp.experts.0.down_proj.weight (D, F), ...
+    """
+    layer, _, name = whole.name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(name, ())
+    if not whole.is_experts or not parts:
+        return {}
+    count, rows, columns = whole.shape
+    shape = (rows // len(parts), columns)
+    return {f"{layer}.{expert}.{part}.weight": StoredForm(
+        whole.name, (expert * len(parts) + place) * math.prod(shape), shape)
+        for expert in range(count) for place, part in enumerate(parts)}
+
+
+def _missing(whole: StoredForm, there: Collection[StoredForm]) -> list[str]:
+    """The keys that files lack of a parameter, by its own name unless they have some of its experts."""
+    if whole in there:
+        return []
+    parts = one_by_one(whole)
+    lacking = [key for key, form in parts.items() if form not in there]
+    return [whole.name] if len(lacking) == len(parts) else lacking

@@ -114,8 +114,8 @@ class ShardedEngine(Engine):
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
             self._shapes[name] = tuple(parameter.shape)
-        for parameter in adapter.unsharded_parameters():
-            parameter.data = parameter.data.squeeze()
+        for parameter, shape in adapter.sharded_shapes().items():
+            parameter.data = parameter.data.view(shape)
         self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)

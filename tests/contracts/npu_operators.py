@@ -26,12 +26,29 @@ def torch_npu() -> SimpleNamespace:
     library = torch.library.Library("npu", "DEF")
     for schema in TABLE["operators"]:
         library.define(schema)
+    library.impl("npu_grouped_matmul", _grouped_matmul, "CompositeExplicitAutograd")
     library.impl("npu_fusion_attention", _forward, "CompositeExplicitAutograd")
     library.impl("npu_fusion_attention_grad", _backward, "CompositeExplicitAutograd")
     for name, operator in (("npu_rms_norm", _rms_norm), ("npu_rotary_mul", _rotary_mul), ("npu_swiglu", _swiglu)):
         library.impl(name, operator, "CompositeImplicitAutograd")
     names = [torch._C.parse_schema(schema).name for schema in TABLE["operators"]]
     return SimpleNamespace(library=library, **{name: getattr(torch.ops.npu, name) for name in names})
+
+
+def _grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], *, group_list: Tensor, split_item: int, group_type: int,
+    group_list_type: int = 0, **others: Any
+) -> list[Tensor]:
+    """Of one x (R, M) and the weights (E, M, N) of E groups, or with group_type 2 of x (M, R) and one weight (R, N)."""
+    assert not any(value is not None for value in others.values()), others
+    [left], [right], ends = x, weight, group_list.tolist()
+    if group_list.dtype != torch.int64 or split_item != 3 or group_list_type or ends != sorted(ends):
+        raise RuntimeError(f"npu_grouped_matmul: got {group_list}, split_item {split_item}, {group_list_type}")
+    groups = [slice(*pair) for pair in pairwise((0, *ends))]
+    if group_type == 2:
+        return [torch.stack([left[:, rows] @ right[rows] for rows in groups])]
+    assert group_type == 0
+    return [torch.cat([left[rows] @ matrix for rows, matrix in zip(groups, right, strict=True)])]
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,17 @@
+"""Kernels of devices beside their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from dhp_ray.model.kernels import cuda
 from dhp_ray.model.layout import Blocks
-from dhp_ray.model.segment_attention import Segments, kernel_for
+from dhp_ray.model.segment_attention import Kernel, Segments, kernel_for
 
 SQUARE = Blocks((slice(0, 5), slice(5, 12), slice(12, 13)), (slice(0, 5), slice(5, 12), slice(12, 13)), causal=True)
 EQUAL = Blocks((slice(0, 5), slice(5, 10), slice(10, 13)), (slice(0, 3), slice(3, 6), slice(6, 13)), causal=False)
@@ -30,6 +37,33 @@ def inputs(dtype: torch.dtype, device: str, num_queries: int = 13, num_keys: int
     shapes = (num_queries, 6, 16), (num_keys, 2, 16), (num_keys, 2, 16)
     q, k, v = (torch.randn(shape).to(dtype).to(device) for shape in shapes)
     return q, k, v
+
+
+def grouped(kernel: Kernel, device: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a kernel gives of grouped products and sums, and their definition; the first, third and last group of six
+    have no rows.
+    """
+    torch.manual_seed(0)
+    x, y, weight = (torch.randn(shape).to(device, dtype) for shape in ((21, 16), (21, 24), (6, 16, 24)))
+    ends = [0, 5, 5, 6, 21, 21]
+    on_device = torch.tensor(ends, dtype=torch.int32, device=device)
+    groups = [slice(*pair) for pair in pairwise((0, *ends))]
+    yield kernel.grouped_products(x, weight, on_device), torch.cat(
+        [x[rows].double() @ matrix.double() for rows, matrix in zip(groups, weight)])
+    yield kernel.grouped_products(y, weight.transpose(1, 2), on_device), torch.cat(
+        [y[rows].double() @ matrix.double().t() for rows, matrix in zip(groups, weight)])
+    yield kernel.grouped_sums(x, y, on_device), torch.stack(
+        [x[rows].double().t() @ y[rows].double() for rows in groups])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_grouped_products_equal_the_definition(device: str, dtype: torch.dtype) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("grouped products on CUDA are of bf16")
+    for found, wanted in grouped(kernel_for(torch.device(device)), device, dtype):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import cast
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from dhp_ray.model.kernels import npu
 from dhp_ray.model.layout import Blocks
-from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.segment_attention import Kernel, Segments
 from tests.contracts.npu_operators import MAX_LENGTHS, torch_npu
-from tests.model.test_kernels import EQUAL, OBLONG, SQUARE, dense_attention, inputs
+from tests.model.test_kernels import EQUAL, OBLONG, SQUARE, dense_attention, grouped, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,11 @@ def run(blocks: Blocks, dtype: torch.dtype = torch.float32) -> Iterator[tuple[st
     for name, part, at, leaf in zip("qkv", parts, (rows, key_rows, key_rows), leaves):
         total = torch.zeros(leaf.shape, dtype=torch.float64)
         yield name, total.index_add_(0, torch.arange(len(leaf))[at], part.double()), leaf.grad
+
+
+def test_its_grouped_products_equal_the_definition() -> None:
+    for found, wanted in grouped(cast(Kernel, npu), "cpu", torch.float32):
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("blocks", [SQUARE, OBLONG, EQUAL], ids=["causal", "full", "equal lengths"])

@@ -21,8 +21,9 @@ from dhp_ray.train.pack import pack_loss
 from tests.memory_trace import SilentLink, make_inputs, memory_trace
 from tests.published_configs import QWEN3, published_config, stored_shape
 
-ELSEWHERE = {"mm", "addmm", "bmm", "convolution", "_flash_attention_forward", "_flash_attention_backward",
-             "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+ELSEWHERE = {"mm", "_grouped_mm", "addmm", "bmm", "convolution", "_flash_attention_forward",
+             "_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu",
+             "_scaled_dot_product_flash_attention_for_cpu_backward"}
 """Products and attention, which costs count by themselves."""
 VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like",
          "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "select", "slice", "split",
@@ -88,6 +89,14 @@ def test_own_operators_move_what_a_trace_counts(name: str, scaled: int) -> None:
         patches * (vision.forward + 8 * scaled), rel=0.03)
     assert images.backward - tokens * text.backward / 4096 == pytest.approx(
         patches * (vision.backward + 24 * scaled), rel=0.08)
+
+
+@pytest.mark.seconds
+def test_experts_move_what_a_trace_counts() -> None:
+    text = of_one_more_layer("Qwen3-30B-A3B", [(4096, [])])
+    formula = layer_traffic(stored_shape("Qwen3-30B-A3B").language[0], in_encoder=False, rotates=True, fused=False)
+    assert text.forward / 4096 == pytest.approx(formula.forward, rel=0.03)
+    assert text.backward / 4096 == pytest.approx(formula.backward, rel=0.08)
 
 
 def test_fused_operators_by_hand() -> None:

@@ -16,7 +16,7 @@ from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
 from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel, MemorySettings, PackLoad
 from tests.memory_trace import fake_world, traced
-from tests.published_configs import INTERNVL, LANGUAGE, QWEN3, TEXT, published_config, shape_of
+from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
 
 TILES = 0
 """In place of the largest image's side, of a model whose images are tiles."""
@@ -52,7 +52,7 @@ def check(
     """
     config = published_config(name, num_layers)
     # a pack without a trained part has nothing to keep
-    images = name not in LANGUAGE and (seed % 3 > 0 or "language" in settings.frozen)
+    images = hasattr(config, "vision_config") and (seed % 3 > 0 or "language" in settings.frozen)
     found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share,
                          recomputed)
     if lora is not None:
@@ -118,6 +118,23 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check(name, settings_of(mode, recomputes, ()), 1, degree, share=share)
+
+
+@pytest.mark.parametrize(("name", "mode", "recomputes", "seed", "degree", "share", "recomputed"), [
+    ("Qwen3-30B-A3B", "micro_batch", False, 2, 2, 0.0, 0.0),
+    *slow(("Qwen3-30B-A3B", "step", False, 1, 1, 0.0, 0.0), ("Qwen3-30B-A3B", "step", True, 2, 3, 0.0, 0.0),
+          ("Qwen3-30B-A3B", "micro_batch", True, 1, 1, 0.0, 0.0), ("Qwen3-30B-A3B", "step", False, 3, 1, 0.5, 0.0),
+          ("Qwen3-30B-A3B", "micro_batch", False, 4, 3, 0.0, 0.5), ("Qwen3-VL-30B-A3B", "step", True, 1, 1, 0.0, 0.0),
+          ("Qwen3-VL-30B-A3B", "micro_batch", False, 2, 2, 0.0, 0.0),
+          ("Qwen3-235B-A22B", "micro_batch", False, 2, 2, 0.0, 0.0),
+          ("Qwen3-VL-235B-A22B", "micro_batch", True, 4, 1, 0.0, 0.0))], ids=str)
+@pytest.mark.seconds
+def test_predicted_peaks_of_models_with_experts_are_the_traced_ones(
+    name: str, mode: str, recomputes: bool, seed: int, degree: int, share: float, recomputed: float
+) -> None:
+    with world_of(mode):
+        check(name, settings_of(mode, recomputes, ()), seed, degree, num_layers=4, largest=20, share=share,
+              recomputed=recomputed)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL-2B", *slow(("Qwen3-VL-8B",))])

@@ -1,4 +1,4 @@
-"""Qwen3, text-only."""
+"""Qwen3, dense and with experts, text-only."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ class Qwen3Family(Family):
     tokens: ClassVar[Mapping[str, str]] = {"bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
     special_tokens: ClassVar[Sequence[str]] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     structure_tokens: ClassVar[Sequence[str]] = special_tokens
+
+
+class Qwen3MoeFamily(Qwen3Family):
+    """`Family` of Qwen3 with experts."""
+
+    name: ClassVar[str] = "qwen3_moe"

@@ -84,3 +84,9 @@ class Qwen3VLFamily(Qwen25VLFamily):
                        for first, last in zip(numbers[::together], numbers[together - 1 :: together]))
 
     video_runs = VisionFamily.video_runs  # one for each step in time
+
+
+class Qwen3VLMoeFamily(Qwen3VLFamily):
+    """`VisionFamily` of Qwen3-VL with experts."""
+
+    name: ClassVar[str] = "qwen3_vl_moe"

@@ -78,10 +78,11 @@ class InternVL(VisionLanguageModel):
         projector: Any = self.module.model.multi_modal_projector  # type: ignore[union-attr]
         return [*super().vision_units(), projector]
 
-    def unsharded_parameters(self) -> list[Parameter]:
+    def sharded_shapes(self) -> dict[Parameter, tuple[int, ...]]:
+        """Its tables have one row, of which sharding would make a row a rank."""
         embeddings: Any = self.module.model.vision_tower.embeddings  # type: ignore[union-attr]
         tables = embeddings.cls_token, embeddings.position_embeddings, embeddings.mask_token
-        return [table for table in tables if table is not None]
+        return super().sharded_shapes() | {table: tuple(table.squeeze().shape) for table in tables if table is not None}
 
     def vision_stack(self) -> LayerStack:
         tower: Any = self.module.model.vision_tower  # type: ignore[union-attr]

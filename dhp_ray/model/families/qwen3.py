@@ -1,8 +1,8 @@
-"""Qwen3 (arXiv 2505.09388), dense: queries and keys are normed."""
+"""Qwen3 (arXiv 2505.09388), dense and with experts: queries and keys are normed."""
 
 from __future__ import annotations
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dhp_ray.model.language_model import LanguageModel
 
@@ -12,3 +12,10 @@ class Qwen3(LanguageModel):
 
     model_class = Qwen3ForCausalLM
     config_class = Qwen3Config
+
+
+class Qwen3Moe(LanguageModel):
+    """`LanguageModel` of Qwen3 with experts."""
+
+    model_class = Qwen3MoeForCausalLM
+    config_class = Qwen3MoeConfig

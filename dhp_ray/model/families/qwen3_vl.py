@@ -1,4 +1,5 @@
-"""Qwen3-VL (arXiv 2511.21631), dense: features of several levels, a time stamp before each step in time of a video.
+"""Qwen3-VL (arXiv 2511.21631), dense and with experts: features of several levels, a time stamp before each step in
+time of a video.
 
 A vision feature is a row of 1 + n parts of the language model's width: what the encoder's last block gives, and what
 blocks `deepstack_visual_indexes` give (DeepStack, arXiv 2406.04334). The first part is the token's embedding; part i is
@@ -9,11 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -31,8 +39,8 @@ from dhp_ray.planner.memory.model_shape import LayerShape
 class Qwen3VL(Qwen25VL):
     """`VisionLanguageModel` of Qwen3-VL."""
 
-    model_class = Qwen3VLForConditionalGeneration
-    config_class = Qwen3VLConfig
+    model_class: ClassVar[type[PreTrainedModel]] = Qwen3VLForConditionalGeneration
+    config_class: ClassVar[type[PreTrainedConfig]] = Qwen3VLConfig
     stored_names = ()
 
     @classmethod
@@ -88,6 +96,13 @@ class Qwen3VL(Qwen25VL):
 
     def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:
         return (replace(blocks, gated=False, layer_norms=True),)
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """`VisionLanguageModel` of Qwen3-VL with experts."""
+
+    model_class = Qwen3VLMoeForConditionalGeneration
+    config_class = Qwen3VLMoeConfig
 
 
 def _add_rows(hidden: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """CPU: torch's flash kernel, one call for each run of neighbouring segments of equal lengths. It takes grouped-query
-heads and returns the log-sum-exp.
+heads and returns the log-sum-exp. Grouped products are one product after another.
 
 Always in fp32 or wider: its bf16 backward dies of an illegal instruction on hosts that list AMX but forbid it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,6 +41,27 @@ def backward(
         parts.append([_rows(x) for x in gradients])
     d_q, d_k, d_v = (concatenate(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
+
+
+def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out = x.new_empty(len(x), weight.shape[2])
+    for number, rows in _groups(ends):
+        torch.mm(x[rows], weight[number], out=out[rows])
+    return out
+
+
+def grouped_sums(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    out = x.new_zeros(len(ends), x.shape[1], y.shape[1])
+    for number, rows in _groups(ends):
+        torch.mm(x[rows].t(), y[rows], out=out[number])
+    return out
+
+
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """The number and the rows of each group that has any."""
+    for number, (start, stop) in enumerate(pairwise((0, *ends.tolist()))):
+        if start < stop:
+            yield number, slice(start, stop)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""CUDA: torch's variable-length flash attention, one call for all segments; where the extra `liger` is installed,
-Liger's fused norm, rotation and SwiGLU (Triton).
+"""CUDA: torch's variable-length flash attention, one call for all segments, and its grouped product; where the extra
+`liger` is installed, Liger's fused norm, rotation and SwiGLU (Triton).
 
 The two operators of attention are those that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13; its public
 function returns the log-sum-exp but has no backward that takes a merged one. What is fused is written against
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dhp_ray.model.segment_attention import Segments
 
@@ -34,6 +35,14 @@ def backward(
         segments.key_offsets_tensor,
         segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state, unused, scale=scale)
     return d_q, d_k, d_v
+
+
+def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=ends)
+
+
+def grouped_sums(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x.t(), y, offs=ends)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

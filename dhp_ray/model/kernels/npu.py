@@ -1,5 +1,5 @@
-"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, up to 1,024 segments a call; its fused
-norm, rotation and SwiGLU.
+"""Ascend NPU: torch_npu's fused attention in its variable-length layout TND, up to 1,024 segments a call; its grouped
+product; its fused norm, rotation and SwiGLU.
 
 Written against the operators of torch_npu 2.13 (tests/contracts/torch_npu.yaml); not yet run on a device. Offsets are
 cumulative without a leading 0. Causal is sparse_mode 3 with a fixed 2048 x 2048 mask, True where masked, whatever the
@@ -49,6 +49,23 @@ def backward(
         parts.append((d_q, d_k, d_v))
     d_q, d_k, d_v = (concatenate(gradients) for gradients in zip(*parts))
     return d_q, d_k, d_v
+
+
+def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _grouped(x, weight, ends, group_type=0)
+
+
+def grouped_sums(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return _grouped(x.t(), y, ends, group_type=2)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:
+    """group_type 0: of the rows of x; 2: of those of both, which are added up."""
+    import torch_npu
+
+    found: Tensor = torch_npu.npu_grouped_matmul([x], [weight], group_list=ends.long(), split_item=3,
+                                                 group_type=group_type, group_list_type=0)[0]
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -8,7 +8,7 @@ Per token of a layer with P parameters, H heads (K of keys and values) of width 
                    for two, FlashAttention-2, arXiv 2307.08691, section 3.1)
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
                    if norms, rotations and SwiGLU are those of transformers, multiplied by the ratio of the bytes that
-                   these move to those that fused ones move (`layer_traffic`)
+                   these move to those that fused ones move (`layer_traffic`); experts: the bytes that they move
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
@@ -52,6 +52,17 @@ ENCODER_ROTATION, FUSED_ENCODER_ROTATION = Traffic(52, 68), Traffic(20, 20)
 SUM, SUM_OF_GRADIENTS, BIAS_GRADIENT = Traffic(6, 6), Traffic(0, 6), Traffic(0, 2)
 
 
+def experts_traffic(layer: LayerShape) -> Traffic:
+    """Bytes that one token moves in a layer's experts (`model/experts.py`) and their router, without products.
+
+    For each value, in bf16, forward and backward: 14 and 40 of the experts' width (SiLU, two factors), 8 and 8 of the
+    rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input.
+    """
+    rows = Traffic(14, 40).times(layer.mlp_width), Traffic(8, 8).times(layer.width)
+    router = Traffic(10, 40).times(layer.width)
+    return Traffic(*(layer.chosen * sum(of_rows) + of_router for *of_rows, of_router in zip(*rows, router)))
+
+
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
     """Bytes that one token (or patch) moves in a layer, in what is neither a product nor attention. `rotates`: the
     layer applies rotary embeddings to queries and keys.
@@ -83,7 +94,9 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(2 * layer.width), SUM.times(2 * layer.width),
              # of queries, keys and values; where they are one product, they are joined
              SUM_OF_GRADIENTS.times(2 * layer.width)]
-    if layer.gated:
+    if layer.experts:
+        parts += [experts_traffic(layer), SUM_OF_GRADIENTS.times(layer.width)]
+    elif layer.gated:
         parts += [(FUSED_SWIGLU if fused else SWIGLU).times(layer.mlp_width), SUM_OF_GRADIENTS.times(layer.width)]
     else:
         parts.append(GELU.times(layer.mlp_width))
@@ -97,8 +110,10 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
-LAUNCHES_PER_LAYER = 45
-"""Kernels that a layer of transformers launches forward; twice as many backward. Counted in the trace of a layer."""
+LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS = 45, 20
+"""Kernels that a layer of transformers launches forward, and those that one with experts launches beside them; twice as
+many backward. Counted in the trace of a layer.
+"""
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
 PASSES_THROUGH_MEMORY = 4
@@ -193,8 +208,13 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         """Seconds of a token in everything but products."""
         has_backward = trains["vision"] or part == "language"
         passes = PASSES_THROUGH_MEMORY if has_backward else PASSES_THROUGH_MEMORY / 2
-        moved_bytes = memory.layer_bytes(part, layer) * (passes + 2 * again * has_backward)
-        return moved_bytes * (1.0 if fused else own_over_fused(part, layer, has_backward)) / device.memory_bytes_per_s
+        rest = replace(layer, mlp_width=0, experts=0, chosen=0) if layer.experts else layer
+        moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
+        moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
+        if layer.experts:
+            experts = experts_traffic(layer)
+            moved_bytes += experts.forward * (1 + again * has_backward) + experts.backward * has_backward
+        return moved_bytes / device.memory_bytes_per_s
 
     def own_over_fused(part: str, layer: LayerShape, has_backward: bool) -> float:
         """The bytes that a layer with transformers' own operators moves, divided by those with fused ones."""
@@ -207,6 +227,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
+    launches = shape.num_layers * LAUNCHES_PER_LAYER + LAUNCHES_OF_EXPERTS * sum(
+        layer.count for layer in shape.language if layer.experts)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
     lockstep = MemoryModel(shape, replace(settings, sync="micro_batch"))
     gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}
@@ -214,7 +236,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
         quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
-        linear_s=(sum(layer.count * (products("language", layer.num_parameters) + other("language", layer))
+        linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer))
                       for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops
                   + adapters("language")),
         vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
@@ -224,7 +246,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
             for layer in shape.vision),
         vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
         latency_s=language_layers * (3 + again) * device.message_s,
-        pack_s=shape.num_layers * LAUNCHES_PER_LAYER * (3 + again) * device.launch_s, group_s=device.group_s,
+        pack_s=launches * (3 + again) * device.launch_s, group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
         bandwidth_bytes_per_s={"intra": device.intra_bytes_per_s, "inter": device.inter_bytes_per_s},

@@ -44,7 +44,7 @@ passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -128,6 +128,7 @@ LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
 CHUNKS_HELD = 8  # whose logits' gradients are held: CHUNKS_PER_PRODUCT of model/loss.py
 SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
 SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a kernel's workspace as well
+ROUTED_BYTES = 40  # of a token at one of its experts: numbers of expert and rows, int64 each, and weights
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
@@ -233,8 +234,11 @@ class MemoryModel:
             found["last norm, backward"] = held | root | {
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
-            for name, terms in self._layer("language", shape.language[0], load.tokens, load.sequences, load):
-                found[f"language, {name}"] = held | root | terms | {"gradient of the head": since_loss}
+            for layer in shape.language:
+                for name, terms in self._layer("language", layer, load.tokens, load.sequences, load):
+                    whole = held | root | terms | {"gradient of the head": since_loss}
+                    of_others = found.get(f"language, {name}", {})
+                    found[f"language, {name}"] = max(whole, of_others, key=lambda each: sum(each.values()))
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
             "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1),
@@ -266,7 +270,7 @@ class MemoryModel:
             count = sum(layer.count for layer in shape.language)
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
-                "gathered: a layer": 3 * c * shape.language[0].num_parameters}
+                "gathered: a layer": 3 * c * _largest(shape.language)}
             first = (shape.vision_rest - shape.vision_projector) if load.patches else shape.language[0].num_parameters
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
@@ -290,13 +294,19 @@ class MemoryModel:
         c, trained = self._c, self._trains[part]
         again = self.layer_bytes(part, layer) * self._again(part, load)
         gradient = c * layer.width
-        mlp = c * layer.mlp_width * ((3 if layer.gated else 2) - trained)
-        product = c * layer.width * layer.mlp_width if self._trains_weights[part] else 0
+        product = c * layer.width * layer.mlp_width * (layer.experts or 1) if self._trains_weights[part] else 0
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
-        under_way = {"gathered: a layer": self._gathered(part, 2, 1)}
-        yield "MLP backward", under_way | {"layer, recomputed": again * positions, "gradients of weights": weights,
-                                           "layer, backward": gradient * positions + max(
-                                               mlp * positions, c * layer.mlp_width * positions + added)}
+        # gradients of the layer behind this one are in transit once what that layer kept is gone
+        kept = c * layer.width if self._recomputed(load) == 1.0 else self.layer_bytes(part, layer)
+        under_way = {"gathered: a layer": max(self._gathered(part, 2, 0),
+                                              self._gathered(part, 2, 1) - kept * positions)}
+        mlps = self._experts(part, layer, positions, weights, added) if layer.experts else {"MLP backward": {
+            "gradients of weights": weights,
+            "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
+                                   c * layer.mlp_width * positions + added)}}
+        for name, terms in mlps.items():
+            yield name, under_way | terms | {"layer, recomputed": again * positions,
+                                             "layer, backward": gradient * positions + terms["layer, backward"]}
         if self.settings.drops and part in self.settings.adapters:
             # two gradients of the MLP's last product and, for dropout, a hash and its copy, or a mask and a third
             # gradient
@@ -304,7 +314,7 @@ class MemoryModel:
             yield "dropout backward", under_way | {
                 "layer, recomputed": again * positions, "dropout": dropout,
                 "layer, backward": gradient * positions}
-        gone = layer.mlp_width * self._mlp(part, layer) + layer.width * self._norm(part, layer)
+        gone = self._mlp(part, layer) + layer.width * self._norm(part, layer)
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
             "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load.degree),
@@ -312,6 +322,21 @@ class MemoryModel:
         yield "end of a layer", {
             "gathered: a layer": self._gathered(part, 3, 1),
             "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
+
+    def _experts(
+        self, part: str, layer: LayerShape, positions: int, weights: float, added: float
+    ) -> dict[str, Terms]:
+        """The moments of experts' backward pass, and of the end of their forward pass if that runs again: `weights` and
+        `added` are gradients of one of their three products, kept to the layer's end or added at once.
+        """
+        rows, trained = positions * layer.chosen, self._trains_weights[part]
+        wide, narrow = self._c * layer.width * rows, self._c * layer.mlp_width * rows
+        gone = (2 + trained) * narrow  # once the gate's gradient is there
+        found = {"experts forward": (0.0, 2.0 * wide), "down backward": (weights, wide + narrow + added),
+                 "gate backward": (weights, (6 - trained) * narrow),
+                 "up backward": (3 * weights, wide + 2 * narrow - gone + 2 * added),
+                 "rows backward": (3 * weights, (2 - trained) * wide - gone)}
+        return {name: {"gradients of weights": kept, "layer, backward": here} for name, (kept, here) in found.items()}
 
     def _attention(self, layer: LayerShape, positions: int, degree: int) -> float:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
@@ -352,7 +377,7 @@ class MemoryModel:
             return 0
         if not self._trains_weights[part]:
             copies, reduced = min(copies, 2), 0
-        return layers[0].num_parameters * (copies * self._c + reduced * 4 * self._sharded)
+        return _largest(layers) * (copies * self._c + reduced * 4 * self._sharded)
 
     def layer_bytes(self, part: str, layer: LayerShape) -> int:
         """Bytes that a layer keeps for each token (or patch) for its backward pass."""
@@ -363,7 +388,7 @@ class MemoryModel:
             own += ((queries + key_values) * (4 + c * self._trains_weights[part])
                     + 4 * (layer.heads + layer.key_value_heads))
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
-                + layer.mlp_width * self._mlp(part, layer))
+                + self._mlp(part, layer))
 
     def moved_bytes(self, load: PackLoad) -> float:
         """The most bytes of a pack's activations that are in host memory at a time."""
@@ -425,5 +450,14 @@ class MemoryModel:
         return 4 + self._c * (self._trains[part] + self._trains_weights[part])
 
     def _mlp(self, part: str, layer: LayerShape) -> int:
-        """Bytes that an MLP keeps for each value of its width."""
-        return self._c * ((3 if layer.gated else 1) + self._trains[part])
+        """Bytes that an MLP keeps for each position."""
+        c, trained = self._c, self._trains_weights[part]
+        if layer.experts:
+            row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
+            return layer.chosen * row + 4 * layer.experts
+        return c * layer.mlp_width * ((3 if layer.gated else 1) + self._trains[part])
+
+
+def _largest(layers: Sequence[LayerShape]) -> int:
+    """Parameters of the largest layer."""
+    return max(layer.num_parameters for layer in layers)

@@ -19,6 +19,7 @@ class LayerShape:
     """Equal layers: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an MLP.
 
     Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
+    With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `chosen` for each token.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
     layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
     """
@@ -34,6 +35,13 @@ class LayerShape:
     gated: bool = True
     layer_norms: bool = False
     query_key_norms: bool = False
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def parameters_used(self) -> int:
+        """Number of parameters that a token is multiplied with."""
+        return self.num_parameters - 3 * (self.experts - self.chosen) * self.width * self.mlp_width
 
 
 ENCODER_NUMBERS = ("vision_rest", "patch_dim", "merge_area", "merger_width", "token_pixels")
@@ -104,6 +112,17 @@ class ModelShape:
             raise PlanError(f"{path}: language: got no layers; allowed: at least one")
         return cls(**found)
 
+    def text(self) -> str:
+        """The file that `load` reads: what differs from the defaults, a line a kind of layer."""
+        lines = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, tuple) and value:
+                lines += [f"{item.name}:", *(f"- {{{', '.join(_lines(layer))}}}" for layer in value)]
+            elif value != item.default:
+                lines += _lines(self, item.name)
+        return "\n".join(lines) + "\n"
+
     @property
     def width(self) -> int:
         """Width of the language model's hidden states."""
@@ -134,6 +153,13 @@ class ModelShape:
     def num_parameters(self, without: Collection[str] = ()) -> int:
         """Number of all parameters, or of those in parts that are not in `without`."""
         return sum(unit.num_parameters * unit.count for unit in self.units() if unit.part not in without)
+
+
+def _lines(part: Any, *names: str) -> list[str]:
+    """`name: value` of fields, by default of all that differ from their defaults."""
+    values = {item.name: getattr(part, item.name) for item in fields(part)
+              if item.name in names or (not names and getattr(part, item.name) != item.default)}
+    return [f"{name}: {str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()]
 
 
 def _checked(kind: type, tree: Any, where: str) -> dict[str, Any]:
