@@ -31,6 +31,7 @@ class Tag(IntEnum):
     RING_GRADIENT = 2
     ROWS_FORWARD = 3
     ROWS_BACKWARD = 4
+    ROUTING = 5
 
 
 TAGS_PER_PACK = 16

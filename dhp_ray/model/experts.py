@@ -8,6 +8,16 @@
 
 No row is dropped, and the host never asks how many an expert has: an expert may have all or none. The router computes
 in fp32. What it has chosen is kept for layers that run again in the backward pass: rounding cannot choose otherwise.
+
+Two losses keep experts evenly used, each a mean over the tokens of a sequence, in every layer, added to the cross
+entropy of each of the sequence's labels. Of T tokens, with p(t, e) the probability of an expert and c(e) how many
+tokens have chosen it:
+
+    balance      E / (k T) sum over e of c(e) (1 / T) sum over t of p(t, e)     1 if all are used alike
+    router z     (1 / T) sum over t of (log of the sum of e^logits)^2           arXiv 2202.08906, section 3.2
+
+A sequence's tokens are on several ranks. Its loss is linear in p, so each rank has the gradients of its own tokens once
+it knows c, which the members of a pack add up at the end of their forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,31 +35,99 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
 from dhp_ray.model.segment_attention import kernel_for
 
 NAME = "dhp_experts"
 
 
+class BalanceLosses(NamedTuple):
+    """What the two losses are multiplied with."""
+
+    balance: float = 0.0
+    router_z: float = 0.0
+
+
+class Routing:
+    """Where one rank's L tokens of a pack go, layer by layer in the forward pass, and the losses of that.
+
+    Args:
+        sequence_of: (L,) int64, the place of each token's sequence in the pack; empty if the rank has an idle token.
+        sequences: (S, 2) int64, how many tokens and how many labels each sequence of the pack has, on all ranks.
+    """
+
+    def __init__(self, sequence_of: Tensor, sequences: Tensor, num_experts: int, losses: BalanceLosses) -> None:
+        self.sequence_of, self.num_experts, self.losses = sequence_of, num_experts, losses
+        self._labels = sequences[:, 1:]
+        self._tokens = sequences[:, :1].float()
+        self._counts: list[Tensor] = []
+        self._slopes: Tensor | None = None
+
+    def add(self, chosen: Tensor) -> int:
+        """Count the experts `chosen` (L, k) in the next layer; returns its number."""
+        counts = torch.zeros(len(self._tokens) * self.num_experts, dtype=torch.int32, device=chosen.device)
+        if len(self.sequence_of):
+            places = (self.sequence_of[:, None] * self.num_experts + chosen).flatten()
+            counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        self._counts.append(counts.view(-1, self.num_experts))
+        self._top_k = chosen.shape[1]
+        return len(self._counts) - 1
+
+    def share(self, link: PackCommunicator) -> None:
+        """Add up what the members of the pack have counted; call it once on all of them, after the forward pass."""
+        if not self.losses.balance:
+            return
+        counts = torch.stack(self._counts)
+        others = {member: torch.empty_like(counts) for member in range(link.size) if member != link.index}
+        link.exchange([(counts, member) for member in others], [(into, member) for member, into in others.items()],
+                      Tag.ROUTING).wait()
+        total = sum(others.values(), counts)
+        scale = self.losses.balance * self.num_experts / self._top_k * self._labels / self._tokens.square()
+        self._slopes = total * scale
+
+    def slopes(self, layer: int) -> Tensor | None:
+        """The gradient of the balance loss with respect to the probabilities (L, E) of a layer's router."""
+        if self._slopes is None or not len(self.sequence_of):
+            return None
+        return self._slopes[layer].index_select(0, self.sequence_of)
+
+    def z_weights(self) -> Tensor | None:
+        """What the squares of the router z loss are multiplied with: (L,)."""
+        if not self.losses.router_z or not len(self.sequence_of):
+            return None
+        weights = self.losses.router_z * self._labels / self._tokens
+        return weights[:, 0].index_select(0, self.sequence_of)
+
+    def totals(self) -> Tensor:
+        """Tokens of this rank at each expert in each layer, (layers, E) int64, of sequences with labels."""
+        learned = self._labels > 0
+        return torch.stack([(counts * learned).sum(0) for counts in self._counts])
+
+
 class Router(Module):
     """Chooses the experts of tokens, with the weight (E, D) of `plain`, a router of transformers.
 
-    normalizes: a token's weights are divided by their sum.
+    normalizes: a token's weights are divided by their sum. `routing`: of the pack that runs, if it is trained on.
     """
 
     def __init__(self, plain: Any, normalizes: bool) -> None:
         super().__init__()
         self.weight, self.top_k, self.normalizes = plain.weight, plain.top_k, normalizes
+        self.routing: Routing | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (L, E), fp32, the weights (L, k) of the chosen experts, and their numbers (L, k), of `hidden` (L, D).
         """
         logits: Tensor = _Logits.apply(hidden, self.weight)
-        probabilities, run = logits.softmax(-1), _run.get()
+        run, layer = _run.get(), 0
         chosen = run.chosen() if run else None
         if chosen is None:
-            chosen = probabilities.detach().topk(self.top_k, dim=-1).indices
+            chosen = logits.detach().topk(self.top_k, dim=-1).indices
             if run:
                 run.keep(chosen)
+            if self.routing:
+                layer = self.routing.add(chosen)
+        probabilities: Tensor = _Probabilities.apply(logits, self.routing, layer)
         weights = probabilities.gather(1, chosen)
         if self.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -87,12 +165,20 @@ def both_runs() -> tuple[_Run, _Run]:
 
 def use_experts(module: PreTrainedModel, layers: Iterable[Any], normalizes: bool) -> None:
     """Let experts in these layers of `module`, if there are any, run as described above."""
-    mlps = [layer.mlp for layer in layers if has_experts(layer)]
-    for mlp in mlps:
-        mlp.gate = Router(mlp.gate, normalizes)
-    if mlps:
+    found = [layer for layer in layers if has_experts(layer)]
+    for layer in found:
+        layer.mlp.gate = Router(layer.mlp.gate, normalizes)
+        layer.register_forward_pre_hook(_take_routing, with_kwargs=True)
+    if found:
         ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
         module.set_experts_implementation(NAME)
+
+
+def _take_routing(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Give a layer's router the routing of the pack in its `context`; a layer that runs again has that of the last
+    forward pass, so a pack's backward pass ends before the next forward pass.
+    """
+    layer.mlp.gate.routing = named["context"].routing
 
 
 def has_experts(layer: Any) -> bool:
@@ -150,6 +236,30 @@ class _Logits(torch.autograd.Function):
         of_hidden = (gradient @ weight.float()).to(hidden.dtype) if ctx.needs_input_grad[0] else None
         of_weight = (gradient.t() @ hidden.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return of_hidden, of_weight
+
+
+class _Probabilities(torch.autograd.Function):
+    """The softmax of logits (L, E), whose backward pass adds the gradients of the balance losses."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, routing: Routing | None, layer: int) -> Tensor:
+        probabilities = logits.softmax(-1)
+        ctx.routing, ctx.layer = routing, layer
+        ctx.save_for_backward(probabilities, logits.logsumexp(-1))
+        return probabilities
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, sums = ctx.saved_tensors
+        slopes = ctx.routing.slopes(ctx.layer) if ctx.routing else None
+        if slopes is not None:
+            gradient = gradient + slopes
+        centred = gradient - (gradient * probabilities).sum(-1, keepdim=True)
+        weights = ctx.routing.z_weights() if ctx.routing else None
+        if weights is not None:
+            centred += (2 * weights * sums)[:, None]
+        return probabilities * centred, None, None
 
 
 class _Gated(torch.autograd.Function):

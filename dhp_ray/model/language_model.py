@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention
 from dhp_ray.model.attention import PackContext
-from dhp_ray.model.experts import both_runs, has_experts, use_experts
+from dhp_ray.model.experts import BalanceLosses, Routing, both_runs, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
@@ -88,6 +88,10 @@ class LanguageModel:
             self.language.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
         self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
+        self.num_experts = getattr(text, "num_experts", 0)  # of a layer
+        self.balance_losses = BalanceLosses()
+        self.routed: list[Tensor] = []
+        """Tokens at each expert of each layer, (layers, experts), of each pack that was trained on in this step."""
         self.shape = shape = self.shape_of(config)
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
@@ -224,6 +228,12 @@ class LanguageModel:
                           **self.language_arguments(positions, vision_token_index, deeper))
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
         return hidden
+
+    def routing(self, sequence_of: Tensor | None, sequences: Tensor | None) -> Routing | None:
+        """Where the routers of a pack's forward pass count; None without experts. The arguments: as of `Routing`."""
+        if sequence_of is None or sequences is None:
+            return None
+        return Routing(sequence_of, sequences, self.num_experts, self.balance_losses)
 
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]

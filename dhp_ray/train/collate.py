@@ -166,6 +166,10 @@ class PackInputs:
     """
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
+    sequence_of: Tensor | None = None
+    """(L,) int64: the place of each token's sequence in the pack; None: the model has no experts."""
+    sequences: Tensor | None = None
+    """(S, 2) int64: tokens and labels of each sequence of the pack, on all members."""
     offload: float = 0.0
     """Share of the layers whose activations go to host memory until the backward pass needs them."""
     recomputed: float = 0.0
@@ -180,12 +184,16 @@ class PackInputs:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackInputs:
         """The same inputs with every tensor changed."""
+        def if_any(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
         return replace(
             self, token_ids=change(self.token_ids), labels=change(self.labels), valid_index=change(self.valid_index),
             positions=change(self.positions), pixels=change(self.pixels),
             vision_token_index=change(self.vision_token_index), send_index=[change(rows) for rows in self.send_index],
             segments=tuple(segments.map(change) for segments in self.segments),
-            dropout_keys=None if self.dropout_keys is None else change(self.dropout_keys),
+            dropout_keys=if_any(self.dropout_keys), sequence_of=if_any(self.sequence_of),
+            sequences=if_any(self.sequences),
             encoder=mapped(self.encoder, change))
 
 
@@ -206,6 +214,7 @@ def collate(
     received = {other: (owner_of[mine] == other).nonzero()[:, 0] for other in sources}
     send_index = [] if apart else [feature_of[index][owner_of[index] == rank] for index in indices]
     labels = all_labels[mine]
+    sequence_of, sequences = _sequences(pack, all_labels) if adapter.num_experts else (None, None)
     return PackInputs(
         layout=layout, member=member, token_ids=token_ids[mine], labels=labels,
         valid_index=valid_tokens(labels), segments=segments_of(layout, member), positions=columns[4:, mine],
@@ -214,7 +223,8 @@ def collate(
         vision_token_index=torch.cat([torch.empty(0, dtype=torch.int64), *received.values()]), send_index=send_index,
         receive_counts=[] if apart else [len(rows) for rows in received.values()],
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
-        num_images=num_images, dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
+        num_images=num_images, sequence_of=None if sequence_of is None else sequence_of[mine], sequences=sequences,
+        dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
         recomputed=pack.recomputed)
 
 
@@ -226,6 +236,14 @@ def _dropout_keys(pack: Pack, index: Tensor, adapter: LanguageModel, step: int) 
     if not len(index):
         return torch.zeros(1, dtype=torch.int32)
     return torch.cat([token_keys(lora.seed, step, sample.id, sample.num_tokens) for sample in pack.samples])[index]
+
+
+def _sequences(pack: Pack, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each packed token's sequence, and tokens and labels of the sequences (`PackInputs.sequences`)."""
+    lengths = torch.tensor([sample.num_tokens for sample in pack.samples])
+    sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    counts = torch.bincount(sequence_of[labels != IGNORED], minlength=len(lengths))
+    return sequence_of, torch.stack((lengths, counts), 1)
 
 
 def with_tiny_image(inputs: PackInputs, adapter: LanguageModel) -> PackInputs:

@@ -7,13 +7,14 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
-from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
+from dhp_ray.comm.ranks import numbers_of_ranks, sum_over_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, RankPlan
@@ -22,7 +23,7 @@ from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.images_apart import EncoderPhases
 from dhp_ray.train.pack import pack_loss
-from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.train.results import ExpertsUsed, PackTime, StepResult
 from dhp_ray.train.sharded_engine import ShardedEngine
 from dhp_ray.train.step_inputs import StepInputs, copied_ahead
 
@@ -87,6 +88,7 @@ class RankStep:
         independently. Every rank enters `_totals` and `update`, even without a pack.
         """
         start, plan = StreamTimestamp(self.device), inputs.plan
+        self.adapter.routed.clear()
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
@@ -102,7 +104,7 @@ class RankStep:
             state_version=self.engine.state_version, step_time_s=StreamTimestamp(self.device).since_s(start),
             data_wait_s=data_wait_s, pack_times=tuple(run.timed.time(start) for run in runs if run.timed.index >= 0),
             pool=self.transport.counters(), plan_id=plan.plan_id,
-            encoder_times=tuple(phase.time(start) for phase in encoder_phases),
+            encoder_times=tuple(phase.time(start) for phase in encoder_phases), experts=self._experts(),
             exchanged_bytes=self._exchanged_bytes(inputs), moved_bytes=sum(run.moved_bytes for run in runs))
 
     @torch.no_grad()
@@ -185,6 +187,19 @@ class RankStep:
 
         loss, timed = self._timed(pack.index, link, run)
         return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes)
+
+    def _experts(self) -> ExpertsUsed | None:
+        """Return how evenly the experts were used in this step, on all ranks; None without experts."""
+        if not self.adapter.num_experts:
+            return None
+        layers = sum(layer.count for layer in self.adapter.shape.language if layer.experts)
+        counts = torch.zeros(layers, self.adapter.num_experts, dtype=torch.int64, device=self.device)
+        for routed in self.adapter.routed:
+            counts += routed
+        if self.world is not None:
+            with self.engine.progress.waiting("tokens at experts of other ranks"):
+                sum_over_ranks(counts, self.world)
+        return ExpertsUsed.of(np.array(self.engine.progress.read(counts)))
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int, int]:
         """Return the sums of loss, valid tokens and images over all ranks. The host waits here for the device. An image

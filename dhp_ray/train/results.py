@@ -24,6 +24,25 @@ class PackTime(NamedTuple):
         return self.end_s - self.start_s - self.blocked_s
 
 
+class ExpertsUsed(NamedTuple):
+    """How evenly a step used the experts of a layer. `entropy`: of the shares of its tokens, over that of equal ones,
+    the mean of all layers. `fullest`: tokens of the fullest expert over the mean, in the worst layer.
+    """
+
+    entropy: float
+    fullest: float
+
+    @classmethod
+    def of(cls, counts: np.ndarray) -> ExpertsUsed | None:
+        """Of the tokens (layers, experts) at each; None if there are none."""
+        shares = counts[counts.sum(1) > 0]
+        if not len(shares):
+            return None
+        shares = shares / shares.sum(1, keepdims=True)
+        entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(1) / np.log(max(2, shares.shape[1]))
+        return cls(float(entropy.mean()), float(shares.max() * shares.shape[1]))
+
+
 class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank at every step
     """What one rank reports about one step: `plan_id` is the plan that it ran. Sums are global: equal on all ranks."""
 
@@ -46,6 +65,7 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     """The times of the phases before and after the packs, if images are encoded apart from them."""
     exchanged_bytes: int = 0
     """Bytes of features that this rank sent to others in the first phase."""
+    experts: ExpertsUsed | None = None
     moved_bytes: int = 0
     """Bytes of activations that went to host memory and came back."""
 

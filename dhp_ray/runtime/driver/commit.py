@@ -262,6 +262,7 @@ def step_metrics(
         **encoder_metrics(plan, results),
         **offload_metrics(plan, results),
         **recomputation_metrics(plan),
+        **({"experts": first.experts._asdict()} if first.experts else {}),
     }
 
 

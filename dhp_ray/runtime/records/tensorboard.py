@@ -57,8 +57,10 @@ METRIC_TAGS = {
     "learning_rate": "loss/learning_rate",
     "gradient_norm": "loss/gradient_norm",
 }
-PARTS = ("encoder", "offload", "recomputation")
-"""Metrics of steps with images apart, with activations moved, with layers recomputed: a curve for each number."""
+PARTS = ("encoder", "experts", "offload", "recomputation")
+"""Metrics of steps with images apart, with experts, with activations moved, with layers recomputed: a curve for each
+number.
+"""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",

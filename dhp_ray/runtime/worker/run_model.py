@@ -8,6 +8,8 @@ from typing import NamedTuple
 from dhp_ray.config import Config
 from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.build import adapter_sizes, build_model, model_shape, read_config
+from dhp_ray.model.experts import BalanceLosses
+from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import operators_of
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
@@ -23,6 +25,7 @@ def token_ids(config: Config) -> dict[str, int] | None:
 def build_adapter(config: Config) -> LanguageModel:
     """Build the model of a run: a preset with its initial weights, a folder without weights: the engine reads them."""
     adapter = build_model(config.model.preset, config.model.path, token_ids(config), config.seed)
+    adapter.balance_losses = BalanceLosses(config.train.balance_loss, config.train.router_z_loss)
     adapter.freeze(config.train.freeze)
     if config.train.lora.rank:
         adapter.add_lora(lora_settings(config))
@@ -55,6 +58,10 @@ class StateSize(NamedTuple):
 def state_size(config: Config) -> StateSize:
     """Return the size of the state of a run, without building its model (ValueError: the model cannot be had)."""
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
+    for name in ("balance_loss", "router_z_loss"):
+        if getattr(config.train, name) and not any(layer.experts for layer in shape.language):
+            raise ModelError(f"train.{name}: got {getattr(config.train, name)} with {shape.family}, a model without "
+                             "experts; allowed: 0")
     adapters = {}
     if config.train.lora.rank:
         adapters = adapter_sizes(read_config(config.model.path), config.train.freeze, lora_settings(config))
