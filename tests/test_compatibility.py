@@ -57,8 +57,10 @@ class Older(Layer):
 @pytest.mark.parametrize(("kind", "name"), [(Newer, "activation_checkpointing"), (Older, "gradient_checkpointing")])
 def test_activations_are_checkpointed_by_the_name_that_there_is(kind: type[Layer], name: str) -> None:
     model = kind()
-    compatibility.checkpoint_activations(model)
-    assert model.called == [(f"{name}_enable", {"use_reentrant": False}), ("disable_input_require_grads", None)]
+    contexts = object()
+    compatibility.checkpoint_activations(model, contexts)
+    assert model.called == [(f"{name}_enable", {"use_reentrant": False, "context_fn": contexts}),
+                            ("disable_input_require_grads", None)]
 
 
 def test_no_other_module_asks_for_a_version() -> None:

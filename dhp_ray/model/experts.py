@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Module
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ExpertsInterface
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
 from dhp_ray.model.segment_attention import kernel_for
@@ -170,7 +170,7 @@ def use_experts(module: PreTrainedModel, layers: Iterable[Any], normalizes: bool
         layer.mlp.gate = Router(layer.mlp.gate, normalizes)
         layer.register_forward_pre_hook(_take_routing, with_kwargs=True)
     if found:
-        ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+        ExpertsInterface.register(NAME, run_experts)
         module.set_experts_implementation(NAME)
 
 

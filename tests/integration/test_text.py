@@ -14,7 +14,7 @@ from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.train.collate import Payload
 from tests.data.samples import picture, talk
 from tests.integration.jobs import ledger, lines, losses, train
-from tests.packs import TEXT_PRESETS, plain_copy, plain_loss, rough_model
+from tests.packs import EXPERT_PRESETS, TEXT_PRESETS, plain_copy, plain_loss, rough_model
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 STEPS = 10
@@ -48,7 +48,7 @@ def mean_loss(folder: Path, rows: dict[str, list[dict[str, str]]], taken: list[s
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("preset", "sync", "steps"), [
-    ("tiny_qwen3", "micro_batch", 4), *(pytest.param(preset, sync, STEPS, marks=pytest.mark.slow)
+    ("tiny_qwen3_moe", "micro_batch", 4), *(pytest.param(preset, sync, STEPS, marks=pytest.mark.slow)
                                         for preset in TEXT_PRESETS for sync in ("step", "micro_batch"))])
 def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, steps: int, tmp_path: Path) -> None:
     rows = write_texts(tmp_path / "rows.json")
@@ -61,6 +61,8 @@ def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, st
     train(tmp_path / "many", *common, f"planner.sync={sync}", "cluster.num_workers=3", "planner.tokens_per_rank=256")
     metrics = lines(tmp_path / "many", "metrics.jsonl")
     assert max(int(degree) for step in metrics for degree in step["degrees"]) == 3
+    if preset in EXPERT_PRESETS:
+        assert all(0.5 < step["experts"]["entropy"] <= 1 <= step["experts"]["fullest"] <= 3 for step in metrics)
     first = mean_loss(tmp_path / "given", rows, ledger(tmp_path / "many")[0])
     assert losses(tmp_path / "many")[0] == pytest.approx(first, rel=1e-5)
     assert {(line["id"], line["reason"]) for line in lines(tmp_path / "many", "skipped.jsonl")} == {

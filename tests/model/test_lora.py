@@ -61,12 +61,13 @@ def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str
 
 
 def test_all_linear_is_what_peft_calls_so() -> None:
+    """But for experts and their routers, which get none here."""
     for preset in PRESETS:
         own = get_peft_model_state_dict(get_peft_model(plain_copy(rough_model(preset=preset)), LoraConfig(
             r=4, target_modules="all-linear")))
         module = with_adapters(preset).module
         found = {ADAPTER_PREFIX + name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        assert found == own.keys()
+        assert found == {name for name in own if ".mlp.experts." not in name and ".mlp.gate.lora" not in name}
 
 
 def test_targets_are_ends_of_names() -> None:

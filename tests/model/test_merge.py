@@ -19,7 +19,7 @@ from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
 from tests.checkout import job_of
 from tests.model.test_lora import ALL, save, with_adapters
-from tests.packs import PRESETS, plain_copy, rough_model, save_model
+from tests.packs import EXPERT_PRESETS, PRESETS, plain_copy, rough_model, save_model
 from tests.test_jobs import ended
 
 OTHER = "model.language_model.layers.0.self_attn.q_proj"
@@ -35,7 +35,8 @@ def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> LanguageMod
 @pytest.mark.parametrize("preset", PRESETS)
 def test_merged_weights(tmp_path: Path, preset: str) -> None:
     base = write_base(tmp_path / "base", preset)
-    adapter = with_adapters(preset, replace(ALL, targets=("q_proj", "down_proj")))
+    targets = ("q_proj", "o_proj") if preset in EXPERT_PRESETS else ("q_proj", "down_proj")
+    adapter = with_adapters(preset, replace(ALL, targets=targets))
     save(adapter, tmp_path / "adapter")
     num_files = len(list((tmp_path / "base").glob("*.safetensors")))
     changed = list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
