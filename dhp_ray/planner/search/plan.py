@@ -25,8 +25,8 @@ from dhp_ray.planner.search.ways import ways_of
 from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
 LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
-"""Packs have at least so many ranks, in a small batch (of SMALL sequences x ranks) also all ranks; with sync=step, both
-all packs and those of sequences that one rank does not end by the target."""
+"""Packs have at least so many ranks, or all ranks; with sync=step, both all packs and those of sequences that one rank
+does not end by the target."""
 
 SMALL, ORDERS = 2_000, 16
 """Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
@@ -142,8 +142,7 @@ def is_large(problem: Problem) -> bool:
 
 def least_degrees(problem: Problem) -> list[int]:
     num_ranks = problem.cluster.num_ranks
-    all_ranks = [num_ranks] if is_small(problem) else []
-    return sorted({1, *(least for least in LEAST_DEGREES if least < num_ranks), *all_ranks})
+    return [*(least for least in LEAST_DEGREES if least < num_ranks), num_ranks]
 
 
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
