@@ -13,6 +13,8 @@ from benchmarks.device_parts.reads import Place, counted
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
+from dhp_ray.model.experts import BalanceLosses
+from dhp_ray.model.kernels import cpu, cuda
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.flat_engine import FlatEngine
@@ -34,12 +36,15 @@ LAYOUT: list[Groups] = [
 
 
 def reads_of(
-    rank: int, sync: str, transport: str, freeze: list[str], recomputes: bool, plan: Plan, payloads: dict[str, Payload]
+    rank: int, sync: str, transport: str, freeze: list[str], recomputes: bool, plan: Plan, payloads: dict[str, Payload],
+    preset: str = "tiny"
 ) -> tuple[list[Place], int, StepResult, int]:
     """Where a step read the device before its totals, how often it did in all, what it reports, and bytes of features
-    that came from other ranks before the packs.
+    that came from other ranks before the packs. Experts are computed as on CUDA.
     """
-    adapter, progress = rough_model(), Progress(CPU)
+    cpu.grouped_products, cpu.grouped_sums = cuda.grouped_products, cuda.grouped_sums
+    adapter, progress = rough_model(preset=preset), Progress(CPU)
+    adapter.balance_losses = BalanceLosses(0.1, 0.1)
     adapter.freeze(freeze)
     if recomputes:
         adapter.set_activation_checkpointing()
@@ -78,6 +83,19 @@ def test_a_step_reads_nothing_before_its_totals(
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"
         assert (result.encoder_times, result.exchanged_bytes) == ((), 0)
+
+
+@pytest.mark.parametrize(("sync", "recomputes"), [
+    ("step", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("step", False), ("micro_batch", True), ("micro_batch", False)))])
+def test_nor_does_one_with_experts(sync: str, recomputes: bool) -> None:
+    texts = [[(ranks, [[part for part in parts if isinstance(part, int)] for parts in samples], None)
+              for ranks, samples, _ in groups] for groups in LAYOUT]
+    plan, payloads = make_plan(3, texts, masked=("2.1",), sync=sync)
+    for reads, _, result, _ in run_ranks(reads_of, 3, sync, "pool", [], recomputes, plan, payloads, "tiny_qwen3_moe"):
+        assert reads == []
+        assert result.experts is not None
+        assert 0 < result.experts.entropy < 1 < result.experts.fullest
 
 
 @pytest.mark.parametrize(("sync", "transport", "freeze", "keeps", "recomputes"), [
