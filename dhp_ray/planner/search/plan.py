@@ -37,8 +37,10 @@ IMPROVED = 4
 NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
-STARTED = {"step": 4_000_000, "micro_batch": 16_000_000}
-"""Of all trials that make starts: sequences x ranks under targets, and sequences put into packs of micro-batches."""
+STARTS, PUT_S = 0.1, 3e-6
+"""Starts after the first may take this share of the bound, at TRIAL_S for each sequence and rank under a target, and at
+PUT_S for each sequence that is put into a pack of a micro-batch.
+"""
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
@@ -149,11 +151,11 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target
     (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
     may have several sequences on several ranks. Of a large batch these alone, once."""
-    found, fixed_s, left = list[Timed](), problem.cost.fixed_s, STARTED["step"]
+    found, fixed_s, left_s = list[Timed](), problem.cost.fixed_s, STARTS * problem.lower_bound_s
     best: tuple[Problem, SearchBatch, int, bool] | None = None
 
     def is_open(way: Problem) -> bool:
-        may_start = left > 0 or best_s == np.inf
+        may_start = left_s > 0 or best_s == np.inf
         return best_s > target_s and way.lower_bound_s < best_s and may_start
 
     def add(made: Schedule | None) -> bool:
@@ -165,11 +167,11 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         return True
 
     def under_targets(way: Problem, batch: SearchBatch, least: int, loose: bool) -> None:
-        nonlocal best, left
+        nonlocal best, left_s
         if is_open(way):
             bound_s, below_s = way.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)
             made, trials = shortest_under_targets(batch, bound_s, below_s, least, loose)
-            left -= trials * len(problem.items) * problem.cluster.num_ranks
+            left_s -= TRIAL_S * trials * len(problem.items) * problem.cluster.num_ranks
             if add(made):
                 best = way, batch, least, loose
 
@@ -188,7 +190,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     for least, each in product(least_degrees(problem), searches):
         if is_open(each.problem):
             add(each.without_barriers(least))
-            left -= each.tried
+            left_s -= PUT_S * each.tried
     return found
 
 
@@ -197,17 +199,16 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     the best."""
     found, starts = list[Timed](), list[tuple[float, int, Rounds, int]]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
-    width, left = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTED["micro_batch"]
+    width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * problem.lower_bound_s
 
     def search(rounds: Rounds, least: int, width: int, limits: int) -> None:
-        nonlocal best_s, left
-        if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or left <= 0:
+        nonlocal best_s, left_s
+        if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or (left_s <= 0 and found):
             return
-        left -= len(problem.items) * problem.cluster.num_ranks
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
         waste = min(WASTE, best_s / problem.lower_bound_s)
         made = rounds.shortest(below_s, least, width, limits, waste)
-        left -= rounds.tried
+        left_s -= PUT_S * rounds.tried
         if made:
             found.append(timed(problem, made))
             starts.append((found[-1].seconds, len(starts), rounds, least))
