@@ -80,7 +80,7 @@ def stored_shape(name: str) -> ModelShape:
 def _text(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     """What the language models of all families have in common."""
     layer = shape.language[0]
-    experts = {"num_experts": layer.experts, "num_experts_per_tok": layer.chosen,
+    experts = {"num_experts": layer.experts, "num_experts_per_tok": layer.experts_per_token,
                "moe_intermediate_size": layer.mlp_width} if layer.experts else {}
     return {"hidden_size": layer.width, "intermediate_size": layer.mlp_width,
             "num_hidden_layers": num_layers or layer.count, "num_attention_heads": layer.heads,

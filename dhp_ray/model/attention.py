@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending, Tag
-from dhp_ray.model.experts import Routing
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.segment_attention import Segments, add_rows, kernel_for, segment_attention
 
@@ -39,7 +38,6 @@ class PackContext:
     so it must run on all members or on none, whatever the inputs of a single member require.
     segments: the result of `segments_of` for this member, on the device that computes; made here by default.
     dropout_keys: (L,), keys of the member's tokens, or (1,) if L is 0; None without dropout.
-    routing: where experts' routers count, of a pack that is trained on; None without experts.
     """
 
     layout: PackLayout
@@ -47,7 +45,6 @@ class PackContext:
     differentiable: bool = True
     segments: tuple[Segments, ...] = ()
     dropout_keys: Tensor | None = None
-    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         size = 1 if self.link is None else self.link.size

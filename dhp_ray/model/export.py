@@ -15,7 +15,7 @@ A model that exists only in the shards of all ranks is written by all of them:
     gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
     write     all ranks at the same time; each reads what is not trained from the model's own files
 
-A rank's host holds the file that it writes, and a bucket.
+A rank's host holds the file that it writes, a bucket, and a parameter while it is cut or transposed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,7 +42,7 @@ from dhp_ray.errors import first_line
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import write_settings
-from dhp_ray.model.weights import StoredForm, StoredKey, StoredWeights, one_by_one
+from dhp_ray.model.weights import StoredForm, StoredKey, StoredWeights, per_expert_forms
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import StorageError, storage_errors
 
@@ -90,12 +91,11 @@ def entries(adapter: LanguageModel) -> list[Entry]:
         ModelError: transformers stores the model in a form that is not its parameters under other names.
     """
     parameters = dict(adapter.module.named_parameters())
-    wholes = {name: StoredForm(name, 0, tuple(parameter.shape)) for name, parameter in parameters.items()}
     if adapter.lora is not None:
-        return [trained_entry(ADAPTER_PREFIX + name, wholes[name]) for name, parameter in parameters.items()
-                if parameter.requires_grad]
+        return [trained_entry(ADAPTER_PREFIX + name, StoredForm(name, 0, tuple(parameter.shape)))
+                for name, parameter in parameters.items() if parameter.requires_grad]
     if adapter.weights is None:
-        return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter), wholes).items()]
+        return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter)).items()]
     order = {name: place for place, name in enumerate(parameters)}
     found = [trained_entry(stored.key, stored.form)
              if stored.form.name and parameters[stored.form.name].requires_grad
@@ -127,19 +127,21 @@ def files(
     largest_bytes: int = LARGEST_FILE_BYTES,
 ) -> list[ModelFile]:
     """The files of an export if `num_ranks` ranks write them. No file is larger than half of a rank's share, so that
-    the rank which gathers it has room, except that files may have `smallest_bytes`, and a tensor is never cut. Rank k %
-    num_ranks writes file k.
+    the rank which gathers it has room, except that files may have `smallest_bytes`, and a parameter is never cut, also
+    if it is several tensors. Rank k % num_ranks writes file k.
     """
     total = sum(entry.num_bytes for entry in tensors)
     most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
     parts: list[list[Entry]] = [[]]
     size = 0
-    for entry in tensors:
-        if parts[-1] and size + entry.num_bytes > most:
+    for _, of_parameter in groupby(tensors, key=lambda entry: entry.form.name or entry.key):
+        entries = list(of_parameter)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        if parts[-1] and size + num_bytes > most:
             parts.append([])
             size = 0
-        parts[-1].append(entry)
-        size += entry.num_bytes
+        parts[-1] += entries
+        size += num_bytes
     if len(parts) == 1:
         return [ModelFile("model.safetensors", tuple(parts[0]))]
     return [ModelFile(f"model-{number:05d}-of-{len(parts):05d}.safetensors", tuple(part))
@@ -153,19 +155,20 @@ def on_meta(adapter: LanguageModel) -> PreTrainedModel:
         return type(module)(module.config.__class__.from_dict(module.config.to_dict()))
 
 
-def stored_forms(module: PreTrainedModel, wholes: Mapping[str, StoredForm]) -> dict[str, StoredForm]:
-    """What `save_pretrained` of transformers stores of these parameters, by key, in the module's order.
+def stored_forms(module: PreTrainedModel) -> dict[str, StoredForm]:
+    """What `save_pretrained` of transformers stores of the module's parameters, by key, in their order.
 
     Raises:
         ModelError: transformers stores a parameter in a form that is not known here.
     """
-    state = {name: parameter.detach() for name, parameter in module.named_parameters() if name in wholes}
+    state = {name: parameter.detach() for name, parameter in module.named_parameters()}
     stored = revert_weight_conversion(module, dict(state))
     names = {id(tensor): name for name, tensor in state.items()}
     keys = {names[id(tensor)]: key for key, tensor in stored.items() if id(tensor) in names}
     forms: dict[str, StoredForm] = {}
-    for name, whole in wholes.items():
-        found = {keys[name]: whole} if name in keys else one_by_one(whole)
+    for name, tensor in state.items():
+        whole = StoredForm(name, 0, tuple(tensor.shape))
+        found = {keys[name]: whole} if name in keys else per_expert_forms(whole)
         if not found or any(key not in stored or tuple(stored[key].shape) != form.shape for key, form in found.items()):
             raise ModelError(f"model: cannot be saved: transformers stores {name} in another form; allowed: a model "
                              "whose parameters are stored one by one, or experts by expert")
@@ -173,8 +176,9 @@ def stored_forms(module: PreTrainedModel, wholes: Mapping[str, StoredForm]) -> d
     return forms
 
 
-def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
-    """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU."""
+def tensors(file: ModelFile, values: dict[str, Tensor], weights: StoredWeights | None) -> dict[str, Tensor]:
+    """The tensors of a file, by key. `values`: the file's `parameters` in fp32, on the CPU; they are taken out."""
+    last = {entry.form.name: entry for entry in file.entries}
     found: dict[str, Tensor] = {}
     used: set[StoredForm] = set()
     for entry in file.entries:
@@ -187,6 +191,8 @@ def tensors(file: ModelFile, values: Mapping[str, Tensor], weights: StoredWeight
             shared = entry.form in used or value.numel() < whole.numel()
             found[entry.key] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
             used.add(entry.form)
+            if last[entry.form.name] is entry:
+                del values[entry.form.name], whole
     return found
 
 
@@ -279,7 +285,7 @@ def write_files(
             (name, writer) for writer, file in enumerate(ours) for name in file.parameters) if value is not None}
         mine = ours[all_ranks.rank] if all_ranks.rank < len(ours) else None
 
-        def write(file: ModelFile | None = mine, values: Mapping[str, Tensor] = values) -> None:
+        def write(file: ModelFile | None = mine, values: dict[str, Tensor] = values) -> None:
             if file is not None:
                 put(file, tensors(file, values, weights))
 

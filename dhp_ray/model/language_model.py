@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention
 from dhp_ray.model.attention import PackContext
-from dhp_ray.model.experts import BalanceLosses, Routing, both_runs, has_experts, use_experts
+from dhp_ray.model.experts import BalanceLosses, Routing, checkpoint_contexts, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
@@ -81,18 +81,16 @@ class LanguageModel:
         self.language.set_attn_implementation(attention.NAME)
         self.replace_modules()
         text = config.get_text_config()
-        use_experts(module, self.language.layers, getattr(text, "norm_topk_prob", True))
+        use_experts(module, self.language.layers)
         self.longest_sequence: int | None = None  # no limit
         if text.rope_parameters.get("rope_type") == "dynamic":
             self.longest_sequence = text.max_position_embeddings
             self.language.rotary_emb.rope_type = "default"  # else it looks at the positions of each call
         self.weights: StoredWeights | None = None
         self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
-        self.num_experts = getattr(text, "num_experts", 0)  # of a layer
         self.balance_losses = BalanceLosses()
-        self.routed: list[Tensor] = []
-        """Tokens at each expert of each layer, (layers, experts), of each pack that was trained on in this step."""
         self.shape = shape = self.shape_of(config)
+        self.num_experts = max(layer.experts for layer in shape.language)  # of a layer
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
         self.feature_width = shape.width * shape.feature_levels  # F: of all levels
@@ -120,6 +118,9 @@ class LanguageModel:
             if not 1 <= text.num_experts_per_tok <= text.num_experts:
                 raise ModelError(f"model: num_experts_per_tok is {text.num_experts_per_tok}; allowed: 1 to "
                                  f"{text.num_experts}, its experts")
+            if text.moe_intermediate_size % 8:
+                raise ModelError(f"model: moe_intermediate_size is {text.moe_intermediate_size}; allowed: multiples "
+                                 "of 8")
         if text.attention_dropout:
             raise ModelError(f"model: attention_dropout is {text.attention_dropout}; allowed: 0")
         rope_type = text.rope_parameters.get("rope_type", "default")
@@ -145,7 +146,7 @@ class LanguageModel:
         mlp = {"mlp_width": text.intermediate_size}
         if has_experts(layer):
             mlp = {"mlp_width": text.moe_intermediate_size, "experts": text.num_experts,
-                   "chosen": text.num_experts_per_tok}
+                   "experts_per_token": text.num_experts_per_tok}
         return LayerShape(
             count=1, width=text.hidden_size, heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
             head_width=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
@@ -233,7 +234,8 @@ class LanguageModel:
         """Where the routers of a pack's forward pass count; None without experts. The arguments: as of `Routing`."""
         if sequence_of is None or sequences is None:
             return None
-        return Routing(sequence_of, sequences, self.num_experts, self.balance_losses)
+        top_k = max(layer.experts_per_token for layer in self.shape.language)
+        return Routing(sequence_of, sequences, self.num_experts, top_k, self.balance_losses)
 
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
@@ -337,7 +339,7 @@ class LanguageModel:
         over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
         """
         if share and not self._checkpoints:
-            checkpoint_activations(self.module, both_runs)
+            checkpoint_activations(self.module, checkpoint_contexts)
             self._checkpoints = True
         for _, layers in self.stacks():
             count = num_relieved(share, len(layers))

@@ -21,7 +21,7 @@ STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
 
 READ_BYTES = 4 * 2**20
-"""Read at a time: the host memory that reading takes."""
+"""Read at a time: the host memory that reading takes, or twice a matrix of transposed experts if that is more."""
 
 
 class Interval(NamedTuple):
@@ -34,13 +34,13 @@ class Interval(NamedTuple):
 
 class StoredForm(NamedTuple):
     """How a tensor of files lies in the module's parameter `name`: as its elements from `start` on, in `shape`;
-    `turned`: the files have its last two dimensions the other way round.
+    `transposed`: the files have its last two dimensions in the other order.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -53,18 +53,18 @@ class StoredForm(NamedTuple):
         return len(self.shape) == 3 and self.name.rpartition(".")[0].endswith(".experts")
 
     @property
-    def turned_shape(self) -> tuple[int, ...]:
+    def transposed_shape(self) -> tuple[int, ...]:
         """The shape that files may have instead."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.is_experts else self.shape
 
     def of(self, parameter: Tensor) -> Tensor:
         """The tensor as files have it, of the whole parameter."""
         part = parameter.reshape(-1)[self.start : self.start + self.size].view(self.shape)
-        return part.transpose(-2, -1) if self.turned else part
+        return part.transpose(-2, -1) if self.transposed else part
 
 
 NOWHERE = StoredForm("", 0, ())
-"""The form of a tensor of a part that the module has not."""
+"""The form of a tensor of a part that the module does not have."""
 
 
 class StoredKey(NamedTuple):
@@ -108,14 +108,14 @@ class StoredWeights:
         forms: dict[str, StoredForm] = {}
         for parameter, names in names_of.items():
             whole = StoredForm(names[0], 0, tuple(parameter.shape))
-            forms |= dict.fromkeys(names, whole) | one_by_one(whole)
+            forms |= dict.fromkeys(names, whole) | per_expert_forms(whole)
         self.keys: list[StoredKey] = []
         """All that the files hold; a tied parameter under each of its names that they have."""
         for file in files:
             for key, (kind, shape, offset, num_bytes) in stored_tensors(path, file).items():
                 form = forms.get(module_name(key, renamed), NOWHERE)
-                if shape != form.shape and shape == form.turned_shape:
-                    form = form._replace(turned=True)
+                if shape != form.shape and shape == form.transposed_shape:
+                    form = form._replace(transposed=True)
                 self.keys.append(StoredKey(file, key, form, kind, offset, num_bytes))
                 if not form.name:
                     continue
@@ -123,13 +123,18 @@ class StoredWeights:
                     raise ModelError(
                         f"model.path: {path}: {key} is stored as {kind}; allowed: {', '.join(STORED_TYPES)}"
                     )
-                if shape not in (form.shape, form.turned_shape):
+                if shape not in (form.shape, form.transposed_shape):
                     raise ModelError(
                         f"model.path: {path}: {key} has shape {shape}; its config.json says {form.shape}"
                     )
         self._parameters = sorted((stored for stored in self.keys if stored.form.name),
                                   key=lambda stored: (stored.file, stored.offset))  # read from first to last
-        there = {stored.form._replace(turned=False) for stored in self._parameters}
+        there = {stored.form._replace(transposed=False) for stored in self._parameters}
+        for stored in self._parameters:
+            if stored.form.size < forms[stored.form.name].size and forms[stored.form.name] in there:
+                raise ModelError(
+                    f"model.path: {path} has {stored.key} in {stored.form.name} too; allowed: one of them"
+                )
         missing = sorted(key for names in names_of.values() for key in _missing(forms[names[0]], there))
         if missing:
             raise ModelError(f"model.path: {path} lacks {len(missing)} weights, the first is {missing[0]}")
@@ -190,40 +195,41 @@ class StoredWeights:
         # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
         try:
             with open(Path(self.path) / stored.file, "rb", buffering=0) as file:
-                if form.turned:
-                    parts = _turned_parts(file, stored, begin - form.start, into)
+                if form.transposed:
+                    parts = self._transposed_parts(file, stored, begin - form.start, into)
                 else:
                     file.seek(stored.offset + (begin - form.start) * kind.itemsize)
-                    parts = ((part, _filled(raw[: part.numel() * kind.itemsize], file).view(kind))
+                    parts = ((part, self._read(file, raw[: part.numel() * kind.itemsize]).view(kind))
                              for part in into.split(len(raw) // kind.itemsize))
                 for part, values in parts:
-                    self.bytes_read += part.numel() * kind.itemsize
                     # rounded to fp32 first, whatever it goes to
                     yield part, values.float() if kind == torch.float64 else values
         except OSError as error:
             raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
 
+    def _transposed_parts(
+        self, file: FileIO, stored: StoredKey, first: int, into: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Elements of a transposed tensor from `first` on, matrix by matrix: each is read whole."""
+        kind, (rows, columns) = STORED_TYPES[stored.kind], stored.form.shape[-2:]
+        while into.numel():
+            number, skipped = divmod(first, rows * columns)
+            file.seek(stored.offset + number * rows * columns * kind.itemsize)
+            matrix = self._read(file, torch.empty(rows * columns * kind.itemsize, dtype=torch.uint8)).view(kind)
+            values = matrix.view(columns, rows).t().reshape(-1)[skipped:][: into.numel()]
+            yield into[: len(values)], values
+            first, into = first + len(values), into[len(values):]
 
-def _turned_parts(file: FileIO, stored: StoredKey, first: int, into: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Elements of a turned tensor from `first` on, matrix by matrix: each is read whole."""
-    kind, (rows, columns) = STORED_TYPES[stored.kind], stored.form.shape[-2:]
-    while into.numel():
-        number, skipped = divmod(first, rows * columns)
-        file.seek(stored.offset + number * rows * columns * kind.itemsize)
-        matrix = _filled(torch.empty(rows * columns * kind.itemsize, dtype=torch.uint8), file).view(kind)
-        values = matrix.view(columns, rows).t().reshape(-1)[skipped:][: into.numel()]
-        yield into[: len(values)], values
-        first, into = first + len(values), into[len(values):]
-
-
-def _filled(part: Tensor, stored: FileIO) -> Tensor:
-    room = part.numpy().data
-    while room:
-        count = stored.readinto(room)
-        if not count:
-            raise OSError(f"it ends {len(room)} bytes too early")
-        room = room[count:]
-    return part
+    def _read(self, file: FileIO, part: Tensor) -> Tensor:
+        """Fill a part (bytes) from where the file is."""
+        room = part.numpy().data
+        self.bytes_read += len(room)
+        while room:
+            count = file.readinto(room)
+            if not count:
+                raise OSError(f"it ends {len(room)} bytes too early")
+            room = room[count:]
+        return part
 
 
 def module_name(key: str, renamed: Sequence[tuple[str, str]]) -> str:
@@ -233,7 +239,7 @@ def module_name(key: str, renamed: Sequence[tuple[str, str]]) -> str:
     return key
 
 
-def one_by_one(whole: StoredForm) -> dict[str, StoredForm]:
+def per_expert_forms(whole: StoredForm) -> dict[str, StoredForm]:
     """The keys and forms of a layer's experts in files that have each by itself; nothing for other parameters.
 
         mlp.experts.gate_up_proj (E, 2 F, D)   mlp.experts.0.gate_proj.weight, mlp.experts.0.up_proj.weight (F, D), ...
@@ -254,6 +260,6 @@ def _missing(whole: StoredForm, there: Collection[StoredForm]) -> list[str]:
     """The keys that files lack of a parameter, by its own name unless they have some of its experts."""
     if whole in there:
         return []
-    parts = one_by_one(whole)
+    parts = per_expert_forms(whole)
     lacking = [key for key, form in parts.items() if form not in there]
     return [whole.name] if len(lacking) == len(parts) else lacking

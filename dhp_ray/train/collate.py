@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.attention import segments_of
+from dhp_ray.model.experts import Routing
 from dhp_ray.model.language_model import EncoderArguments, LanguageModel
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.lora import token_keys
@@ -170,6 +171,8 @@ class PackInputs:
     """(L,) int64: the place of each token's sequence in the pack; None: the model has no experts."""
     sequences: Tensor | None = None
     """(S, 2) int64: tokens and labels of each sequence of the pack, on all members."""
+    routing: Routing | None = None
+    """Where the routers of experts count, of a pack that is trained on."""
     offload: float = 0.0
     """Share of the layers whose activations go to host memory until the backward pass needs them."""
     recomputed: float = 0.0

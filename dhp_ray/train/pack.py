@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, exchange_rows
 from dhp_ray.model.attention import PackContext
+from dhp_ray.model.experts import counted_by
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.collate import PackInputs
 
@@ -35,13 +36,12 @@ def pack_loss(
         if encodes:
             features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
                                      differentiable=trains_features)
-    routing = adapter.routing(inputs.sequence_of, inputs.sequences) if torch.is_grad_enabled() else None
     context = PackContext(inputs.layout, link, trains_hidden, inputs.segments,
-                          inputs.dropout_keys if torch.is_grad_enabled() else None, routing)
-    hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
-    if routing:
-        routing.share(link)
-        adapter.routed.append(routing.totals())
+                          inputs.dropout_keys if torch.is_grad_enabled() else None)
+    with counted_by(inputs.routing):
+        hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
+    if inputs.routing:
+        inputs.routing.share(link)
     if inputs.predicts:
         return adapter.predictions(hidden, inputs.valid_index)
     loss = adapter.loss_sum(hidden, inputs.labels, inputs.valid_index)

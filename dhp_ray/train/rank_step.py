@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import StreamTimestamp, Wait, seconds_of
-from dhp_ray.comm.ranks import numbers_of_ranks, sum_over_ranks, sums_of_counts
+from dhp_ray.comm.ranks import numbers_of_ranks, sums_of_counts
 from dhp_ray.comm.transport import Transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, RankPlan
@@ -55,6 +55,8 @@ class PackRun(NamedTuple):
     """Images of the pack's samples, but for placeholders: every rank of the pack has the same number."""
     moved_bytes: int
     """Bytes of activations moved to host memory."""
+    routed: Tensor | None
+    """This rank's tokens at each expert of each layer."""
 
 
 PHASE_INDEX = 2**20
@@ -88,7 +90,6 @@ class RankStep:
         independently. Every rank enters `_totals` and `update`, even without a pack.
         """
         start, plan = StreamTimestamp(self.device), inputs.plan
-        self.adapter.routed.clear()
         self.engine.progress.stage = f"step {plan.step}"
         self.transport.prepare(plan.process_groups)
         self.engine.zero_gradients()
@@ -96,7 +97,7 @@ class RankStep:
         self.engine.progress.stage = f"step {plan.step}, update"
         with self.engine.progress.waiting("copies of the state before"):
             self.before_update()
-        loss_sum, num_valid_tokens, num_images = self._totals(runs)
+        loss_sum, num_valid_tokens, num_images, experts = self._totals(runs)
         update = self.engine.update(num_valid_tokens, learning_rate_factor, uses_vision=num_images > 0)
         return StepResult(
             step=plan.step, rank=plan.rank, loss_sum=loss_sum, num_valid_tokens=num_valid_tokens,
@@ -104,7 +105,7 @@ class RankStep:
             state_version=self.engine.state_version, step_time_s=StreamTimestamp(self.device).since_s(start),
             data_wait_s=data_wait_s, pack_times=tuple(run.timed.time(start) for run in runs if run.timed.index >= 0),
             pool=self.transport.counters(), plan_id=plan.plan_id,
-            encoder_times=tuple(phase.time(start) for phase in encoder_phases), experts=self._experts(),
+            encoder_times=tuple(phase.time(start) for phase in encoder_phases), experts=experts,
             exchanged_bytes=self._exchanged_bytes(inputs), moved_bytes=sum(run.moved_bytes for run in runs))
 
     @torch.no_grad()
@@ -176,6 +177,8 @@ class RankStep:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
         inputs = replace(next(feed), features=features)
+        if torch.is_grad_enabled():
+            inputs = replace(inputs, routing=self.adapter.routing(inputs.sequence_of, inputs.sequences))
         link = self.transport.link(pack.ranks, pack.index)
 
         def run() -> Tensor:
@@ -186,32 +189,32 @@ class RankStep:
             return loss.detach()
 
         loss, timed = self._timed(pack.index, link, run)
-        return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes)
+        return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes,
+                       inputs.routing.totals() if inputs.routing else None)
 
-    def _experts(self) -> ExpertsUsed | None:
-        """Return how evenly the experts were used in this step, on all ranks; None without experts."""
-        if not self.adapter.num_experts:
-            return None
-        layers = sum(layer.count for layer in self.adapter.shape.language if layer.experts)
-        counts = torch.zeros(layers, self.adapter.num_experts, dtype=torch.int64, device=self.device)
-        for routed in self.adapter.routed:
-            counts += routed
-        if self.world is not None:
-            with self.engine.progress.waiting("tokens at experts of other ranks"):
-                sum_over_ranks(counts, self.world)
-        return ExpertsUsed.of(np.array(self.engine.progress.read(counts)))
-
-    def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int, int]:
-        """Return the sums of loss, valid tokens and images over all ranks. The host waits here for the device. An image
-        counts once on each rank of its pack: only whether there are any matters.
+    def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int, int, ExpertsUsed | None]:
+        """Return the sums of loss, valid tokens and images over all ranks, and how evenly experts were used. The host
+        waits here for the device. An image counts once on each rank of its pack: only whether there are any matters.
         """
         progress = self.engine.progress
         losses: list[float] = progress.read(torch.stack([run.loss for run in runs])) if runs else []
         loss_sum = torch.tensor(sum(losses), dtype=torch.float64)
         counts = [sum(run.num_valid_tokens for run in runs), sum(run.num_images for run in runs)]
         total = sum(numbers_of_ranks(loss_sum, self.world, progress))
-        num_valid_tokens, num_images = sums_of_counts(counts, self.world, progress)
-        return total, num_valid_tokens, num_images
+        num_valid_tokens, num_images, *routed = sums_of_counts([*counts, *self._routed(runs)], self.world, progress)
+        return total, num_valid_tokens, num_images, ExpertsUsed.of(
+            np.array(routed).reshape(-1, self.adapter.num_experts)) if routed else None
+
+    def _routed(self, runs: Sequence[PackRun]) -> list[int]:
+        """Return this rank's tokens at each expert of each layer, one after the other; equally many on all ranks."""
+        if not self.adapter.num_experts or not torch.is_grad_enabled():
+            return []
+        layers = sum(layer.count for layer in self.adapter.shape.language if layer.experts)
+        counts = torch.zeros(layers, self.adapter.num_experts, dtype=torch.int64, device=self.device)
+        for run in runs:
+            counts += 0 if run.routed is None else run.routed
+        found: list[int] = self.engine.progress.read(counts.flatten())
+        return found
 
 
 class MicroBatchStep(RankStep):

@@ -26,11 +26,11 @@ class PackTime(NamedTuple):
 
 class ExpertsUsed(NamedTuple):
     """How evenly a step used the experts of a layer. `entropy`: of the shares of its tokens, over that of equal ones,
-    the mean of all layers. `fullest`: tokens of the fullest expert over the mean, in the worst layer.
+    the mean of all layers. `max_load`: tokens of the fullest expert over the mean, in the worst layer.
     """
 
     entropy: float
-    fullest: float
+    max_load: float
 
     @classmethod
     def of(cls, counts: np.ndarray) -> ExpertsUsed | None:

@@ -62,7 +62,7 @@ def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, st
     metrics = lines(tmp_path / "many", "metrics.jsonl")
     assert max(int(degree) for step in metrics for degree in step["degrees"]) == 3
     if preset in EXPERT_PRESETS:
-        assert all(0.5 < step["experts"]["entropy"] <= 1 <= step["experts"]["fullest"] <= 3 for step in metrics)
+        assert all(0.5 < step["experts"]["entropy"] <= 1 <= step["experts"]["max_load"] <= 3 for step in metrics)
     first = mean_loss(tmp_path / "given", rows, ledger(tmp_path / "many")[0])
     assert losses(tmp_path / "many")[0] == pytest.approx(first, rel=1e-5)
     assert {(line["id"], line["reason"]) for line in lines(tmp_path / "many", "skipped.jsonl")} == {

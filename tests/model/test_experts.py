@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dhp_ray.model import experts
 from dhp_ray.model.build import build_model
-from dhp_ray.model.experts import Router, both_runs
+from dhp_ray.model.experts import Router, checkpoint_contexts
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import ModelError, fingerprint
+from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.weights import Interval
 from tests.one_rank import errors_on_one_rank
 from tests.packs import (
@@ -70,8 +70,7 @@ def test_any_number_of_rows_an_expert(shares: tuple[float, float]) -> None:
 
 
 def test_a_second_run_does_not_choose_again() -> None:
-    plain = SimpleNamespace(weight=nn.Parameter(torch.randn(6, 8)), top_k=2)
-    router = Router(plain, normalizes=True)
+    router = Router(SimpleNamespace(weight=nn.Parameter(torch.randn(6, 8)), top_k=2))
     hidden, runs = torch.randn(10, 8, requires_grad=True), []
 
     def layer(x: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ def test_a_second_run_does_not_choose_again() -> None:
         runs.append(chosen)
         return weights.sum() + weights.square().sum()
 
-    found = checkpoint(layer, hidden, use_reentrant=False, context_fn=both_runs)
+    found = checkpoint(layer, hidden, use_reentrant=False, context_fn=checkpoint_contexts)
     with torch.no_grad():
         router.weight.neg_()  # as if rounding had changed what is largest
     found.backward()
@@ -107,14 +106,15 @@ def test_a_saved_folder_gives_transformers_the_same_logits(tmp_path: Path, prese
 
 
 def published(folder: Path, preset: str) -> dict[str, Tensor]:
-    """A folder as its models are published: Qwen3-VL's experts turned; returns the module's parameters."""
+    """A folder as its models are published: Qwen3-VL's experts transposed; returns the module's parameters."""
     adapter = rough_model(preset=preset)
     save_model(adapter, folder, dict(adapter.module.named_parameters()))
     if preset == "tiny_qwen3_vl_moe":
         tensors = load_file(folder / "model.safetensors")
-        turned = {key: tensor.transpose(1, 2).contiguous() if ".experts." in key and tensor.shape[1] != tensor.shape[2]
-                  else tensor for key, tensor in tensors.items()}
-        save_file(turned, folder / "model.safetensors", {"format": "pt"})
+        oblong = {key for key, tensor in tensors.items() if ".experts." in key and tensor.shape[1] != tensor.shape[2]}
+        transposed = {key: tensor.transpose(1, 2).contiguous() if key in oblong else tensor
+                      for key, tensor in tensors.items()}
+        save_file(transposed, folder / "model.safetensors", {"format": "pt"})
     return {name: parameter.detach() for name, parameter in adapter.module.named_parameters()}
 
 
@@ -164,6 +164,15 @@ def test_a_missing_expert_is_named(tmp_path: Path, gone: str, words: str) -> Non
         build_model("", str(tmp_path), None, 0)
 
 
+def test_experts_in_two_forms_are_refused(tmp_path: Path) -> None:
+    values = published(tmp_path, "tiny_qwen3_moe")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: values[name]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"has {name.removesuffix('down_proj')}0.down_proj.weight in {name} too; "):
+        build_model("", str(tmp_path), None, 0)
+
+
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     published(tmp_path, "tiny_qwen3_moe")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -175,19 +184,33 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu' with experts; allowed: silu"),
+    ({"moe_intermediate_size": 100}, "moe_intermediate_size is 100; allowed: multiples of 8"),
     ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; allowed: 1 to 6, its experts")])
-def test_experts_that_cannot_be_trained_are_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    published(tmp_path, "tiny_qwen3_moe")
-    tree = json.loads((tmp_path / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(ModelError, match=f"^model: [^\n]*{words}$"):
-        build_model("", str(tmp_path), None, 0)
-
-
-def test_layers_of_two_kinds_are_told_apart() -> None:
+def test_experts_that_cannot_be_trained_are_refused(change: dict[str, object], words: str) -> None:
     config = rough_model(preset="tiny_qwen3_moe").module.config
-    config.mlp_only_layers = [1]
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=f"^model: [^\n]*{words}$"):
+        FAMILIES["qwen3_moe"].check(config)
+
+
+def dense_layers(layers: list[int]) -> LanguageModel:
+    config = rough_model(preset="tiny_qwen3_moe").module.config
+    config.mlp_only_layers = layers
     family = FAMILIES["qwen3_moe"]
-    kinds = family(family.model_class(config)).shape.language
-    assert [(layer.count, layer.mlp_width, layer.experts) for layer in kinds] == [(2, 96, 6), (1, 352, 0)]
-    assert [layer.parameters_used == layer.num_parameters for layer in kinds] == [False, True]
+    return family(family.model_class(config))
+
+
+def of_two_kinds(rank: int, layers: list[int]) -> dict[str, float]:
+    return errors_on_one_rank(dense_layers(layers), {"text": [40]}, "tiny_qwen3_moe")
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1, 2]], ids=str)
+def test_layers_without_experts_beside_those_with_some(layers: list[int]) -> None:
+    adapter = dense_layers(layers)
+    kinds = {layer.experts: (layer.count, layer.mlp_width, layer.parameters_used == layer.num_parameters)
+             for layer in adapter.shape.language}
+    assert kinds == ({0: (3, 352, True)} if len(layers) == 3 else {6: (2, 96, False), 0: (1, 352, True)})
+    assert adapter.num_experts == (0 if len(layers) == 3 else 6)
+    errors = run_ranks(of_two_kinds, 1, layers)[0]
+    assert max(errors.values()) < 1e-5, errors

@@ -67,6 +67,13 @@ def test_the_shapes_that_users_may_name_are_those_of_the_models(name: str) -> No
     assert stored_shape(name) == shape_of(name)
 
 
+@pytest.mark.parametrize("file", sorted((CONF / "model_shape").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_files_are_as_a_shape_writes_them(file: Path) -> None:
+    comment, _, text = file.read_text().partition("\n")
+    assert comment.startswith("# ")
+    assert ModelShape.load(file).text() == text
+
+
 @pytest.mark.parametrize(("line", "words"), [
     ("family: qwen2_5_vl", "family: got 3; allowed: a name"), ("tied: false", "tied: got 3; allowed: true or false"),
     ("merge_area: 4", "merge_area: missing"), ("patch_dim: 1176", "patch_dims: no such key; allowed: family, "),

@@ -1,6 +1,7 @@
 """Costs of a model on a device, derived from its shape and from published figures of the device: nothing is measured.
 
-Per token of a layer with P parameters, H heads (K of keys and values) of width d, c bytes of the computing type:
+Per token of a layer with P parameters (of experts those that it goes to), H heads (K of keys and values) of width d, c
+bytes of the computing type:
 
     products       2 P f operations: forward f = 1, recomputation 1 more, gradients of inputs and of weights 1 each;
                    weights that are not trained have none, their adapters (LoRA) have
@@ -60,7 +61,7 @@ def experts_traffic(layer: LayerShape) -> Traffic:
     """
     rows = Traffic(14, 40).times(layer.mlp_width), Traffic(8, 8).times(layer.width)
     router = Traffic(10, 40).times(layer.width)
-    return Traffic(*(layer.chosen * sum(of_rows) + of_router for *of_rows, of_router in zip(*rows, router)))
+    return Traffic(*(layer.experts_per_token * sum(of_rows) + of_router for *of_rows, of_router in zip(*rows, router)))
 
 
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
@@ -208,7 +209,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         """Seconds of a token in everything but products."""
         has_backward = trains["vision"] or part == "language"
         passes = PASSES_THROUGH_MEMORY if has_backward else PASSES_THROUGH_MEMORY / 2
-        rest = replace(layer, mlp_width=0, experts=0, chosen=0) if layer.experts else layer
+        rest = replace(layer, mlp_width=0, experts=0, experts_per_token=0) if layer.experts else layer
         moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
         moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
         if layer.experts:

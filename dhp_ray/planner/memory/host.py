@@ -83,10 +83,12 @@ def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0)
 
 def export_bytes(shape: ModelShape, settings: MemorySettings, count: int) -> int:
     """Memory that the export of the model takes on a node with `count` ranks: a different file for each
-    (`model/export.py`); for adapters (LoRA) the single file. A bucket for each rank is not counted.
+    (`model/export.py`), and once more the experts of a layer, which may have another form there; for adapters (LoRA)
+    the single file. A bucket for each rank is not counted.
     """
     if settings.adapters:
         return 4 * settings.num_trained(shape)
     world_size, whole = settings.world_size, 4 * shape.num_parameters()
     file = min(max(math.ceil(whole / (2 * world_size)), SMALLEST_FILE_BYTES), LARGEST_FILE_BYTES)
-    return min(whole, count * max(file, 4 * shape.vocabulary_size * shape.width))
+    experts = max(4 * 2 * layer.experts * layer.mlp_width * layer.width for layer in shape.language)
+    return min(whole, count * max(file, 4 * shape.embedding_parameters, experts)) + count * experts

@@ -13,7 +13,8 @@ backward pass are held. In addition to these, at single moments, for layers of w
     loss, backward (4 + c) V D, gradient of the head, and cast; in fp32 4 V D
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
-                   its attention, with the kernel's workspace
+                   its attention, with the kernel's workspace; in its experts the k rows of each token, wide (k c D)
+                   and narrow (k c F), and the gradients of all experts' weights
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D;
                    sync=micro_batch: the encoder's last unit, gathered for what follows
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
@@ -33,6 +34,8 @@ their layers as trained weights do, and nothing of norms:
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
+    experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
+                   unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D
 
 The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
 host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
@@ -329,7 +332,7 @@ class MemoryModel:
         """The moments of experts' backward pass, and of the end of their forward pass if that runs again: `weights` and
         `added` are gradients of one of their three products, kept to the layer's end or added at once.
         """
-        rows, trained = positions * layer.chosen, self._trains_weights[part]
+        rows, trained = positions * layer.experts_per_token, self._trains_weights[part]
         wide, narrow = self._c * layer.width * rows, self._c * layer.mlp_width * rows
         gone = (2 + trained) * narrow  # once the gate's gradient is there
         found = {"experts forward": (0.0, 2.0 * wide), "down backward": (weights, wide + narrow + added),
@@ -410,7 +413,8 @@ class MemoryModel:
     def _of_layers(self, part: str, load: PackLoad) -> float:
         """Bytes that all layers of a part keep for each token (or patch)."""
         share = self._recomputed(load)
-        return sum(layer.count * (share * self._c * layer.width + (1 - share) * self.layer_bytes(part, layer))
+        return sum(layer.count * (share * (self._c * layer.width + 8 * layer.experts_per_token)
+                                  + (1 - share) * self.layer_bytes(part, layer))
                    for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
     def _again(self, part: str, load: PackLoad) -> float:
@@ -454,7 +458,7 @@ class MemoryModel:
         c, trained = self._c, self._trains_weights[part]
         if layer.experts:
             row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
-            return layer.chosen * row + 4 * layer.experts
+            return layer.experts_per_token * row + 4 * layer.experts
         return c * layer.mlp_width * ((3 if layer.gated else 1) + self._trains[part])
 
 

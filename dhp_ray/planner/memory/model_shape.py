@@ -19,7 +19,7 @@ class LayerShape:
     """Equal layers: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an MLP.
 
     Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
-    With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `chosen` for each token.
+    With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `experts_per_token`.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
     layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
     """
@@ -36,12 +36,12 @@ class LayerShape:
     layer_norms: bool = False
     query_key_norms: bool = False
     experts: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
 
     @property
     def parameters_used(self) -> int:
         """Number of parameters that a token is multiplied with."""
-        return self.num_parameters - 3 * (self.experts - self.chosen) * self.width * self.mlp_width
+        return self.num_parameters - 3 * (self.experts - self.experts_per_token) * self.width * self.mlp_width
 
 
 ENCODER_NUMBERS = ("vision_rest", "patch_dim", "merge_area", "merger_width", "token_pixels")

@@ -142,9 +142,10 @@ def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("preset", "way", "freeze"), [
-    ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "sharded", "language"),
+    ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "sharded", "language"), ("tiny_qwen3_moe", "sharded", ""),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("tiny", "whole", "vision"), ("tiny_internvl", "whole", "vision"), ("tiny_internvl", "sharded", "vision")))])
+        ("tiny", "whole", "vision"), ("tiny_qwen3_vl_moe", "sharded", "vision"),
+        ("tiny_internvl", "whole", "vision"), ("tiny_internvl", "sharded", "vision")))])
 def test_a_presets_keys_and_shapes_are_those_of_transformers(
     preset: str, way: str, freeze: str, tmp_path: Path
 ) -> None:
