@@ -37,9 +37,9 @@ IMPROVED = 4
 NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
-STARTS, PUT_S = 0.1, 3e-6
-"""Starts after the first may take this share of the bound, at TRIAL_S for each sequence and rank under a target, and at
-PUT_S for each sequence that is put into a pack of a micro-batch.
+STARTS = 0.1
+"""Starts after the first may take this share of the bound: TRIAL_S for each sequence and rank under a target, and what
+searches of micro-batches say that they have spent.
 """
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
@@ -190,7 +190,7 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
     for least, each in product(least_degrees(problem), searches):
         if is_open(each.problem):
             add(each.without_barriers(least))
-            left_s -= PUT_S * each.tried
+            left_s -= each.spent_s
     return found
 
 
@@ -208,7 +208,7 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
         waste = min(WASTE, best_s / problem.lower_bound_s)
         made = rounds.shortest(below_s, least, width, limits, waste)
-        left_s -= PUT_S * rounds.tried
+        left_s -= rounds.spent_s
         if made:
             found.append(timed(problem, made))
             starts.append((found[-1].seconds, len(starts), rounds, least))

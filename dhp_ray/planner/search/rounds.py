@@ -25,6 +25,9 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import SearchBatch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
+CALL_S, LOOK_S, PUT_S = 7e-4, 5e-8, 1e-6
+"""Seconds of a call that fills micro-batches, of a look at a sequence, and of putting one into a pack, about."""
+
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
 """The longest limit over the seconds of all that is left on its fewest ranks, and over the shortest limit; the steps of
 a bisection; and what the rest is assumed to take over its bound."""
@@ -91,7 +94,7 @@ def places_of(machine: Machine, by_node: bool = False) -> Places:
 
 
 class Rounds:
-    """A beam search of the micro-batches of one batch. tried: sequences put into packs by trials of the last search."""
+    """A beam search of the micro-batches of one batch. spent_s: about the seconds of the last search, by its counts."""
 
     def __init__(self, problem: Problem, machine: Machine, by_node: bool = False) -> None:
         self.problem, self.machine = problem, machine._replace(uniform=machine.uniform and not by_node)
@@ -99,7 +102,7 @@ class Rounds:
         self.value = self.batch.work + self.tokens * limits_of(problem).charge_s[problem.items.minimum_degree]
         self.places, self.speed = places_of(machine, by_node), float(machine.speeds.sum())
         self.most, self.gather_s = problem.cluster.max_tokens, problem.cost.gather_s
-        self.tried = 0
+        self.spent_s = 0.0
 
     def shortest(
         self, below_s: float, least: int, width: int, limits: int, waste: float = WASTE
@@ -107,7 +110,7 @@ class Rounds:
         """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found.
         `waste`: what the micro-batches that are left are assumed to take over their bound."""
         beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
-        self.tried = 0
+        self.spent_s = 0.0
         most = ENDED * width if width > 1 else 1
         while beam:
             following = list[Next]()
@@ -169,7 +172,7 @@ class Rounds:
         if of_images:
             limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
         tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
-        self.tried += int(tried[3].sum())
+        self.spent_s += CALL_S + LOOK_S * len(left) * len(limits) + PUT_S * float(tried[3].sum())
         micro_batches = np.ceil(np.maximum(tokens - tried[1], 0.0) / self.most)
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
         rest_s += micro_batches * batch.fixed_s
@@ -184,6 +187,7 @@ class Rounds:
         partial, args = step.partial, (self.places, least, step.share)
         inside = fill(self.batch, partial.left, step.limit_s, *args)[0] >= 0
         rows = partial.left[inside]
+        self.spent_s += CALL_S + LOOK_S * (len(partial.left) + STEPS * len(rows))
         pack, degree, seconds = _tightened(self.batch, rows, step.limit_s / SPAN, step.limit_s, *args)
         return Partial((*partial.rounds, Round(rows, pack, degree)), partial.seconds + seconds + self.batch.fixed_s,
                        partial.left[~inside])
