@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,9 @@ def one_step(rank: int, device: torch.device) -> tuple[float, tuple[float, ...]]
     network = Network()
     engine = make_engine(network, rank, 2)
     update = train_step(engine, network, 0, rank, 2)
-    step = RankStep(cast(Any, None), engine, cast(Any, None), dist.group.WORLD, device)
+    step = RankStep(cast(Any, SimpleNamespace(num_experts=0)), engine, cast(Any, None), dist.group.WORLD, device)
     now, loss = StreamTimestamp(device), torch.tensor(1.1 + rank, dtype=torch.float64)
-    run = PackRun(TimedRun(0, now, now, ()), loss, 3 + rank, num_images=2, moved_bytes=0)
+    run = PackRun(TimedRun(0, now, now, ()), loss, 3 + rank, num_images=2, moved_bytes=0, routed=None)
     return update.gradient_norm, tuple(step._totals([run]))
 
 
@@ -29,7 +30,8 @@ def test_an_update_and_its_totals_need_no_type_that_is_refused() -> None:
     found = run_group(one_step, EMULATED)
     assert found == expected
     assert found[0] == found[1]
-    norm, (loss_sum, num_valid_tokens, num_images) = found[0]
+    norm, (loss_sum, num_valid_tokens, num_images, experts) = found[0]
+    assert experts is None
     assert norm > 0.0
     assert abs(loss_sum - 3.2) < 1e-13
     assert (num_valid_tokens, num_images) == (7, 4)
