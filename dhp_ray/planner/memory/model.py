@@ -299,10 +299,11 @@ class MemoryModel:
         gradient = c * layer.width
         product = c * layer.width * layer.mlp_width * (layer.experts or 1) if self._trains_weights[part] else 0
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
-        # gradients of the layer behind this one are in transit once what that layer kept is gone
+        # gradients of the layer behind this one are in transit once what that layer kept is gone: those of experts are
+        # large beside it
         kept = c * layer.width if self._recomputed(load) == 1.0 else self.layer_bytes(part, layer)
-        under_way = {"gathered: a layer": max(self._gathered(part, 2, 0),
-                                              self._gathered(part, 2, 1) - kept * positions)}
+        freed = (1 - load.offload) * kept * positions if layer.experts else 0.0
+        under_way = {"gathered: a layer": max(self._gathered(part, 2, 0), self._gathered(part, 2, 1) - freed)}
         mlps = self._experts(part, layer, positions, weights, added) if layer.experts else {"MLP backward": {
             "gradients of weights": weights,
             "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
