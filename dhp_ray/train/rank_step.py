@@ -176,9 +176,9 @@ class RankStep:
     ) -> PackRun:
         self.engine.progress.stage = f"step {plan.step}, pack {pack.index}"
         self.engine.progress.mark("inputs")
-        inputs = replace(next(feed), features=features)
-        if torch.is_grad_enabled():
-            inputs = replace(inputs, routing=self.adapter.routing(inputs.sequence_of, inputs.sequences))
+        inputs = next(feed)
+        routing = self.adapter.routing(inputs.sequence_of, inputs.sequences) if torch.is_grad_enabled() else None
+        inputs = replace(inputs, features=features, routing=routing)
         link = self.transport.link(pack.ranks, pack.index)
 
         def run() -> Tensor:
@@ -190,7 +190,7 @@ class RankStep:
 
         loss, timed = self._timed(pack.index, link, run)
         return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes,
-                       inputs.routing.totals() if inputs.routing else None)
+                       routing.totals() if routing else None)
 
     def _totals(self, runs: Sequence[PackRun]) -> tuple[float, int, int, ExpertsUsed | None]:
         """Return the sums of loss, valid tokens and images over all ranks, and how evenly experts were used. The host

@@ -65,9 +65,10 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     """The times of the phases before and after the packs, if images are encoded apart from them."""
     exchanged_bytes: int = 0
     """Bytes of features that this rank sent to others in the first phase."""
-    experts: ExpertsUsed | None = None
     moved_bytes: int = 0
     """Bytes of activations that went to host memory and came back."""
+    experts: ExpertsUsed | None = None
+    """Of all ranks; None without experts."""
 
 
 def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dhp_ray.model.build import build_model, model_shape
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.files import INDEX_FILE, MODEL_TYPES, ModelError, check_model_folder, fingerprint
+from dhp_ray.model.files import EXPERT_TYPES, INDEX_FILE, MODEL_TYPES, ModelError, check_model_folder, fingerprint
 from dhp_ray.runtime.evaluate.evaluator import load_model
 from tests.packs import TOKEN_IDS, save_model, stored_values
 
@@ -107,6 +107,8 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
 
 def test_the_families_are_those_that_a_folder_is_checked_for() -> None:
     assert tuple(sorted(FAMILIES)) == MODEL_TYPES
+    texts = {name: FAMILIES[name].config_class().get_text_config() for name in MODEL_TYPES}
+    assert [name for name in MODEL_TYPES if hasattr(texts[name], "num_experts")] == list(EXPERT_TYPES)
 
 
 def test_a_missing_folder() -> None:

@@ -59,9 +59,8 @@ def experts_traffic(layer: LayerShape) -> Traffic:
     For each value, in bf16, forward and backward: 14 and 40 of the experts' width (SiLU, two factors), 8 and 8 of the
     rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input.
     """
-    rows = Traffic(14, 40).times(layer.mlp_width), Traffic(8, 8).times(layer.width)
-    router = Traffic(10, 40).times(layer.width)
-    return Traffic(*(layer.experts_per_token * sum(of_rows) + of_router for *of_rows, of_router in zip(*rows, router)))
+    narrow, wide = layer.experts_per_token * layer.mlp_width, layer.experts_per_token * layer.width
+    return Traffic(14 * narrow + 8 * wide + 10 * layer.width, 40 * narrow + 8 * wide + 40 * layer.width)
 
 
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:

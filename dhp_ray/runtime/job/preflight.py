@@ -31,7 +31,7 @@ from dhp_ray.data.index import (
 )
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import check_processor_files, family_in
-from dhp_ray.model.files import ModelError, check_model_folder
+from dhp_ray.model.files import EXPERT_TYPES, ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import compare_config
@@ -207,13 +207,18 @@ def _check_model(path: str) -> None:
 
 
 def _family(config: Config) -> type[Family]:
-    """Return the model's family; refuse an unknown preset, and parts that it does not have in `train.freeze`."""
+    """Return the model's family; refuse an unknown preset, parts that it does not have in `train.freeze`, and losses of
+    experts that it does not have.
+    """
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     family = family_in(Path(config.model.path)) if config.model.path else PRESETS[config.model.preset]
     if config.train.freeze and not family.marks:
         raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model is text-only; "
                           "allowed: nothing")
+    for name in ("balance_loss", "router_z_loss"):
+        if (value := getattr(config.train, name)) and family.name not in EXPERT_TYPES:
+            raise ConfigError(f"train.{name}: got {value}, and the model ({family.name}) has no experts; allowed: 0")
     return family
 
 

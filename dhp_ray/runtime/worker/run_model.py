@@ -9,7 +9,6 @@ from dhp_ray.config import Config
 from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model.build import adapter_sizes, build_model, model_shape, read_config
 from dhp_ray.model.experts import BalanceLosses
-from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import operators_of
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
@@ -58,10 +57,6 @@ class StateSize(NamedTuple):
 def state_size(config: Config) -> StateSize:
     """Return the size of the state of a run, without building its model (ValueError: the model cannot be had)."""
     shape = model_shape(config.model.preset, config.model.path, token_ids(config))
-    for name in ("balance_loss", "router_z_loss"):
-        if getattr(config.train, name) and not any(layer.experts for layer in shape.language):
-            raise ModelError(f"train.{name}: got {getattr(config.train, name)} with {shape.family}, a model without "
-                             "experts; allowed: 0")
     adapters = {}
     if config.train.lora.rank:
         adapters = adapter_sizes(read_config(config.model.path), config.train.freeze, lora_settings(config))
