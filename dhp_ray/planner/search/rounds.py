@@ -152,6 +152,7 @@ class Rounds:
                     break
                 high_s = least_s * factor
                 pack, degree, seconds = _tightened(self.batch, rows, least_s, high_s, self.places, least, share)
+                self.spent_s += PUT_S * len(rows) * (1 + STEPS * (len(degree) > 0))
                 if len(degree):
                     end_s = partial.seconds + seconds + self.batch.fixed_s
                     if end_s < best.seconds:
@@ -187,7 +188,7 @@ class Rounds:
         partial, args = step.partial, (self.places, least, step.share)
         inside = fill(self.batch, partial.left, step.limit_s, *args)[0] >= 0
         rows = partial.left[inside]
-        self.spent_s += CALL_S + LOOK_S * (len(partial.left) + STEPS * len(rows))
+        self.spent_s += CALL_S + LOOK_S * len(partial.left) + PUT_S * STEPS * len(rows)
         pack, degree, seconds = _tightened(self.batch, rows, step.limit_s / SPAN, step.limit_s, *args)
         return Partial((*partial.rounds, Round(rows, pack, degree)), partial.seconds + seconds + self.batch.fixed_s,
                        partial.left[~inside])
