@@ -38,7 +38,7 @@ NEAR, SHORTER = 2e-3, 5e-4
 """A plan so close to the bound is good enough. What a start must be shorter by. Both as shares, `fixed_s` left out."""
 
 STARTS = 0.1
-"""Starts after the first may take this share of the bound: TRIAL_S for each sequence and rank under a target, and what
+"""Starts after the first may take this share of the bound: TRIAL_S for each look at a rank under a target, and what
 searches of micro-batches say that they have spent.
 """
 
@@ -170,8 +170,8 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         nonlocal best, left_s
         if is_open(way):
             bound_s, below_s = way.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)
-            made, trials = shortest_under_targets(batch, bound_s, below_s, least, loose)
-            left_s -= TRIAL_S * trials * len(problem.items) * problem.cluster.num_ranks
+            made, looks = shortest_under_targets(batch, bound_s, below_s, least, loose)
+            left_s -= TRIAL_S * looks
             if add(made):
                 best = way, batch, least, loose
 

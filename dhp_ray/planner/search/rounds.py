@@ -25,7 +25,7 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import SearchBatch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
-CALL_S, LOOK_S, PUT_S = 7e-4, 5e-8, 1e-6
+CALL_S, LOOK_S, PUT_S = 2.5e-4, 5e-8, 1e-6
 """Seconds of a call that fills micro-batches, of a look at a sequence, and of putting one into a pack, about."""
 
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15

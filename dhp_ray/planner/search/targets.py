@@ -20,6 +20,9 @@ from dhp_ray.planner.search.placing import CachedGroups
 STEPS, FIRST, TOLERANCE = 10, 1e-3, 5e-4
 """Targets of a bisection at most; the first, as a share above the bound; and where it ends."""
 
+WINDOWS = 5
+"""What a look for several ranks takes of each rank, over one for a single rank."""
+
 NO_GROUPS = CachedGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 
@@ -36,13 +39,15 @@ def shortest_under_targets(
     batch: SearchBatch, bound_s: float, below_s: float, least: int, loose: bool
 ) -> tuple[Schedule | None, int]:
     """The shortest plan of a bisection of the target, whose packs have at least `least` ranks (`loose`: or one, if that
-    ends by the target); none if one trial finds nothing shorter than `below_s`. And the number of trials."""
-    low_s, high_s, found, trials = bound_s, below_s, None, 0
+    ends by the target); none if one trial finds nothing shorter than `below_s`. And how many ranks all trials look at,
+    in units of the look for a single rank."""
+    low_s, high_s, found, trials, looks = bound_s, below_s, None, 0, 0
     target_s = bound_s * (1 + FIRST) if below_s == np.inf else below_s
     while found is None or trials < STEPS:
         trials += 1
         next_s = bound_s * (1 + FIRST * 4**trials)  # if all is later, it is tried next
         built = build(batch, target_s, min(high_s, max(target_s, next_s)), least, loose, NO_GROUPS, 0.0)
+        looks += len(batch.speeds) * (len(batch.items) + WINDOWS * int((built[2] > 1).sum()))
         if built[-1] < high_s:
             found, high_s = built, built[-1]
         if found is None and below_s < np.inf:
@@ -52,7 +57,7 @@ def shortest_under_targets(
         if low_s * (1 + TOLERANCE) >= high_s:
             break
         target_s = min((low_s + high_s) / 2, next_s)
-    return (None if found is None else _schedule_of(*found[:-1])), trials
+    return (None if found is None else _schedule_of(*found[:-1])), looks
 
 
 def _schedule_of(
