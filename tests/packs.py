@@ -136,14 +136,16 @@ def _grids(plan: Plan) -> list[Grid]:
     return [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
 
 
-def rough_model(seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny") -> LanguageModel:
+def rough_model(
+    seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny", **text_settings: Any
+) -> LanguageModel:
     """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
-    zero.
+    zero. `text_settings`: other values in the configuration of its language model.
     """
     config, number = preset_config(preset, TOKEN_IDS), NUM_LAYERS[preset]
     tree = config.to_dict()
     text = tree.get("text_config", tree)
-    text["num_hidden_layers"] = number
+    text |= {"num_hidden_layers": number, **text_settings}
     if text.get("layer_types"):  # all alike
         text["layer_types"] = text["layer_types"][:number]
     config = type(config).from_dict(tree | {"tie_word_embeddings": tie_word_embeddings})

@@ -176,21 +176,36 @@ def has_experts(layer: Any) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
+PARALLEL = "expert_parallel"
+"""The attribute of a module of experts that ranks share: what runs in place of `run_experts` (`expert_parallel.py`)."""
+
+
 def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """(L, D) of tokens `hidden` (L, D) after their experts, `chosen` (L, k), each times its weight (L, k). `experts` is
     the module of transformers, with `gate_up_proj` (E, 2 F, D) and `down_proj` (E, D, F).
-
-    The weights are multiplied with what goes into the last product, which is narrower than what comes out.
     """
+    if parallel := getattr(experts, PARALLEL, None):
+        shared: Tensor = parallel.run(experts, hidden, chosen, weights)
+        return shared
+    top_k = chosen.shape[1]
     by_expert, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # of each expert's rows
     inverse = order.argsort()
-    rows: Tensor = _Rows.apply(hidden, order, inverse)
-    into, out_of = (weight.view(len(numbers), -1, weight.shape[-1])  # as they are, or by the rows of their matrices
+    rows = Rows.apply(hidden, order, inverse, top_k, False)
+    out: Tensor = Sums.apply(products(experts, rows, weights.flatten().index_select(0, order), ends), order, inverse,
+                             top_k, False)
+    return out
+
+
+def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """(R, D) of rows (R, D), each after the expert among whose rows it is, times its weight (R,); `ends`: of each
+    expert's rows. The weights are multiplied with what goes into the last product, which is narrower than what comes
+    out.
+    """
+    into, out_of = (weight.view(len(ends), -1, weight.shape[-1])  # as they are, or by the rows of their matrices
                     for weight in (experts.gate_up_proj, experts.down_proj))
-    inner = _Gated.apply(_Products.apply(rows, into, ends), weights.flatten().index_select(0, order))
-    out: Tensor = _Sums.apply(_Products.apply(inner, out_of, ends), order, inverse, len(hidden))
+    out: Tensor = _Products.apply(_Gated.apply(_Products.apply(rows, into, ends), weights), out_of, ends)
     return out
 
 
@@ -281,42 +296,42 @@ class _Gated(torch.autograd.Function):
         return of_both, of_weights
 
 
-class _Rows(torch.autograd.Function):
-    """Rows (k L, D) of tokens (L, D): row i is token `order[i] // k`, and row `inverse[j]` belongs to the choice j."""
+class Rows(torch.autograd.Function):
+    """Rows (R, D) of tokens (L, D): row i is token `order[i] // top_k`, and row `inverse[j]` belongs to the choice j of
+    top_k L. `spare`: the last row belongs to choices that have none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, spare: bool) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.num_tokens = len(tokens)
-        return _rows(tokens, order)
+        ctx.top_k, ctx.spare = top_k, spare
+        return tokens.index_select(0, order // top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return _sums(gradient, inverse, ctx.num_tokens), None, None
+        return _sums(gradient, inverse, ctx.top_k, ctx.spare), None, None, None, None
 
 
-class _Sums(torch.autograd.Function):
-    """The reverse of `_Rows`: adds up the rows (k L, D) of each token."""
+class Sums(torch.autograd.Function):
+    """The reverse of `Rows`: adds up the rows (R, D) of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int, spare: bool) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.num_tokens = num_tokens
-        return _sums(rows, inverse, num_tokens)
+        ctx.top_k = top_k
+        return _sums(rows, inverse, top_k, spare)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _rows(gradient, order), None, None, None
+        return gradient.index_select(0, order // ctx.top_k), None, None, None, None
 
 
-def _rows(tokens: Tensor, order: Tensor) -> Tensor:
-    return tokens.index_select(0, order // (len(order) // len(tokens)))
-
-
-def _sums(rows: Tensor, inverse: Tensor, num_tokens: int) -> Tensor:
+def _sums(rows: Tensor, inverse: Tensor, top_k: int, spare: bool) -> Tensor:
     """In one order on every device: adding by index has none."""
-    return rows.index_select(0, inverse).view(num_tokens, -1, rows.shape[1]).sum(1)
+    if spare:  # most choices have no row
+        return F.embedding_bag(inverse.view(-1, top_k), rows, mode="sum", padding_idx=len(rows) - 1)
+    return rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)

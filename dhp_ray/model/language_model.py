@@ -91,6 +91,7 @@ class LanguageModel:
         self.balance_losses = BalanceLosses()
         self.shape = shape = self.shape_of(config)
         self.num_experts = max(layer.experts for layer in shape.language)  # of a layer
+        self.top_k = max(layer.experts_per_token for layer in shape.language)
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
         self.feature_width = shape.width * shape.feature_levels  # F: of all levels
@@ -234,8 +235,7 @@ class LanguageModel:
         """Where the routers of a pack's forward pass count; None without experts. The arguments: as of `Routing`."""
         if sequence_of is None or sequences is None:
             return None
-        top_k = max(layer.experts_per_token for layer in self.shape.language)
-        return Routing(sequence_of, sequences, self.num_experts, top_k, self.balance_losses)
+        return Routing(sequence_of, sequences, self.num_experts, self.top_k, self.balance_losses)
 
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]
@@ -307,13 +307,16 @@ class LanguageModel:
         """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""
         return [*self.language.layers]
 
+    def experts(self) -> list[Module]:
+        """The experts of each layer that has some."""
+        return [layer.mlp.experts for layer in self.language.layers if has_experts(layer)]
+
     def sharded_shapes(self) -> dict[Parameter, tuple[int, ...]]:
         """Other shapes in which parameters are sharded by rows, and which the forward pass also accepts: experts by the
         rows of their matrices, since there may be fewer experts than ranks.
         """
-        experts = (layer.mlp.experts for layer in self.language.layers if has_experts(layer))
         return {parameter: (parameter.shape[0] * parameter.shape[1], parameter.shape[2])
-                for each in experts for parameter in each.parameters()}
+                for each in self.experts() for parameter in each.parameters()}
 
     def stacks(self) -> list[LayerStack]:
         """The layers of each part of the model, in the order in which they run."""

@@ -235,7 +235,17 @@ class MicroBatchStep(RankStep):
 
     engine: ShardedEngine
 
+    def _run_packs(self, inputs: StepInputs) -> tuple[list[PackRun], list[TimedRun]]:
+        """Run them again if more tokens came to some rank's experts than there was room for."""
+        found, parallel = super()._run_packs(inputs), self.engine.expert_parallel
+        while parallel and parallel.needs_more_room(self.world):
+            self.engine.zero_gradients()
+            found = super()._run_packs(inputs)
+        return found
+
     def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+        if self.engine.expert_parallel:
+            self.engine.expert_parallel.group.num_tokens = plan.most_tokens[pack.micro_batch]
         return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
 
     def _phases(self, inputs: StepInputs) -> EncoderPhases | None:

@@ -7,8 +7,11 @@ section 5).
     update      my rows -- AdamW --> my rows' version v+1
 
 A unit's forward and backward are collectives of all ranks: every rank runs every unit equally often and in the same
-order (`micro_batch_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that
-checkpoints are those of the flat engine.
+order (`rank_step.py`). A parameter's rows on a rank are an interval of the flattened parameter, so that checkpoints are
+those of the flat engine.
+
+Experts are units of their own if ranks share them (`comm/expert_group.py`): a rank gathers the rows of its part alone,
+from the ranks that hold the same part, and its gradients are sums over the tokens of its whole group.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dhp_ray.comm.expert_group import ExpertGroup
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
+from dhp_ray.model.expert_parallel import ExpertParallel
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.collate import PackInputs
@@ -94,9 +99,11 @@ class ShardedEngine(Engine):
         precision: str = "fp32",
         progress: Progress | None = None,
         initialize: bool = True,
+        expert_group: ExpertGroup | None = None,
     ) -> None:
         """Every rank calls this, with equal parameters, which move to `device` unit by unit; or with a model built
         without weights, from whose files it reads its rows. `world_group` holds all ranks, even if there is only one.
+        `expert_group`: the ranks that share each layer's experts; None: they are sharded over all ranks, like the rest.
 
         With `initialize` False the values of trained parameters are not used: `load_state` must follow.
 
@@ -108,15 +115,22 @@ class ShardedEngine(Engine):
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
         module: Any = adapter.module
         self.root = MicroBatchModel(adapter)
-        self._units = units = [*adapter.units(), self.root]
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in module.named_parameters():
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
             self._shapes[name] = tuple(parameter.shape)
+        self._mesh = self._holders = DeviceMesh.from_group(world_group, device.type)
         for parameter, shape in adapter.sharded_shapes().items():
             parameter.data = parameter.data.view(shape)
-        self._mesh = mesh = DeviceMesh.from_group(world_group, device.type)
+        shared: list[nn.Module] = []
+        self.expert_parallel: ExpertParallel | None = None
+        if expert_group:
+            shared = adapter.experts()
+            self.expert_parallel = ExpertParallel(expert_group, adapter.num_experts, adapter.top_k)
+            self.expert_parallel.share(shared)
+            self._holders = DeviceMesh.from_group(expert_group.holders, device.type)
+        self._units = units = [*shared, *adapter.units(), self.root]
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
         self._gather, self._scatter = (
@@ -126,7 +140,8 @@ class ShardedEngine(Engine):
         if adapter.weights is not None:
             narrow_frozen(module, COMPUTE_TYPES[precision])
         for unit in units:
-            wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.root)
+            wrapped = fully_shard(unit, mesh=self._holders if unit in shared else self._mesh, mp_policy=policy,
+                                  reshard_after_forward=unit is not self.root)
             sharded = cast(FSDPModule, wrapped)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -136,8 +151,7 @@ class ShardedEngine(Engine):
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
         if adapter.weights is not None:
-            read_shards(self.root, everything if initialize else self.frozen, adapter.weights, rank, self.world_size,
-                        device)
+            read_shards(self.root, everything if initialize else self.frozen, adapter.weights, device, self._part)
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
         shapes = {name: self._shapes[name] for name in self.parameters}
@@ -154,7 +168,8 @@ class ShardedEngine(Engine):
     @property
     def blocked_s(self) -> float:
         """Seconds blocked in gathering and reducing so far, on the CPU; 0 on devices."""
-        return self._gather.blocked_s + self._scatter.blocked_s
+        experts_s = self.expert_parallel.group.blocked_s if self.expert_parallel else 0.0
+        return self._gather.blocked_s + self._scatter.blocked_s + experts_s
 
     def loss(self, inputs: PackInputs, link: PackCommunicator, encodes: bool) -> Tensor:
         """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.
@@ -177,7 +192,7 @@ class ShardedEngine(Engine):
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        first = cast(FSDPModule, self.adapter.language.layers[0])
+        first = cast(FSDPModule, self._last_gathered())
         first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:
@@ -192,7 +207,10 @@ class ShardedEngine(Engine):
         everything = {**self.parameters, **self.frozen}
         for name, owner in wanted:
             with self.progress.waiting("a parameter's rows of other ranks"):
-                whole = cast(DTensor, everything[name].detach()).full_tensor()
+                part = cast(DTensor, everything[name].detach())
+                whole = part.full_tensor()
+                if self.expert_parallel and part.device_mesh is self._holders:
+                    whole = self.expert_parallel.group.gather_parts(whole)
             value = (whole.to("cpu", torch.float32, copy=True).view(self._shapes[name]) if owner == self.rank
                      else None)
             self.progress.synchronize()
@@ -210,12 +228,22 @@ class ShardedEngine(Engine):
                 rows = parameter.to_local()
                 if name is None or not rows.numel():
                     continue
-                start = first_row(parameter.shape[0], self.rank, self.world_size) * math.prod(parameter.shape[1:])
+                start = first_element(parameter, self._part(parameter))
                 found.append(Piece(name, start, start + rows.numel(), offset))
                 offset += rows.numel()
             if found:
                 laid_out[found[0].offset] = found
         return laid_out
+
+    def _part(self, parameter: DTensor) -> int:
+        """Return which part of a parameter is here: of experts that ranks share, else the whole."""
+        parallel = self.expert_parallel
+        return parallel.group.index if parallel and parameter.device_mesh is self._holders else 0
+
+    def _last_gathered(self) -> nn.Module:
+        """Return the unit of the language model that the backward pass gathers last."""
+        first = self.adapter.language.layers[0]
+        return next((unit for unit in first.modules() if unit in self._units and unit is not first), first)
 
     def _rows(self, piece: Piece) -> Tensor:
         """Return this rank's rows of a parameter, flattened; writing to them changes the parameter."""
@@ -234,7 +262,8 @@ class ShardedEngine(Engine):
         FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's DTensor
         caches keep too.
         """
-        self._mesh._pg_registry.clear()  # read by torch.compile alone
+        for mesh in (self._mesh, self._holders):
+            mesh._pg_registry.clear()  # read by torch.compile alone
         for unit in self._units:
             for group in fsdp_param_groups(unit):
                 group.mesh_info.shard_process_group = None
@@ -244,7 +273,7 @@ class ShardedEngine(Engine):
             parameter.grad = None
             with torch.no_grad():
                 parameter.to_local().untyped_storage().resize_(0)
-        self.adapter = self.root = cast(Any, None)
+        self.adapter = self.root = self.expert_parallel = cast(Any, None)
         self._units, self.parameters, self.frozen = [], {}, {}
 
     def _reduce(self) -> float:
@@ -268,29 +297,30 @@ def narrow_frozen(module: nn.Module, compute_type: torch.dtype) -> None:
             parameter.data = parameter.data.to(compute_type)
 
 
-def first_row(num_rows: int, rank: int, world_size: int) -> int:
-    """Return the first row that FSDP2 gives to `rank`; all ranks but the last ones have equally many."""
-    return min(-(-num_rows // world_size) * rank, num_rows)
+def first_element(parameter: DTensor, part: int = 0) -> int:
+    """Return the element of a flattened parameter with which this rank's rows begin; all ranks but the last ones have
+    equally many. `part`: which of equal parts of it is sharded like this.
+    """
+    mesh, (num_rows, *columns) = parameter.device_mesh, parameter.shape
+    row = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
+    return (part * num_rows + row) * math.prod(columns)
 
 
 def read_shards(
     root: nn.Module,
     parameters: Mapping[str, DTensor],
     weights: StoredWeights,
-    rank: int,
-    world_size: int,
     device: torch.device,
+    part_of: Callable[[DTensor], int] = lambda parameter: 0,
 ) -> None:
     """Allocate this rank's rows of the sharded module `root`, which is on the meta device, and fill those of
-    `parameters`. Not a collective.
+    `parameters`. `part_of`: as for `first_element`. Not a collective.
     """
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}  # tables that no file holds
     root.to_empty(device=device)
     with torch.no_grad():
         for name, buffer in root.named_buffers():
             buffer.copy_(buffers[name])
-    weights.read(
-        Interval(name, first_row(parameter.shape[0], rank, world_size) * math.prod(parameter.shape[1:]),
-                 cast(DTensor, parameter.detach()).to_local().view(-1))
-        for name, parameter in parameters.items()
-    )
+    weights.read(Interval(name, first_element(parameter, part_of(parameter)),
+                          cast(DTensor, parameter.detach()).to_local().view(-1))
+                 for name, parameter in parameters.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,17 +117,18 @@ def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict
 
 
 def check(
-    reference: Path, world: World, plans: Sequence[Plan], *settings: str, tolerance: float = TOLERANCE
+    reference: Path, world: World, plans: Sequence[Plan], *settings: str, tolerance: float = TOLERANCE,
+    before: Callable[[], Any] = int,
 ) -> list[dict[str, int]]:
     """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool
-    counters.
+    counters. Every rank calls `before` first.
     """
     config = load([f"model.path={reference / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
                    "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0", "train.clip_norm=0", *settings])
     results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference / world.preset,
-                            timeout_s=WATCHDOG_S * (len(plans) + 1))
+                            before, timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
         assert errors["loss"] < tolerance, (plan.groups, errors)
@@ -138,8 +139,10 @@ def check(
 
 
 def run_plans(
-    rank: int, port: int, world: World, config: Config, plans: list[Plan], reference: Path
+    rank: int, port: int, world: World, config: Config, plans: list[Plan], reference: Path,
+    before: Callable[[], Any] = int,
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    before()
     member = Rank(config, Membership(rank, world.num_ranks, 1, "127.0.0.1", port), CPU)
     payloads = {sample.id: payload for sample, payload in SAMPLES[world.preset]}
     wanted: dict[str, tuple[float, dict[str, torch.Tensor]]] = torch.load(reference / "gradients") if rank == 0 else {}

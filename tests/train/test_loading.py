@@ -47,7 +47,7 @@ def compare(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
     adapter.freeze(["vision"])
     assert all(parameter.is_meta for parameter in adapter.module.parameters())
     root = shard(adapter)
-    read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, rank, num_ranks, CPU)
+    read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU)
     wanted, found = dict(whole.module.named_parameters()), dict(adapter.module.named_parameters())
     buffers = dict(adapter.module.named_buffers())
     return {
@@ -122,7 +122,7 @@ def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path) ->
 
 def read_alone(rank: int, path: str) -> None:
     adapter = build_model("", path, None, 0)
-    read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, 0, 1, CPU)
+    read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, CPU)
 
 
 def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_anything_is_read(
@@ -209,7 +209,7 @@ def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
     adapter = build_model("", path, None, 0) if in_shards else load_whole(path)
     root = shard(adapter)
     if in_shards:
-        read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, rank, num_ranks, CPU)
+        read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU)
     return peak_bytes() - before
 
 

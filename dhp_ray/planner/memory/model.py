@@ -132,6 +132,9 @@ CHUNKS_HELD = 8  # whose logits' gradients are held: CHUNKS_PER_PRODUCT of model
 SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
 SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a kernel's workspace as well
 ROUTED_BYTES = 40  # of a token at one of its experts: numbers of expert and rows, int64 each, and weights
+CAPACITY = 2.0
+"""Room for tokens at the experts of one of the ranks that share them, over what comes there if all are used alike."""
+CAPACITY_ROWS = 128  # beyond that, for small packs
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 

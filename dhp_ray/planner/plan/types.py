@@ -142,9 +142,10 @@ class Pack:
 class RankPlan:
     """One rank's ordered slice of a plan, and every process group of the plan (the same on all ranks, in plan order).
 
-    encodes: for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an image; empty
-    with sync=step. encoded: the packs, its own and others', with an image that this rank encodes apart from the packs
-    (`vision`), in plan order. plan_id: names the plan among all that were sent in a run.
+    encodes, most_tokens: for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
+    image, and the most tokens of any rank; empty with sync=step. encoded: the packs, its own and others', with an image
+    that this rank encodes apart from the packs (`vision`), in plan order. plan_id: names the plan among all that were
+    sent in a run.
     """
 
     step: int
@@ -155,6 +156,7 @@ class RankPlan:
     plan_id: str = ""
     vision: VisionPlan = IN_PACKS
     encoded: tuple[Pack, ...] = ()
+    most_tokens: tuple[int, ...] = ()
 
     @property
     def num_micro_batches(self) -> int:
@@ -229,6 +231,7 @@ class Plan:
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
+        most = [1] * len(numbers)  # a rank without a pack runs one token
         own: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
         encoded: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
@@ -236,12 +239,15 @@ class Plan:
                            micro_batch=place.get(group.micro_batch, 0))
             for rank in pack.ranks:
                 own[rank].append(pack)
+            if numbers:
+                tokens = -(-sum(sample.num_tokens for sample in pack.samples) // pack.degree)
+                most[pack.micro_batch] = max(most[pack.micro_batch], tokens)
             if self.vision.apart:
                 for rank in set(chain(*encoding_ranks(pack.encoders, pack.splits))):
                     encoded[rank].append(pack)
         groups, encodes = self.process_groups(), tuple([number in encoding for number in numbers])
-        return [RankPlan(step, rank, groups, tuple(own[rank]), encodes, plan_id, self.vision, tuple(encoded[rank]))
-                for rank in range(self.cluster.num_ranks)]
+        return [RankPlan(step, rank, groups, tuple(own[rank]), encodes, plan_id, self.vision, tuple(encoded[rank]),
+                         tuple(most)) for rank in range(self.cluster.num_ranks)]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""

@@ -224,5 +224,5 @@ def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.P
     for layer in module.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    read_shards(module, dict(module.named_parameters()), weights, group.rank(), group.size(), device)
+    read_shards(module, dict(module.named_parameters()), weights, device)
     return module

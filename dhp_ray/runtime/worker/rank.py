@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from dhp_ray.comm.device import Accelerator
+from dhp_ray.comm.expert_group import ExpertGroup, open_expert_group, ranks_that_share
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
@@ -218,10 +219,19 @@ class Rank:
         if self.mode.sync == "micro_batch":
             assert dist.group.WORLD is not None
             return ShardedEngine(self.adapter, settings, dist.group.WORLD, rank, self.device, precision, progress,
-                                 initialize)
+                                 initialize, self._expert_group(progress))
         return FlatEngine(self.adapter.module, settings, world, self.membership.world_size, rank, precision,
                           initialize=initialize, progress=progress, weights=self.adapter.weights,
                           device=self.device)
+
+    def _expert_group(self, progress: Progress) -> ExpertGroup | None:
+        """Make the groups of ranks that share experts; None if each rank gathers all of a layer's."""
+        rank, num_ranks = self.membership.rank, self.membership.world_size
+        size = ranks_that_share(self.config.train.expert_parallel, num_ranks, self.adapter.num_experts)
+        if size == 1:
+            return None
+        return open_expert_group(size, rank, num_ranks, self.accelerator.backend,
+                                 timedelta(seconds=self.config.comm.timeout_s), progress)
 
     def _optimizer_settings(self) -> OptimizerSettings:
         train = self.config.train

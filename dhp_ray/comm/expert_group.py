@@ -1,0 +1,90 @@
+"""The ranks that share the experts of every layer (expert parallelism), and how tokens reach them.
+
+    12 ranks, E = 4      group     0 1 2 3 | 4 5 6 7 | 8 9 10 11     each rank of a group has a quarter of the experts
+                         holders   0 4 8 | 1 5 9 | 2 6 10 | 3 7 11   ranks with the same ones, which they shard
+
+    gather   every rank of a group gets the tokens of all, each rank's padded to the same number
+    scatter  a rank gets what all of them have computed for its tokens, and adds it up
+
+Groups have nothing to do with packs: ranks of a group may run packs of any degree, or none. A token that goes to k
+experts on as many ranks would be sent k times, so for E of at most k this moves as much as sending tokens to their
+experts alone; and no rank has to know how many will come.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from dhp_ray.comm.progress import Progress
+from dhp_ray.comm.ranks import gather_over_ranks
+from dhp_ray.comm.world import make_group
+
+
+def ranks_that_share(wanted: int, num_ranks: int, num_experts: int) -> int:
+    """E: the largest divisor of the ranks and of a layer's experts (0: none), of at most `wanted`."""
+    common = math.gcd(num_ranks, num_experts) if num_experts else 1
+    return max(count for count in range(1, max(1, wanted) + 1) if common % count == 0)
+
+
+class ExpertGroup:
+    """The group of one rank. `num_tokens`: to how many a rank's tokens are padded, the same on all ranks of the group;
+    set it before a pack runs.
+    """
+
+    def __init__(self, size: int, index: int, group: dist.ProcessGroup, holders: dist.ProcessGroup,
+                 progress: Progress) -> None:
+        self.size, self.index, self.holders = size, index, holders
+        self._group, self.progress = group, progress
+        self.num_tokens = 0
+        self.blocked_s = 0.0
+        """Seconds in exchanges so far, on the CPU; 0 on devices, where LayerMarks show what a rank waits for."""
+
+    def gather(self, tokens: Tensor, padding: float = 0) -> Tensor:
+        """(E num_tokens, D) of every rank's `tokens` (L, D), in the order of ranks. Every rank of the group calls this.
+        """
+        padded = F.pad(tokens, (0, 0, 0, self.num_tokens - len(tokens)), value=padding).contiguous()
+        begin = self._begin()
+        found = gather_over_ranks(padded, self._group)
+        self._end(begin)
+        return found.flatten(0, 1)
+
+    def scatter(self, partial: Tensor, num_tokens: int) -> Tensor:
+        """The first L = `num_tokens` (L, D) of this rank's rows of `partial` (E num_tokens, D), summed over all ranks
+        of the group, which all call this.
+        """
+        received = torch.empty_like(partial)
+        begin = self._begin()
+        dist.all_to_all_single(received, partial.contiguous(), group=self._group)
+        self._end(begin)
+        return received.view(self.size, -1, partial.shape[1])[:, :num_tokens].sum(0)
+
+    def gather_parts(self, part: Tensor) -> Tensor:
+        """(E, *shape) of the equally shaped tensors of all ranks of the group, which all call this."""
+        return gather_over_ranks(part, self._group)
+
+    def _begin(self) -> float:
+        self.progress.mark("tokens of other ranks", waits_for_peers=True, timed=True)
+        return perf_counter()
+
+    def _end(self, begin: float) -> None:
+        if self.progress.device.type == "cpu":
+            self.blocked_s += perf_counter() - begin
+        self.progress.mark("experts")
+
+
+def open_expert_group(
+    size: int, rank: int, num_ranks: int, backend: str, timeout: timedelta, progress: Progress
+) -> ExpertGroup:
+    """Make the groups of `size` ranks of which `rank` is in one; every rank calls this alike. `size` divides the ranks.
+    """
+    progress.mark("making of the groups of experts", waits_for_peers=True)
+    groups = [make_group(range(first, first + size), backend, timeout) for first in range(0, num_ranks, size)]
+    holders = [make_group(range(index, num_ranks, size), backend, timeout) for index in range(size)]
+    return ExpertGroup(size, rank % size, groups[rank // size], holders[rank % size], progress)

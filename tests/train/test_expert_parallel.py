@@ -1,0 +1,89 @@
+"""Experts that ranks share: any plan beside plain transformers, and as many ranks share them as can."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dhp_ray.comm.expert_group import ranks_that_share
+from dhp_ray.model import expert_parallel
+from dhp_ray.model.expert_parallel import ExpertParallel
+from dhp_ray.runtime.worker.rank import Rank
+from tests.packs import EXPERT_PRESETS, plain_copy, plain_gradients, rough_model, save_model
+from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
+from tests.train.random_plans import SAMPLES, World, check, random_plan
+
+TEXT, VISION = EXPERT_PRESETS
+MANY = 30
+"""Experts, more than the presets have."""
+WORLDS = [(2, World(4, "micro_batch", "pool", True, preset=VISION)), (3, World(3, "micro_batch", "pool", preset=TEXT))]
+OTHERS = [(2, World(2, "micro_batch", "parent", preset=VISION)), (2, World(6, "micro_batch", "pool", preset=TEXT)),
+          (3, World(6, "micro_batch", "parent", True, preset=VISION, encoder="world")),
+          (3, World(3, "micro_batch", "pool", True, "vision", VISION)),
+          (3, World(3, "micro_batch", "pool", False, "language", VISION))]
+
+
+@pytest.mark.parametrize(("wanted", "num_ranks", "num_experts", "found"), [
+    (1, 8, 128, 1), (8, 8, 128, 8), (8, 2, 128, 2), (2, 3, 128, 1), (7, 12, 6, 6), (5, 12, 6, 3), (4, 5, 30, 1),
+    (5, 5, 30, 5), (99, 64, 128, 64), (8, 4, 0, 1)])
+def test_as_many_ranks_share_experts_as_can(wanted: int, num_ranks: int, num_experts: int, found: int) -> None:
+    assert ranks_that_share(wanted, num_ranks, num_experts) == found
+
+
+@pytest.mark.parametrize(("size", "world"), [
+    *WORLDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
+def test_any_plan_beside_plain_transformers(reference: Path, size: int, world: World) -> None:
+    """Idle ranks and packs of any degree among those that share experts."""
+    first = 40_000 + 10 * (*WORLDS, *OTHERS).index((size, world))
+    check(reference, world, [random_plan(seed, world) for seed in range(first, first + 4)],
+          f"train.expert_parallel={size}", before=partial(in_force, size))
+
+
+@pytest.mark.slow
+def test_five_ranks_share_thirty_experts(tmp_path: Path) -> None:
+    """Of most of them no token comes to some packs, or to any."""
+    world = World(5, "micro_batch", "pool", True, preset=TEXT)
+    adapter = rough_model(preset=TEXT, num_experts=MANY)
+    plain = plain_copy(adapter)
+    save_model(adapter, tmp_path / TEXT / "model", dict(adapter.module.named_parameters()))
+    torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES[TEXT]},
+               tmp_path / TEXT / "gradients")
+    check(tmp_path, world, [random_plan(seed, world) for seed in range(41_000, 41_004)], "train.expert_parallel=5",
+          before=partial(in_force, 5))
+
+
+def test_no_token_is_dropped_where_there_is_no_room(reference: Path) -> None:
+    """The packs run again, and nothing of their first run is in loss or gradients."""
+    world = World(3, "micro_batch", "pool", preset=VISION)
+    check(reference, world, [random_plan(seed, world) for seed in range(42_000, 42_003)], "train.expert_parallel=3",
+          before=cramp)
+
+
+def in_force(size: int) -> None:
+    """So many ranks must share experts in this process."""
+    close = Rank.close
+
+    def checked(rank: Any, broken: bool = False) -> None:
+        assert rank.engine.expert_parallel.group.size == size
+        close(rank, broken)
+
+    Rank.close = checked  # type: ignore[method-assign]
+
+
+def cramp() -> None:
+    """Leave hardly any room for tokens in this process: the first packs run again."""
+    expert_parallel.CAPACITY, expert_parallel.CAPACITY_ROWS = 0.05, 0
+    needs_more_room, answers = ExpertParallel.needs_more_room, list[bool]()
+
+    def noted(parallel: ExpertParallel, world: dist.ProcessGroup | None) -> bool:
+        answers.append(needs_more_room(parallel, world))
+        assert answers[0]
+        return answers[-1]
+
+    ExpertParallel.needs_more_room = noted  # type: ignore[method-assign]
+    in_force(3)
