@@ -97,6 +97,9 @@ def check(config: Config) -> None:
             "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
         )
     _check_lora(config)
+    if config.train.expert_parallel not in ("auto", "1") and config.planner.sync == "step":
+        raise ConfigError(f"train.expert_parallel: got {config.train.expert_parallel} with planner.sync=step, where "
+                          "each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
         raise ConfigError(
             f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "

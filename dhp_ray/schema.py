@@ -247,9 +247,10 @@ class Train:
         "off", "keep activations in host memory until the backward pass needs them; off: never; auto: those of as few "
         "layers of a pack as make it fit, if the planner finds that faster than more ranks (CUDA, NPU); a number: this "
         "share of every pack", choices=("off", "auto"), number="share", above=0, maximum=1)
-    expert_parallel: int = key(1, "ranks that share each layer's experts, with planner.sync=micro_batch; a rank "
-                               "gathers only its part of them, and tokens go there. In force is the largest divisor of "
-                               "ranks and experts up to this number", minimum=1)
+    expert_parallel: str = key(
+        "auto", "ranks that share each layer's experts, with planner.sync=micro_batch: a rank gathers only its part of "
+        "them, and tokens go there. In force is the largest divisor of ranks and experts up to this number; auto: 1, "
+        "or the ranks of a node, whichever is faster (CUDA, NPU)", choices=("auto",), number="whole number", minimum=1)
     balance_loss: float = key(0.0, "coefficient of the loss that keeps experts evenly used (0.001 is common); not part "
                               "of the loss that is shown", minimum=0, maximum=LARGEST)
     router_z_loss: float = key(0.0, "coefficient of the loss that keeps the logits of experts' routers small",

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig
 
+from dhp_ray.comm.expert_group import ExpertGroup
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
+from dhp_ray.comm.progress import Progress
 from dhp_ray.model import attention, experts, segment_attention
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.kernels import cuda
@@ -161,6 +163,17 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def expert_group(settings: MemorySettings, num_tokens: int) -> ExpertGroup | None:
+    """Of ranks that share experts in a `fake_world`, each with so many tokens."""
+    size = settings.expert_parallel
+    if size == 1:
+        return None
+    group, holders = (dist.new_group(list(ranks)) for ranks in (range(size), range(0, settings.world_size, size)))
+    found = ExpertGroup(size, 0, group, holders, Progress())
+    found.num_tokens = num_tokens
+    return found
+
+
 class SilentLink(PackCommunicator):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
@@ -237,7 +250,8 @@ def traced(
         else:
             assert dist.group.WORLD is not None
             narrow_frozen(adapter.module, COMPUTE_TYPES[settings.precision])  # as where values are in files
-            engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision)
+            engine = ShardedEngine(adapter, optimizer, dist.group.WORLD, 0, torch.device("cpu"), settings.precision,
+                                   expert_group=expert_group(settings, load.tokens))
         engine.zero_gradients()
         on_device = replace(inputs, pixels=torch.empty(inputs.pixels.shape, dtype=COMPUTE_TYPES[settings.precision]))
         if inputs.dropout_keys is not None:  # masks as large as activations are made of them

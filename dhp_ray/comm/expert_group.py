@@ -13,7 +13,6 @@ experts alone; and no rank has to know how many will come.
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from time import perf_counter
 
@@ -25,12 +24,6 @@ from torch.nn import functional as F
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import gather_over_ranks
 from dhp_ray.comm.world import make_group
-
-
-def ranks_that_share(wanted: int, num_ranks: int, num_experts: int) -> int:
-    """E: the largest divisor of the ranks and of a layer's experts (0: none), of at most `wanted`."""
-    common = math.gcd(num_ranks, num_experts) if num_experts else 1
-    return max(count for count in range(1, max(1, wanted) + 1) if common % count == 0)
 
 
 class ExpertGroup:

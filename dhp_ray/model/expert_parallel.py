@@ -27,14 +27,15 @@ from dhp_ray.comm.expert_group import ExpertGroup
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.model.experts import PARALLEL, Rows, Sums, products
 from dhp_ray.planner.memory.model import CAPACITY, CAPACITY_ROWS
+from dhp_ray.planner.memory.model_shape import ModelShape
 
 
 class ExpertParallel:
-    """The part of all layers' experts that one rank has. `num_experts`: of a layer, on all ranks of the group."""
+    """The part that one rank has of the experts of a model of this shape, of all its layers."""
 
-    def __init__(self, group: ExpertGroup, num_experts: int, top_k: int) -> None:
-        self.group, self.num_experts, self.top_k = group, num_experts, top_k
-        self.own = num_experts // group.size
+    def __init__(self, group: ExpertGroup, shape: ModelShape) -> None:
+        self.group, self.num_experts, self.top_k = group, shape.experts, shape.experts_per_token
+        self.own = shape.experts // group.size
         self.capacity = CAPACITY
         self._most = torch.zeros((), device=group.progress.device)  # the capacity that would have been enough
 
@@ -68,22 +69,22 @@ class ExpertParallel:
         """As `run_experts` in `experts.py`; every rank of the group calls this, forward and backward."""
         tokens, weights_of_all = _Gather.apply(self.group, hidden, weights)
         choices = self.group.gather(chosen.int(), padding=self.num_experts).flatten() - self.group.index * self.own
-        is_own = (choices >= 0) & (choices < self.own)
-        by_expert, order = torch.where(is_own, choices, self.own).sort(stable=True)
+        choices.masked_fill_((choices < 0) | (choices > self.own), self.own)  # which is the expert of others
+        by_expert, order = choices.sort(stable=True)
         numbers = torch.arange(self.own, dtype=by_expert.dtype, device=order.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
         room = self.room
         torch.maximum(self._most, (ends[-1] - CAPACITY_ROWS) / (self.group.num_tokens * self.top_k), out=self._most)
         ends = ends.clamp(max=room)
         inverse = order.argsort()
-        inverse = torch.where(inverse < ends[-1], inverse, room)  # row `room` is added to no token
+        inverse.masked_fill_(inverse >= ends[-1], room)  # row `room` is added to no token
         order = F.pad(order, (0, 1))[: room + 1]
-        is_row = torch.arange(room + 1, device=order.device) < ends[-1]
         # behind the last expert's rows, products leave memory as it is: neither sums nor gradients may come of it
-        row_weights = torch.where(is_row, weights_of_all.flatten().index_select(0, order), 0)
+        is_none = torch.arange(room + 1, device=order.device) >= ends[-1]
+        row_weights = weights_of_all.flatten().index_select(0, order).masked_fill(is_none, 0)
         rows = Rows.apply(tokens, order, inverse, self.top_k, True)
-        out = products(experts, rows, row_weights, ends)
-        partial = Sums.apply(out, order, inverse, self.top_k, True)
+        del tokens  # as large as the group has ranks
+        partial = Sums.apply(products(experts, rows, row_weights, ends), order, inverse, self.top_k, True)
         summed: Tensor = _Scatter.apply(self.group, partial, len(hidden))
         return summed
 

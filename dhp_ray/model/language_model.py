@@ -90,8 +90,7 @@ class LanguageModel:
         self.lora: LoraSettings | None = None  # of the adapters that are trained instead of the weights
         self.balance_losses = BalanceLosses()
         self.shape = shape = self.shape_of(config)
-        self.num_experts = max(layer.experts for layer in shape.language)  # of a layer
-        self.top_k = max(layer.experts_per_token for layer in shape.language)
+        self.num_experts = shape.experts
         self.merge_area, self.patch_dim = shape.merge_area, shape.patch_dim
         self.vocabulary_size = shape.vocabulary_size
         self.feature_width = shape.width * shape.feature_levels  # F: of all levels
@@ -235,7 +234,7 @@ class LanguageModel:
         """Where the routers of a pack's forward pass count; None without experts. The arguments: as of `Routing`."""
         if sequence_of is None or sequences is None:
             return None
-        return Routing(sequence_of, sequences, self.num_experts, self.top_k, self.balance_losses)
+        return Routing(sequence_of, sequences, self.num_experts, self.shape.experts_per_token, self.balance_losses)
 
     def language_arguments(
         self, positions: Tensor, vision_token_index: Tensor, deeper: Sequence[Tensor]

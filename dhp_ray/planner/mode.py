@@ -47,25 +47,29 @@ packs and auto some of larger packs are.
 
 
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), and whether all activations are recomputed (otherwise those of some
-    packs may be: `Offer.recomputation`).
+    """How ranks synchronise (step, micro_batch), whether all activations are recomputed (otherwise those of some packs
+    may be: `Offer.recomputation`), and how many ranks at most share a layer's experts.
     """
 
     sync: str
     recomputes: bool
+    expert_parallel: int = 1
 
     def __str__(self) -> str:
-        return f"{self.sync}{' with recomputation' if self.recomputes else ''}"
+        shared = f", experts shared by {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
+        return f"{self.sync}{' with recomputation' if self.recomputes else ''}{shared}"
 
 
 PLAIN = Mode("step", False)
 
 
-def allowed_modes(sync: str, recomputes: str) -> list[Mode]:
+def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> list[Mode]:
     """The modes that these values of `planner.sync` and `train.activation_checkpointing` leave open, ordered by the
-    memory that they need, most first.
+    memory that they need, most first. `sharing`: how many ranks may share experts, in ascending order; more than one
+    only with micro_batch.
     """
-    return [Mode(each, again) for each in (SYNCS if sync == "auto" else (sync,)) for again in RECOMPUTES[recomputes]]
+    return [Mode(each, again, shared) for each in (SYNCS if sync == "auto" else (sync,)) for again in RECOMPUTES[
+        recomputes] for shared in sharing if shared == 1 or each == "micro_batch"]
 
 
 @dataclass(frozen=True)

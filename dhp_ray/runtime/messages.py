@@ -71,8 +71,10 @@ class Membership:
         from dhp_ray.planner.mode import PLAIN, Mode  # brings numba, which a refused run has no time for
 
         chosen = self.mode or PLAIN
-        sync, again = config.planner.sync, config.train.activation_checkpointing
-        return Mode(chosen.sync if sync == "auto" else sync, chosen.recomputes if again == "auto" else again == "true")
+        sync, again, shared = (config.planner.sync, config.train.activation_checkpointing,
+                               config.train.expert_parallel)
+        return Mode(chosen.sync if sync == "auto" else sync, chosen.recomputes if again == "auto" else again == "true",
+                    chosen.expert_parallel if shared == "auto" else int(shared))
 
 
 class StepOrder(NamedTuple):

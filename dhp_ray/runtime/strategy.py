@@ -45,7 +45,8 @@ from dhp_ray.schema import MEASURE
 STAND_INS = {"cuda": "a100.yaml", "npu": "ascend_910b.yaml"}
 """For each kind, the description that is used for a device that no file of conf/device describes."""
 
-RECOMPUTATION, OFFLOAD = "train.activation_checkpointing", "train.activation_offload"
+RECOMPUTATION, OFFLOAD, SHARING = (
+    "train.activation_checkpointing", "train.activation_offload", "train.expert_parallel")
 NO_LIMIT = 2**62
 
 
@@ -110,7 +111,8 @@ class Choice(NamedTuple):
     @property
     def line(self) -> str:
         """The line that the user sees."""
-        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto")}
+        values = {"planner.sync": self.mode.sync, RECOMPUTATION: self.recomputation("auto"),
+                  SHARING: self.mode.expert_parallel}
         return f"{', '.join(f'{key}=auto is {values[key]}' for key in self.keys)}: {self.why}"
 
     def recomputation(self, wanted: str) -> str:
@@ -201,7 +203,8 @@ class Strategy:
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
             communicators_bytes=num_groups * device.group_bytes if config.comm.transport == "pool" else 0,
-            adapters=ranks.adapters, drops=train.lora.dropout > 0))
+            adapters=ranks.adapters, drops=train.lora.dropout > 0,
+            expert_parallel=ranks.shape.ranks_that_share(mode.expert_parallel, world_size)))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
@@ -287,7 +290,7 @@ class Strategy:
         """Return the mode in which these ranks train."""
         planner, num_ranks = self.config.planner, num_ranks or self.ranks.size
         modes = self._modes()
-        values = zip(("planner.sync", RECOMPUTATION), zip(*modes))
+        values = zip(("planner.sync", RECOMPUTATION, SHARING), zip(*modes))
         keys = tuple(key for key, found in values if len(set(found)) > 1)
         if not keys:
             return Choice(modes[0])
@@ -315,7 +318,13 @@ class Strategy:
 
     def _modes(self, sync: str = "") -> list[Mode]:
         """Return the modes that the configuration allows, ordered by what they need, most first."""
-        return allowed_modes(sync or self.config.planner.sync, self.config.train.activation_checkpointing)
+        sync, wanted = sync or self.config.planner.sync, self.config.train.expert_parallel
+        if wanted != "auto" and int(wanted) > 1:
+            sync, sharing = "micro_batch", [int(wanted)]
+        else:
+            a_node = min(Counter(self.ranks.nodes).values()) if wanted == "auto" else 1
+            sharing = sorted({1, self.ranks.shape.ranks_that_share(a_node, self.ranks.size)})
+        return allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
 
     def _offer(self, mode: Mode, memory: MemoryModel, num_ranks: int) -> Offer:
         given, (cost, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT

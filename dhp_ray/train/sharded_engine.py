@@ -127,7 +127,7 @@ class ShardedEngine(Engine):
         self.expert_parallel: ExpertParallel | None = None
         if expert_group:
             shared = adapter.experts()
-            self.expert_parallel = ExpertParallel(expert_group, adapter.num_experts, adapter.top_k)
+            self.expert_parallel = ExpertParallel(expert_group, adapter.shape)
             self.expert_parallel.share(shared)
             self._holders = DeviceMesh.from_group(expert_group.holders, device.type)
         self._units = units = [*shared, *adapter.units(), self.root]

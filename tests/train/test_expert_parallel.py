@@ -48,7 +48,7 @@ def test_any_plan_beside_plain_transformers(reference: Path, size: int, world: W
 def test_five_ranks_share_thirty_experts(tmp_path: Path) -> None:
     """Of most of them no token comes to some packs, or to any."""
     world = World(5, "micro_batch", "pool", True, preset=TEXT)
-    adapter = rough_model(preset=TEXT, num_experts=MANY)
+    adapter = rough_model(preset=TEXT, num_local_experts=MANY)
     plain = plain_copy(adapter)
     save_model(adapter, tmp_path / TEXT / "model", dict(adapter.module.named_parameters()))
     torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES[TEXT]},

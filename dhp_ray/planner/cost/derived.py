@@ -238,7 +238,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
         linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer))
                       for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops
-                  + adapters("language")),
+                  + adapters("language") + expert_exchange_s(memory, device, num_nodes)),
         vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
                                if not layer.window),
         vision_linear_s=vision_rest + windows + adapters("vision") + sum(
@@ -279,23 +279,43 @@ def vision_forward_share(memory: MemoryModel) -> float:
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
     """Seconds to gather the layers' parameters (forward and backward) and to reduce their gradients (fp32) over all
-    ranks during the compute of a micro-batch. 0 in `sync=step`: a rank has all parameters.
+    ranks during the compute of a micro-batch. 0 in `sync=step`: a rank has all parameters. Experts that ranks share are
+    gathered and reduced over those that have the same ones.
     """
-    ranks = memory.settings.world_size
+    ranks, sharing = memory.settings.world_size, memory.settings.expert_parallel
     if memory.settings.sync == "step":
         return 0.0
-    return (ranks - 1) / ranks * gathered_bytes(memory) / collective_bytes_per_s(device, ranks, num_nodes)
+    experts_bytes = sum(layer.count * layer.units(sharing)[1] for layer in memory.shape.language) * _bytes_gathered(
+        memory, "language")
+    rest_bytes = gathered_bytes(memory) - sharing * experts_bytes
+    return sum((among - 1) / among * num_bytes / collective_bytes_per_s(device, among, num_nodes)
+               for among, num_bytes in ((ranks, rest_bytes), (ranks // sharing, experts_bytes)))
+
+
+def expert_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
+    """Seconds in which a token goes to the ranks that share its experts and comes back, forward and backward, in all
+    layers (`comm/expert_group.py`).
+    """
+    settings, sharing = memory.settings, memory.settings.expert_parallel
+    inside = num_nodes == 1 or settings.world_size // num_nodes % sharing == 0
+    received = (sharing - 1) * COMPUTE_BYTES[settings.precision] * memory.shape.width
+    layers = sum(layer.count for layer in memory.shape.language if layer.experts)
+    return layers * 2 * (2 + settings.recomputes) * received / (
+        device.intra_bytes_per_s if inside else device.inter_bytes_per_s)
 
 
 def gathered_bytes(memory: MemoryModel, parts: Sequence[str] = ("vision", "language")) -> float:
     """Bytes of the parameters of these parts' layers, once for each pass that they have, and of their gradients (fp32).
     Only an encoder that is not trained has no backward pass.
     """
+    return float(sum(unit.num_parameters * unit.count * _bytes_gathered(memory, unit.part)
+                     for unit in memory.shape.units()[:-1] if unit.part in parts))
+
+
+def _bytes_gathered(memory: MemoryModel, part: str) -> int:
+    """Those of one parameter."""
     settings, c = memory.settings, COMPUTE_BYTES[memory.settings.precision]
-    return float(sum(
-        unit.num_parameters * unit.count * (
-            c * (1 + (unit.part == "language" or settings.trains("vision"))) + 4 * settings.trains_weights(unit.part))
-        for unit in memory.shape.units()[:-1] if unit.part in parts))
+    return c * (1 + (part == "language" or settings.trains("vision"))) + 4 * settings.trains_weights(part)
 
 
 def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> float:

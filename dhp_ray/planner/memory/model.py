@@ -67,7 +67,8 @@ class MemorySettings:
     precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
     largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
     run's limit for one image (default: the pack's tokens). adapters: parameters of the adapters (LoRA) of each part
-    that has some, which are then trained instead of the weights. drops: their inputs have dropout.
+    that has some, which are then trained instead of the weights. drops: their inputs have dropout. expert_parallel:
+    how many ranks share a layer's experts.
     """
 
     sync: str
@@ -82,6 +83,7 @@ class MemorySettings:
     communicators_bytes: int = 0  # of all process groups
     adapters: Mapping[str, int] = field(default_factory=dict)
     drops: bool = False
+    expert_parallel: int = 1
 
     def trains(self, part: str) -> bool:
         """Whether anything in a part is trained, weights or adapters."""
@@ -276,8 +278,9 @@ class MemoryModel:
             count = sum(layer.count for layer in shape.language)
             found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
-                "gathered: a layer": 3 * c * _largest(shape.language)}
-            first = (shape.vision_rest - shape.vision_projector) if load.patches else shape.language[0].num_parameters
+                "gathered: a layer": 3 * c * self._largest(shape.language)}
+            first = (shape.vision_rest - shape.vision_projector) if load.patches else (
+                shape.language[0].units(self.settings.expert_parallel)[0])
             found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
                                   "gathered: first unit": 2 * c * first}
@@ -300,13 +303,19 @@ class MemoryModel:
         c, trained = self._c, self._trains[part]
         again = self.layer_bytes(part, layer) * self._again(part, load)
         gradient = c * layer.width
-        product = c * layer.width * layer.mlp_width * (layer.experts or 1) if self._trains_weights[part] else 0
+        experts = layer.experts // self.settings.expert_parallel or 1
+        product = c * layer.width * layer.mlp_width * experts if self._trains_weights[part] else 0
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
         # gradients of the layer behind this one are in transit once what that layer kept is gone: those of experts are
         # large beside it
         kept = c * layer.width if self._recomputed(load) == 1.0 else self.layer_bytes(part, layer)
         freed = (1 - load.offload) * kept * positions if layer.experts else 0.0
         under_way = {"gathered: a layer": max(self._gathered(part, 2, 0), self._gathered(part, 2, 1) - freed)}
+        # experts that ranks share are gathered and reduced between the rest of their layer and that of the next
+        rest, shared = layer.units(self.settings.expert_parallel)
+        reduced = 4 * self._trains_weights[part]
+        if shared:
+            under_way = {"gathered: a layer": c * (2 * rest + shared) + reduced * rest}
         mlps = self._experts(part, layer, positions, weights, added) if layer.experts else {"MLP backward": {
             "gradients of weights": weights,
             "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
@@ -322,12 +331,18 @@ class MemoryModel:
                 "layer, recomputed": again * positions, "dropout": dropout,
                 "layer, backward": gradient * positions}
         gone = self._mlp(part, layer) + layer.width * self._norm(part, layer)
+        if shared:
+            under_way = {"gathered: a layer": 2 * c * rest + reduced * shared}
+            yield "reduction of experts", under_way | {
+                "gradients of weights": 3 * weights, "layer, recomputed": again * positions,
+                "layer, backward": (2 * gradient - self._mlp(part, layer)) * positions}
+            weights = 0
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
             "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load.degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
-            "gathered: a layer": self._gathered(part, 3, 1),
+            "gathered: a layer": 3 * c * rest + reduced * shared if shared else self._gathered(part, 3, 1),
             "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
 
     def _experts(
@@ -336,13 +351,19 @@ class MemoryModel:
         """The moments of experts' backward pass, and of the end of their forward pass if that runs again: `weights` and
         `added` are gradients of one of their three products, kept to the layer's end or added at once.
         """
-        rows, trained = positions * layer.experts_per_token, self._trains_weights[part]
+        rows, trained = positions * self._rows(layer), self._trains_weights[part]
         wide, narrow = self._c * layer.width * rows, self._c * layer.mlp_width * rows
         gone = (2 + trained) * narrow  # once the gate's gradient is there
-        found = {"experts forward": (0.0, 2.0 * wide), "down backward": (weights, wide + narrow + added),
+        # the rows of each choice of a token; or of a token, on all ranks that share the experts
+        summed = (self._c * layer.width * positions * self.settings.expert_parallel
+                  if self.settings.expert_parallel > 1 else wide)
+        found = {"experts forward": (0.0, wide + summed), "down backward": (weights, wide + narrow + added),
                  "gate backward": (weights, (6 - trained) * narrow),
                  "up backward": (3 * weights, wide + 2 * narrow - gone + 2 * added),
-                 "rows backward": (3 * weights, (2 - trained) * wide - gone)}
+                 "rows backward": (3 * weights, (1 - trained) * wide + summed - gone)}
+        if self.settings.expert_parallel > 1:
+            found |= {"tokens gathered": (0.0, wide + summed), "sums scattered": (0.0, 2 * summed),
+                      "gradients scattered": (3 * weights, 2 * summed - trained * wide - gone)}
         return {name: {"gradients of weights": kept, "layer, backward": here} for name, (kept, here) in found.items()}
 
     def _attention(self, layer: LayerShape, positions: int, degree: int) -> float:
@@ -384,7 +405,7 @@ class MemoryModel:
             return 0
         if not self._trains_weights[part]:
             copies, reduced = min(copies, 2), 0
-        return _largest(layers) * (copies * self._c + reduced * 4 * self._sharded)
+        return self._largest(layers) * (copies * self._c + reduced * 4 * self._sharded)
 
     def layer_bytes(self, part: str, layer: LayerShape) -> int:
         """Bytes that a layer keeps for each token (or patch) for its backward pass."""
@@ -462,10 +483,15 @@ class MemoryModel:
         c, trained = self._c, self._trains_weights[part]
         if layer.experts:
             row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
-            return layer.experts_per_token * row + 4 * layer.experts
+            return math.ceil(self._rows(layer) * row) + 4 * layer.experts
         return c * layer.mlp_width * ((3 if layer.gated else 1) + self._trains[part])
 
+    def _rows(self, layer: LayerShape) -> float:
+        """Rows of a token in a layer's experts: its choices or, where ranks share experts, the room for as many."""
+        sharing = self.settings.expert_parallel
+        most = sharing * min(layer.experts_per_token, layer.experts // sharing)
+        return min(CAPACITY * layer.experts_per_token, most) if sharing > 1 else layer.experts_per_token
 
-def _largest(layers: Sequence[LayerShape]) -> int:
-    """Parameters of the largest layer."""
-    return max(layer.num_parameters for layer in layers)
+    def _largest(self, layers: Sequence[LayerShape]) -> int:
+        """Parameters that a rank gathers of the largest layer."""
+        return max(sum(layer.units(self.settings.expert_parallel)) for layer in layers)

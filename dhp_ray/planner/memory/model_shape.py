@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -37,6 +38,15 @@ class LayerShape:
     query_key_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
+
+    def units(self, sharing: int) -> tuple[int, int]:
+        """Numbers of parameters that a rank gathers together: of the layer; of its part of the experts, where several
+        ranks are `sharing` them and gather them separately.
+        """
+        if sharing == 1:
+            return self.num_parameters, 0
+        experts = 3 * self.experts * self.width * self.mlp_width
+        return self.num_parameters - experts, experts // sharing
 
     @property
     def parameters_used(self) -> int:
@@ -132,6 +142,20 @@ class ModelShape:
     def num_layers(self) -> int:
         """Number of layers of encoder and language model together."""
         return sum(layer.count for layer in (*self.vision, *self.language))
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer that has some; 0: none has."""
+        return max(layer.experts for layer in self.language)
+
+    @property
+    def experts_per_token(self) -> int:
+        return max(layer.experts_per_token for layer in self.language)
+
+    def ranks_that_share(self, wanted: int, num_ranks: int) -> int:
+        """The largest divisor of so many ranks and of a layer's experts that is at most `wanted`; 1 without experts."""
+        common = math.gcd(num_ranks, self.experts or 1)
+        return max(count for count in range(1, max(1, min(wanted, common)) + 1) if common % count == 0)
 
     @property
     def embedding_parameters(self) -> int:

@@ -207,8 +207,7 @@ def _check_model(path: str) -> None:
 
 
 def _family(config: Config) -> type[Family]:
-    """Return the model's family; refuse an unknown preset, parts that it does not have in `train.freeze`, and losses of
-    experts that it does not have.
+    """Return the model's family; refuse an unknown preset, and in `train` parts and experts that it does not have.
     """
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
@@ -216,9 +215,10 @@ def _family(config: Config) -> type[Family]:
     if config.train.freeze and not family.marks:
         raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model is text-only; "
                           "allowed: nothing")
-    for name in ("balance_loss", "router_z_loss"):
-        if (value := getattr(config.train, name)) and family.name not in EXPERT_TYPES:
-            raise ConfigError(f"train.{name}: got {value}, and the model ({family.name}) has no experts; allowed: 0")
+    for name, *allowed in (("balance_loss", 0), ("router_z_loss", 0), ("expert_parallel", "auto", "1")):
+        if (value := getattr(config.train, name)) not in allowed and family.name not in EXPERT_TYPES:
+            raise ConfigError(f"train.{name}: got {value}, and the model ({family.name}) has no experts; allowed: "
+                              f"{', '.join(map(str, allowed))}")
     return family
 
 

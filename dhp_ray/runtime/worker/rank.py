@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from dhp_ray.comm.device import Accelerator
-from dhp_ray.comm.expert_group import ExpertGroup, open_expert_group, ranks_that_share
+from dhp_ray.comm.expert_group import ExpertGroup, open_expert_group
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
@@ -227,7 +227,7 @@ class Rank:
     def _expert_group(self, progress: Progress) -> ExpertGroup | None:
         """Make the groups of ranks that share experts; None if each rank gathers all of a layer's."""
         rank, num_ranks = self.membership.rank, self.membership.world_size
-        size = ranks_that_share(self.config.train.expert_parallel, num_ranks, self.adapter.num_experts)
+        size = self.adapter.shape.ranks_that_share(self.mode.expert_parallel, num_ranks)
         if size == 1:
             return None
         return open_expert_group(size, rank, num_ranks, self.accelerator.backend,
