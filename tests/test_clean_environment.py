@@ -24,7 +24,7 @@ INSTALL_S, COMMAND_S, TEST_S = 1500, 1800, 1900
 """A test ends before the process that runs it does: faulthandler_timeout in pyproject.toml."""
 NEED_MORE = ["tests/train/test_placeholders.py", "tests/train/test_random_plans.py",
              "tests/train/test_random_plans_apart.py", "tests/train/test_greedy.py", "tests/train/test_lora_plans.py",
-             "tests/train/test_balance_losses.py",
+             "tests/train/test_balance_losses.py", "tests/train/test_expert_parallel.py",
              "tests/train/state/test_failed_saves.py", "tests/train/test_unused_parts.py",
              "tests/train/test_activation_offload_plans.py", "tests/train/test_layer_recomputation.py",
              "tests/model/test_merge.py", "tests/model/test_build.py", "tests/planner/test_figures.py",

@@ -117,6 +117,14 @@ def test_adapters_are_of_a_folder(bare: list[str]) -> None:
         "train.lora.dropout: got 1.0; allowed: at least 0 and less than 1")
 
 
+def test_experts_are_shared_by_ranks_that_gather_them(bare: list[str]) -> None:
+    assert load([*bare, "planner.sync=step", "train.expert_parallel=1"]).train.expert_parallel == "1"
+    assert refused([*bare, "planner.sync=step", "train.expert_parallel=2"]) == (
+        "train.expert_parallel: got 2 with planner.sync=step, where each rank has all experts; allowed: 1, or "
+        "planner.sync=micro_batch")
+    assert refused([*bare, "train.expert_parallel=0"]).startswith("train.expert_parallel: got '0'; allowed: auto, or a")
+
+
 def test_what_a_runs_first_start_found_out_is_no_key(bare: list[str], tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"{dump(load(bare))}resolved:\n  image_limit: 1280\n")

@@ -139,6 +139,6 @@ def _config(settings: Simulation, longest_tokens: int) -> Config:
                         tokens_per_rank=train.tokens_per_rank, max_sequence_tokens=longest_tokens),
         train=replace(config.train, precision=train.precision, freeze=train.freeze,
                       activation_checkpointing=train.activation_checkpointing,
-                      activation_offload=train.activation_offload),
+                      activation_offload=train.activation_offload, expert_parallel=train.expert_parallel),
         elastic=replace(config.elastic, mirror_every_steps="0" if faults.policy == "restart"
                         else faults.mirror_every_steps))

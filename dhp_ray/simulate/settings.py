@@ -107,6 +107,9 @@ class TrainSettings:
     activation_offload: str = key("off", "move activations to host memory; off: never; auto: those of packs that "
                                   "fit only with it or are faster with it; a number: this share of every pack",
                                   choices=("off", "auto"), number="share", above=0, maximum=1)
+    expert_parallel: str = key("auto", "most ranks that share each layer's experts, with sync=micro_batch; auto: 1, or "
+                               "those of a node, whichever is faster", choices=("auto",), number="whole number",
+                               minimum=1)
     freeze: list[str] = key([], "parts that are not trained", choices=("vision", "language"))
     tokens_per_rank: str = key("auto", "most tokens of one pack on one rank: a number, or auto (from the device's "
                                "memory)", choices=("auto",), number="whole number", minimum=1)
@@ -225,6 +228,9 @@ def check_simulation(settings: Simulation) -> None:
     for name in settings.planners:
         if name not in PLANNERS:
             raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
+    if settings.train.expert_parallel not in ("auto", "1") and settings.sync == "step":
+        raise ConfigError(f"train.expert_parallel: got {settings.train.expert_parallel} with sync=step, where each "
+                          "rank has all experts; allowed: 1, or sync=micro_batch")
     if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":  # a run refuses this too
         raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
                           "fp32 kernel)")

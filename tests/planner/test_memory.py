@@ -120,6 +120,20 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
         check(name, settings_of(mode, recomputes, ()), 1, degree, share=share)
 
 
+@pytest.mark.parametrize(("name", "recomputes", "seed", "degree", "sharing"), [
+    ("Qwen3-30B-A3B", False, 4, 3, 2), *slow(
+        ("Qwen3-30B-A3B", False, 2, 2, 8), ("Qwen3-30B-A3B", True, 1, 1, 8), ("Qwen3-30B-A3B", False, 2, 1, 4),
+        ("Qwen3-VL-30B-A3B", True, 1, 1, 2), ("Qwen3-235B-A22B", True, 2, 2, 8), ("Qwen3-235B-A22B", False, 3, 1, 8),
+        ("Qwen3-VL-235B-A22B", True, 4, 1, 8))], ids=str)
+@pytest.mark.seconds
+def test_predicted_peaks_where_ranks_share_experts_are_the_traced_ones(
+    name: str, recomputes: bool, seed: int, degree: int, sharing: int
+) -> None:
+    with world_of("micro_batch"):
+        check(name, replace(settings_of("micro_batch", recomputes, ()), expert_parallel=sharing), seed, degree,
+              num_layers=4, largest=20)
+
+
 @pytest.mark.parametrize(("name", "mode", "recomputes", "seed", "degree", "share", "recomputed"), [
     ("Qwen3-30B-A3B", "micro_batch", False, 2, 2, 0.0, 0.0),
     *slow(("Qwen3-30B-A3B", "step", False, 1, 1, 0.0, 0.0), ("Qwen3-30B-A3B", "step", True, 2, 3, 0.0, 0.0),

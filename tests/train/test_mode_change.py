@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_
 
 
 def save_and_load(
-    rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload]
+    rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload],
+    preset: str = "tiny", sharing: int = 1,
 ) -> dict[str, Any]:
     """State and next loss after two steps that are saved, or after loading what was saved."""
-    adapter = rough_model(seed=0 if first else 5)
-    adapter.freeze(["vision"])
+    adapter = rough_model(seed=0 if first else 5, preset=preset)
+    if preset == "tiny":
+        adapter.freeze(["vision"])
     if sync == "micro_batch":
-        stepper: RankStep = make_step(adapter, rank, num_ranks)
+        stepper: RankStep = make_step(adapter, rank, num_ranks, sharing=sharing)
     else:
         world = dist.group.WORLD if num_ranks > 1 else None
         engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 4096)
@@ -71,21 +74,40 @@ def save_and_load(
 def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(
     tmp_path: Path, saved: tuple[str, int], loaded: list[tuple[str, int]]
 ) -> None:
-    def run(sync: str, num_ranks: int, first: bool) -> dict[str, Any]:
+    check_resumes(tmp_path, saved, loaded)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [
+    (("micro_batch", 3, 3), [("step", 1, 1), ("micro_batch", 2, 2)]),
+    pytest.param(("micro_batch", 4, 2), [("micro_batch", 3, 3), ("micro_batch", 4, 1), ("micro_batch", 1, 1)],
+                 marks=pytest.mark.slow),
+    pytest.param(("step", 2, 1), [("micro_batch", 6, 3), ("micro_batch", 6, 2)], marks=pytest.mark.slow)])
+def test_a_checkpoint_resumes_however_many_ranks_share_experts(
+    tmp_path: Path, saved: tuple[str, int, int], loaded: list[tuple[str, int, int]]
+) -> None:
+    check_resumes(tmp_path, saved, loaded, "tiny_qwen3_moe")
+
+
+def check_resumes(
+    folder: Path, saved: tuple[str, int, *tuple[int, ...]], loaded: Sequence[tuple[str, int, *tuple[int, ...]]],
+    preset: str = "tiny",
+) -> None:
+    """What is saved in a mode, on so many ranks, of which so many share experts, is loaded in others."""
+    def run(first: bool, sync: str, num_ranks: int, *sharing: int) -> dict[str, Any]:
         plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]],
                                    sync=sync)
-        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(tmp_path), first, plan,
-                                            payloads)[0]
+        found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(folder), first, plan,
+                                            payloads, preset, *sharing)[0]
         return found
 
-    wanted = run(*saved, True)
+    wanted = run(True, *saved)
     assert wanted["version"] == 2
     assert all(torch.equal(wanted["value"][name], tensor) for name, tensor in wanted["parameters"].items())
-    for sync, num_ranks in loaded:
-        found = run(sync, num_ranks, False)
+    for where in loaded:
+        found = run(False, *where)
         assert found["version"] == 2
         for kind in ("value", "exp_avg", "exp_avg_sq", "parameters"):
             assert found[kind].keys() == wanted[kind].keys()
             assert all(torch.equal(found[kind][name], wanted[kind][name])
-                       for name in wanted[kind]), (sync, num_ranks, kind)
+                       for name in wanted[kind]), (where, kind)
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)

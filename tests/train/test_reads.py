@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.device_parts.reads import Place, counted
 from dhp_ray.comm.device import choose
+from dhp_ray.comm.expert_group import open_expert_group
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.experts import BalanceLosses
@@ -37,7 +38,7 @@ LAYOUT: list[Groups] = [
 
 def reads_of(
     rank: int, sync: str, transport: str, freeze: list[str], recomputes: bool, plan: Plan, payloads: dict[str, Payload],
-    preset: str = "tiny"
+    preset: str = "tiny", sharing: int = 1
 ) -> tuple[list[Place], int, StepResult, int]:
     """Where a step read the device before its totals, how often it did in all, what it reports, and bytes of features
     that came from other ranks before the packs. Experts are computed by torch's grouped
@@ -56,7 +57,10 @@ def reads_of(
         flat = FlatEngine(adapter.module, settings(adapter, 1.0), dist.group.WORLD, 3, rank, progress=progress)
         step = RankStep(adapter, flat, opened, dist.group.WORLD, CPU)
     else:
-        sharded = ShardedEngine(adapter, settings(adapter, 1.0), dist.group.WORLD, rank, CPU, progress=progress)
+        shared = (open_expert_group(sharing, rank, 3, choose("cpu").backend, timedelta(seconds=30), progress)
+                  if sharing > 1 else None)
+        sharded = ShardedEngine(adapter, settings(adapter, 1.0), dist.group.WORLD, rank, CPU, progress=progress,
+                                expert_group=shared)
         step = MicroBatchStep(adapter, sharded, opened, dist.group.WORLD, CPU)
     LayerMarks(layers_by_name(adapter), progress, gathered=sync == "micro_batch")
     rank_plan = plan.rank_plan(1, rank)
@@ -86,15 +90,17 @@ def test_a_step_reads_nothing_before_its_totals(
         assert (result.encoder_times, result.exchanged_bytes) == ((), 0)
 
 
-@pytest.mark.parametrize(("sync", "recomputes"), [
-    ("step", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("step", False), ("micro_batch", True), ("micro_batch", False)))])
-def test_nor_does_one_with_experts(sync: str, recomputes: bool) -> None:
+@pytest.mark.parametrize(("sync", "recomputes", "sharing"), [
+    ("step", True, 1), ("micro_batch", True, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("step", False, 1), ("micro_batch", True, 1), ("micro_batch", False, 1), ("micro_batch", False, 3)))])
+def test_nor_does_one_with_experts(sync: str, recomputes: bool, sharing: int) -> None:
+    """Where ranks share them, it first asks whether there was room for all tokens."""
     texts = [[(ranks, [[part for part in parts if isinstance(part, int)] for parts in samples], None)
               for ranks, samples, _ in groups] for groups in LAYOUT]
     plan, payloads = make_plan(3, texts, masked=("2.1",), sync=sync)
-    for reads, _, result, _ in run_ranks(reads_of, 3, sync, "pool", [], recomputes, plan, payloads, "tiny_qwen3_moe"):
-        assert reads == []
+    for reads, _, result, _ in run_ranks(reads_of, 3, sync, "pool", [], recomputes, plan, payloads, "tiny_qwen3_moe",
+                                         sharing):
+        assert [place.led_there.partition(":")[0] for place in reads] == ["dhp_ray/comm/progress.py"] * (sharing > 1)
         assert result.experts is not None
         assert 0 < result.experts.entropy < 1 < result.experts.max_load
 

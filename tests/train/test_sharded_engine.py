@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.device import choose
+from dhp_ray.comm.expert_group import open_expert_group
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
@@ -69,9 +71,13 @@ def payloads_of(packs: tuple[Pack, ...], payloads: dict[str, Payload], rank: int
 
 
 def make_step(adapter: LanguageModel, rank: int, num_ranks: int, transport_name: str = "pool",
-              precision: str = "fp32", clip_norm: float = 0.0) -> MicroBatchStep:
+              precision: str = "fp32", clip_norm: float = 0.0, sharing: int = 1) -> MicroBatchStep:
+    """`sharing`: so many ranks share experts."""
     assert dist.group.WORLD is not None
-    engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision)
+    experts = (open_expert_group(sharing, rank, num_ranks, "gloo", timedelta(seconds=30), Progress())
+               if sharing > 1 else None)
+    engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision,
+                           expert_group=experts)
     transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
     return MicroBatchStep(adapter, engine, transport, dist.group.WORLD, CPU)
 

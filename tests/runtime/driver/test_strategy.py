@@ -52,6 +52,27 @@ def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_pa
                            "what cpu ranks have of memory and speed is not described")
 
 
+def test_as_many_ranks_share_experts_as_each_generation_can(tmp_path: Path) -> None:
+    """The preset has 6 experts. What is asked for leaves micro_batch alone."""
+    config = config_of(str(tmp_path), *AUTO, "model.preset=tiny_qwen3_moe", "train.expert_parallel=4")
+    for num_ranks, sharing in ((6, 3), (4, 2), (5, 1), (1, 1)):
+        strategy = strategy_of(config, group_of(num_ranks, ROOM, config))
+        mode = strategy.choose().mode
+        assert (mode.sync, mode.expert_parallel) == ("micro_batch", 4)
+        assert strategy.memory(mode).settings.expert_parallel == sharing
+
+
+def test_ranks_of_a_node_share_experts_or_none_do(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO, "model.preset=tiny_qwen3_moe", "planner.sync=micro_batch")
+    choice = strategy_of(config, group_of(6, ROOM, config)).choose()
+    assert choice.mode.expert_parallel in (1, 6)
+    assert f"train.expert_parallel=auto is {choice.mode.expert_parallel}" in choice.line
+    assert "experts shared by 6 ranks" in choice.line
+    assert strategy_of(config, group_of(5, ROOM, config)).choose().mode.expert_parallel == 1
+    dense = config_of(str(tmp_path), *AUTO, "planner.sync=micro_batch")
+    assert "expert" not in strategy_of(dense, group_of(6, ROOM, dense)).choose().line
+
+
 def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, ROOM, config)

@@ -144,6 +144,8 @@ def test_the_planners_have_their_names() -> None:
      "train.freeze: got vision, and the model is text-only; allowed: nothing"),
     (["model=tiny_qwen3", "train.balance_loss=0.001"],
      "train.balance_loss: got 0.001, and the model (qwen3) has no experts; allowed: 0"),
+    (["train.expert_parallel=2", "planner.sync=micro_batch"],
+     "train.expert_parallel: got 2, and the model (qwen2_5_vl) has no experts; allowed: auto, 1"),
     (["train.router_z_loss=0.001"],
      "train.router_z_loss: got 0.001, and the model (qwen2_5_vl) has no experts; allowed: 0"),
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
