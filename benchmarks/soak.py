@@ -5,6 +5,7 @@ in any phase of a step.
     python benchmarks/soak.py --faults 6 --steps 24 --seed 2 the short one of make test
     python benchmarks/soak.py --sync micro_batch --seed 2
     python benchmarks/soak.py --encoder world                images encoded apart from their packs
+    python benchmarks/soak.py model=tiny_qwen3_vl_moe        another model, or other keys of a run
     python benchmarks/soak.py --churn                        one membership after the other, to see that nothing
                                                              piles up in a survivor
 
@@ -143,12 +144,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", nargs="*", default=[],
                         help="run folders of undisturbed runs under SETTINGS, no shorter; none is made then")
     parser.add_argument("--folder", default="", help="keep the runs here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all runs")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="dhp_ray_soak_") as scratch:
         folder = Path(arguments.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
         common = [*data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), folder), *SETTINGS,
-                  f"batch.global_samples={arguments.samples}", f"planner.encoder={arguments.encoder}"]
+                  f"batch.global_samples={arguments.samples}", f"planner.encoder={arguments.encoder}",
+                  *arguments.overrides]
         with Nodes(HEAD_CPUS) as nodes:
             os.environ["RAY_ADDRESS"] = nodes.address
             return (churn if arguments.churn else soak)(nodes, folder, common, arguments)

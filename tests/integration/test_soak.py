@@ -29,16 +29,22 @@ def test_a_soak_with_images_encoded_apart(reference: Path, tmp_path: Path) -> No
     assert layouts == {"world"}
 
 
+def test_a_soak_with_experts_that_two_ranks_share(tmp_path: Path) -> None:
+    soak(None, tmp_path, "micro_batch", 6, 1, "auto", "model=tiny_qwen3_vl_moe", "train.expert_parallel=2")
+
+
 def soak(
-    reference: Path, tmp_path: Path, sync: str, faults: int, seed: int, encoder: str = "auto"
+    reference: Path | None, tmp_path: Path, sync: str, faults: int, seed: int, encoder: str = "auto",
+    *overrides: str
 ) -> str:
     """Two nodes with two workers each, in a cluster of its own; all kinds of faults, among them a node that is lost and
-    one that comes. Returns what the soak printed.
+    one that comes. `reference` None: an undisturbed run is made. Returns what the soak printed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "benchmarks/soak.py", "--sync", sync, "--faults", str(faults), "--seed",
                            str(seed), "--steps", str(COMPARED), "--encoder", encoder,
-                           "--reference", str(reference), "--folder", str(tmp_path)], cwd=ROOT, env=environment,
+                           *(["--reference", str(reference)] if reference else []), "--folder", str(tmp_path),
+                           *overrides], cwd=ROOT, env=environment,
                           text=True, capture_output=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
