@@ -7,7 +7,7 @@
     scatter  a rank gets what all of them have computed for its tokens, and adds it up
 
 Groups have nothing to do with packs: ranks of a group may run packs of any degree, or none. A token that goes to k
-experts on as many ranks would be sent k times, so for E of at most k this moves as much as sending tokens to their
+experts on as many ranks would be sent k times, so for E of at most k this moves no more than sending tokens to their
 experts alone; and no rank has to know how many will come.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,11 @@ class ExpertGroup:
         self._end(begin)
         return received.view(self.size, -1, partial.shape[1])[:, :num_tokens].sum(0)
 
+    def release(self) -> None:
+        """Drop the references to the groups, which would keep their sockets open."""
+        gone: Any = None
+        self._group = self.holders = gone
+
     def gather_parts(self, part: Tensor) -> Tensor:
         """(E, *shape) of the equally shaped tensors of all ranks of the group, which all call this."""
         return gather_over_ranks(part, self._group)
@@ -77,7 +83,11 @@ def open_expert_group(
 ) -> ExpertGroup:
     """Make the groups of `size` ranks of which `rank` is in one; every rank calls this alike. `size` divides the ranks.
     """
-    progress.mark("making of the groups of experts", waits_for_peers=True)
-    groups = [make_group(range(first, first + size), backend, timeout) for first in range(0, num_ranks, size)]
-    holders = [make_group(range(index, num_ranks, size), backend, timeout) for index in range(size)]
-    return ExpertGroup(size, rank % size, groups[rank // size], holders[rank % size], progress)
+    with progress.waiting("making of the groups of experts"):
+        groups = [make_group(range(first, first + size), backend, timeout) for first in range(0, num_ranks, size)]
+        holders = [make_group(range(index, num_ranks, size), backend, timeout) for index in range(size)]
+        mine = ExpertGroup(size, rank % size, groups[rank // size], holders[rank % size], progress)
+        for group in (groups[rank // size], mine.holders):  # NCCL and HCCL connect ranks in their first collective
+            gather_over_ranks(torch.zeros(1, device=progress.device), group)
+        progress.synchronize()
+    return mine

@@ -40,11 +40,17 @@ class ExpertParallel:
         self._most = torch.zeros((), device=group.progress.device)  # the capacity that would have been enough
 
     def share(self, modules: Iterable[Module]) -> None:
-        """Leave these experts this rank's part of their parameters, which are by the rows of their matrices."""
+        """Keep only this rank's part of these experts' parameters, which are by the rows of their matrices."""
         for experts in modules:
             setattr(experts, PARALLEL, self)
             for parameter in experts.parameters():
                 parameter.data = parameter.data.chunk(self.group.size)[self.group.index]
+
+    def release(self, modules: Iterable[Module]) -> None:
+        """Drop all references to the groups; these experts cannot run afterwards."""
+        for experts in modules:
+            delattr(experts, PARALLEL)
+        self.group.release()
 
     @property
     def room(self) -> int:
@@ -54,16 +60,14 @@ class ExpertParallel:
                    self.group.size * num_tokens * min(self.top_k, self.own))
 
     def needs_more_room(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether more rows came on any rank, since the last call, than there is room for; from now on there is room
-        for so many and a quarter more, since rows that had none have changed the choices of the layers behind. Every
-        rank calls this, and waits here for its device.
+        """Whether more rows came on any rank, since the last call, than there was room for. From now on there is room
+        for as many and a quarter more (rows that were left out change what later layers choose), at least CAPACITY.
+        Every rank calls this, and waits here for its device.
         """
-        most = max(numbers_of_ranks(self._most, world, self.group.progress))
+        most, had = max(numbers_of_ranks(self._most, world, self.group.progress)), self.capacity
         self._most.zero_()
-        if most <= self.capacity:
-            return False
-        self.capacity = 1.25 * most
-        return True
+        self.capacity = max(CAPACITY, 1.25 * most)
+        return most * (1 + 1e-6) > had  # the fp32 quotient of many rows is not exact
 
     def run(self, experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """As `run_experts` in `experts.py`; every rank of the group calls this, forward and backward."""
@@ -78,7 +82,7 @@ class ExpertParallel:
         ends = ends.clamp(max=room)
         inverse = order.argsort()
         inverse.masked_fill_(inverse >= ends[-1], room)  # row `room` is added to no token
-        order = F.pad(order, (0, 1))[: room + 1]
+        order = F.pad(order[:room], (0, 1))
         # behind the last expert's rows, products leave memory as it is: neither sums nor gradients may come of it
         is_none = torch.arange(room + 1, device=order.device) >= ends[-1]
         row_weights = weights_of_all.flatten().index_select(0, order).masked_fill(is_none, 0)

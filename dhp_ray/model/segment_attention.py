@@ -144,7 +144,7 @@ class Kernel(Protocol):
 
     def grouped_products(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """(R, N): the rows of `x` (R, M) times one of `weight` (E, M, N) each. Group e ends before row `ends[e]`, int32
-        on the device, and may have no rows; together they are all rows.
+        on the device, and may have no rows. Rows behind the last group are left as they are in memory.
         """
 
     def grouped_sums(self, x: Tensor, y: Tensor, ends: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ packs and auto some of larger packs are.
 
 class Mode(NamedTuple):
     """How ranks synchronise (step, micro_batch), whether all activations are recomputed (otherwise those of some packs
-    may be: `Offer.recomputation`), and how many ranks at most share a layer's experts.
+    may be: `Offer.recomputation`), and the most ranks that share a layer's experts: in force is the largest divisor of
+    ranks and experts up to it (`ModelShape.ranks_that_share`).
     """
 
     sync: str
@@ -56,7 +57,7 @@ class Mode(NamedTuple):
     expert_parallel: int = 1
 
     def __str__(self) -> str:
-        shared = f", experts shared by {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
+        shared = f", experts shared by up to {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
         return f"{self.sync}{' with recomputation' if self.recomputes else ''}{shared}"
 
 
@@ -65,8 +66,8 @@ PLAIN = Mode("step", False)
 
 def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> list[Mode]:
     """The modes that these values of `planner.sync` and `train.activation_checkpointing` leave open, ordered by the
-    memory that they need, most first. `sharing`: how many ranks may share experts, in ascending order; more than one
-    only with micro_batch.
+    memory that their parameters need, most first. `sharing`: how many ranks may share experts, in ascending order; more
+    than one only with micro_batch.
     """
     return [Mode(each, again, shared) for each in (SYNCS if sync == "auto" else (sync,)) for again in RECOMPUTES[
         recomputes] for shared in sharing if shared == 1 or each == "micro_batch"]

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from dhp_ray.data.blocks import UNKNOWN, BlockOrigin, BlockRows
-from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
+from dhp_ray.planner.plan.types import MicroBatch, Pack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
 
 PROTOCOL = 5
 
@@ -33,7 +33,7 @@ def _reducer(cls: type[Any]) -> Callable[[Any], Any]:
 
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
-    cls: _reducer(cls) for cls in (Sample, Pack, RankPlan, SplitImage, VisionPlan)
+    cls: _reducer(cls) for cls in (Sample, MicroBatch, Pack, RankPlan, SplitImage, VisionPlan)
 }
 
 

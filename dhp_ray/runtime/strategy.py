@@ -198,13 +198,15 @@ class Strategy:
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
         pooled = device.pool_groups(config.comm.pool_groups, ranks.memory_bytes)
         num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
+        sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
         memory = MemoryModel(ranks.shape, MemorySettings(
             sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
-            communicators_bytes=num_groups * device.group_bytes if config.comm.transport == "pool" else 0,
+            communicators_bytes=device.group_bytes * (
+                num_groups * (config.comm.transport == "pool") + 2 * (sharing > 1)),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
-            expert_parallel=ranks.shape.ranks_that_share(mode.expert_parallel, world_size)))
+            expert_parallel=sharing))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
@@ -319,7 +321,7 @@ class Strategy:
     def _modes(self, sync: str = "") -> list[Mode]:
         """Return the modes that the configuration allows, ordered by what they need, most first."""
         sync, wanted = sync or self.config.planner.sync, self.config.train.expert_parallel
-        if wanted != "auto" and int(wanted) > 1:
+        if wanted != "auto" and int(wanted) > 1 and sync != "step":
             sync, sharing = "micro_batch", [int(wanted)]
         else:
             a_node = min(Counter(self.ranks.nodes).values()) if wanted == "auto" else 1
@@ -466,6 +468,9 @@ def resolve(
         return replace(run, config=replace(run.config, planner=replace(run.config.planner, **values)))
 
     given, recorded = config.planner, recorded_sync(config, stored)
+    if recorded == "step" and config.train.expert_parallel not in ("auto", "1"):
+        raise ConfigError(f"{SHARING}: got {config.train.expert_parallel}, and the run began with planner.sync=step, "
+                          "where each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     image_limit = int(stored.get(f"{RESOLVED}.image_limit") or 0)
     run = Strategy(config, ranks, given.tokens_per_rank == "auto", image_limit, first_batch)
     largest = run.image_tokens

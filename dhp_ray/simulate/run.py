@@ -349,6 +349,9 @@ def prepared(settings: Simulation) -> Simulated:
     if settings.train.freeze and not shape.vision:
         raise ConfigError(f"train.freeze: got {', '.join(settings.train.freeze)}, and {settings.model} is "
                           "text-only; allowed: nothing")
+    if settings.train.expert_parallel not in ("auto", "1") and not shape.experts:
+        raise ConfigError(f"train.expert_parallel: got {settings.train.expert_parallel}, and {settings.model} has no "
+                          "experts; allowed: auto, 1")
     batches = Batches(Workload(settings.workload, shape.family), settings.global_samples,
                       0 if settings.duration_s else settings.num_batches, settings.seed)
     return Simulated(settings, SimulatedCluster(settings, batches.longest_tokens, batches(1)), batches)

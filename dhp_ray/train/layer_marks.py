@@ -48,10 +48,10 @@ class LayerMarks:
         self._handles.clear()
 
 
-def layers_by_name(adapter: LanguageModel) -> dict[str, Module]:
-    """The layers of a model, by their names in its module."""
+def layers_by_name(adapter: LanguageModel, *others: Module) -> dict[str, Module]:
+    """The layers of a model, and `others` of its modules, by their names in it."""
     names = {module: name for name, module in adapter.module.named_modules()}
-    return {names[layer]: layer for layer in adapter.units()}
+    return {names[layer]: layer for layer in (*adapter.units(), *others)}
 
 
 def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:

@@ -243,10 +243,20 @@ class MicroBatchStep(RankStep):
             found = super()._run_packs(inputs)
         return found
 
-    def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+    def _run_pack(
+        self, plan: RankPlan, pack: Pack, feed: Iterator[PackInputs], features: Tensor | None
+    ) -> PackRun:
+        """Ranks that share experts meet in layers that run again, and hold tokens of other packs: they relieve all
+        packs of a micro-batch alike.
+        """
         if self.engine.expert_parallel:
-            self.engine.expert_parallel.group.num_tokens = plan.most_tokens[pack.micro_batch]
-        return self.engine.loss(inputs, link, plan.encodes[pack.micro_batch])
+            known = plan.micro_batches[pack.micro_batch]
+            self.engine.expert_parallel.group.num_tokens = known.most_tokens
+            feed = (replace(inputs, offload=known.offload, recomputed=known.recomputed) for inputs in feed)
+        return super()._run_pack(plan, pack, feed, features)
+
+    def _loss(self, plan: RankPlan, pack: Pack, inputs: PackInputs, link: PackCommunicator) -> Tensor:
+        return self.engine.loss(inputs, link, plan.micro_batches[pack.micro_batch].encodes)
 
     def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
         self.engine.before_encoding()

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.comm.expert_group import ExpertGroup
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.comm.progress import Progress
+from dhp_ray.comm.ranks import gather_over_ranks
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.expert_parallel import ExpertParallel
 from dhp_ray.model.language_model import LanguageModel
@@ -120,7 +121,7 @@ class ShardedEngine(Engine):
             if parameter.ndim == 0:
                 raise ValueError(f"parameter {name}: a scalar, which cannot be sharded; allowed with planner.sync=step")
             self._shapes[name] = tuple(parameter.shape)
-        self._mesh = self._holders = DeviceMesh.from_group(world_group, device.type)
+        self._world_group, self._meshes = world_group, [DeviceMesh.from_group(world_group, device.type)]
         for parameter, shape in adapter.sharded_shapes().items():
             parameter.data = parameter.data.view(shape)
         shared: list[nn.Module] = []
@@ -129,7 +130,9 @@ class ShardedEngine(Engine):
             shared = adapter.experts()
             self.expert_parallel = ExpertParallel(expert_group, adapter.shape)
             self.expert_parallel.share(shared)
-            self._holders = DeviceMesh.from_group(expert_group.holders, device.type)
+            self._meshes.append(DeviceMesh.from_group(expert_group.holders, device.type))
+        experts = {parameter for unit in shared for parameter in unit.parameters()}
+        self._shared = {name for name, parameter in module.named_parameters() if parameter in experts}
         self._units = units = [*shared, *adapter.units(), self.root]
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
@@ -140,7 +143,7 @@ class ShardedEngine(Engine):
         if adapter.weights is not None:
             narrow_frozen(module, COMPUTE_TYPES[precision])
         for unit in units:
-            wrapped = fully_shard(unit, mesh=self._holders if unit in shared else self._mesh, mp_policy=policy,
+            wrapped = fully_shard(unit, mesh=self._meshes[unit in shared], mp_policy=policy,
                                   reshard_after_forward=unit is not self.root)
             sharded = cast(FSDPModule, wrapped)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
@@ -151,7 +154,7 @@ class ShardedEngine(Engine):
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
         if adapter.weights is not None:
-            read_shards(self.root, everything if initialize else self.frozen, adapter.weights, device, self._part)
+            read_shards(self.root, everything if initialize else self.frozen, adapter.weights, device, self._start)
         self._unit_pieces = self._lay_out(units)
         pieces = tuple(piece for found in self._unit_pieces.values() for piece in found)
         shapes = {name: self._shapes[name] for name in self.parameters}
@@ -207,10 +210,7 @@ class ShardedEngine(Engine):
         everything = {**self.parameters, **self.frozen}
         for name, owner in wanted:
             with self.progress.waiting("a parameter's rows of other ranks"):
-                part = cast(DTensor, everything[name].detach())
-                whole = part.full_tensor()
-                if self.expert_parallel and part.device_mesh is self._holders:
-                    whole = self.expert_parallel.group.gather_parts(whole)
+                whole = self._whole(name, everything[name])
             value = (whole.to("cpu", torch.float32, copy=True).view(self._shapes[name]) if owner == self.rank
                      else None)
             self.progress.synchronize()
@@ -228,17 +228,30 @@ class ShardedEngine(Engine):
                 rows = parameter.to_local()
                 if name is None or not rows.numel():
                     continue
-                start = first_element(parameter, self._part(parameter))
+                start = self._start(name, parameter)
                 found.append(Piece(name, start, start + rows.numel(), offset))
                 offset += rows.numel()
             if found:
                 laid_out[found[0].offset] = found
         return laid_out
 
-    def _part(self, parameter: DTensor) -> int:
-        """Return which part of a parameter is here: of experts that ranks share, else the whole."""
-        parallel = self.expert_parallel
-        return parallel.group.index if parallel and parameter.device_mesh is self._holders else 0
+    def _start(self, name: str, parameter: DTensor) -> int:
+        """Return the element of a flattened parameter with which this rank's rows begin."""
+        if self.expert_parallel and name in self._shared:
+            group = self.expert_parallel.group
+            return group.index * parameter.numel() + first_element(parameter, self.rank // group.size,
+                                                                   self.world_size // group.size)
+        return first_element(parameter, self.rank, self.world_size)
+
+    def _whole(self, name: str, parameter: DTensor) -> Tensor:
+        """Return all values of a parameter on every rank, which all call this."""
+        rows, parallel = parameter.to_local().detach(), self.expert_parallel
+        group = parallel.group.holders if parallel and name in self._shared else self._world_group
+        most = -(-len(parameter) // group.size())  # rows of the first ranks; the last ones may have fewer
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        whole = gather_over_ranks(padded, group).flatten(0, 1)[: len(parameter)]
+        return parallel.group.gather_parts(whole) if parallel and name in self._shared else whole
 
     def _last_gathered(self) -> nn.Module:
         """Return the unit of the language model that the backward pass gathers last."""
@@ -262,8 +275,10 @@ class ShardedEngine(Engine):
         FSDP has no call for this: its modules keep the group for life, and so does the mesh, which torch's DTensor
         caches keep too.
         """
-        for mesh in (self._mesh, self._holders):
+        for mesh in self._meshes:
             mesh._pg_registry.clear()  # read by torch.compile alone
+        if self.expert_parallel:
+            self.expert_parallel.release(self.adapter.experts())
         for unit in self._units:
             for group in fsdp_param_groups(unit):
                 group.mesh_info.shard_process_group = None
@@ -273,7 +288,8 @@ class ShardedEngine(Engine):
             parameter.grad = None
             with torch.no_grad():
                 parameter.to_local().untyped_storage().resize_(0)
-        self.adapter = self.root = self.expert_parallel = cast(Any, None)
+        self.adapter = self.root = self.expert_parallel = self._world_group = cast(Any, None)
+        self._meshes = []
         self._units, self.parameters, self.frozen = [], {}, {}
 
     def _reduce(self) -> float:
@@ -297,13 +313,12 @@ def narrow_frozen(module: nn.Module, compute_type: torch.dtype) -> None:
             parameter.data = parameter.data.to(compute_type)
 
 
-def first_element(parameter: DTensor, part: int = 0) -> int:
-    """Return the element of a flattened parameter with which this rank's rows begin; all ranks but the last ones have
-    equally many. `part`: which of equal parts of it is sharded like this.
+def first_element(parameter: Tensor, rank: int, num_ranks: int) -> int:
+    """Return the element of a flattened parameter with which the rows begin that FSDP2 gives to `rank`; all ranks but
+    the last ones have equally many.
     """
-    mesh, (num_rows, *columns) = parameter.device_mesh, parameter.shape
-    row = min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
-    return (part * num_rows + row) * math.prod(columns)
+    num_rows, *columns = parameter.shape
+    return min(-(-num_rows // num_ranks) * rank, num_rows) * math.prod(columns)
 
 
 def read_shards(
@@ -311,16 +326,15 @@ def read_shards(
     parameters: Mapping[str, DTensor],
     weights: StoredWeights,
     device: torch.device,
-    part_of: Callable[[DTensor], int] = lambda parameter: 0,
+    start_of: Callable[[str, DTensor], int],
 ) -> None:
     """Allocate this rank's rows of the sharded module `root`, which is on the meta device, and fill those of
-    `parameters`. `part_of`: as for `first_element`. Not a collective.
+    `parameters`, of which the first is element `start_of(name, parameter)` of the flattened one. Not a collective.
     """
     buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}  # tables that no file holds
     root.to_empty(device=device)
     with torch.no_grad():
         for name, buffer in root.named_buffers():
             buffer.copy_(buffers[name])
-    weights.read(Interval(name, first_element(parameter, part_of(parameter)),
-                          cast(DTensor, parameter.detach()).to_local().view(-1))
+    weights.read(Interval(name, start_of(name, parameter), cast(DTensor, parameter.detach()).to_local().view(-1))
                  for name, parameter in parameters.items())

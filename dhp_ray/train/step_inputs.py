@@ -88,7 +88,8 @@ class StepInputs:
             if not payload.masked:
                 pixels = [next(patches) if here else None for here in encoded_here]
                 self.payloads[sample.id] = replace(payload, pixels=pixels)
-        if self.plan.encodes and self.plan.encodes[pack.micro_batch] and not inputs.grids and not apart:
+        known = self.plan.micro_batches
+        if known and known[pack.micro_batch].encodes and not inputs.grids and not apart:
             inputs = with_tiny_image(inputs, adapter)
         return inputs.map(Tensor.pin_memory) if self.pinned else inputs
 
@@ -97,11 +98,11 @@ def packs_of(plan: RankPlan) -> list[Pack]:
     """Return the packs that a rank runs: with sync=micro_batch one in each micro-batch, an idle token (index -1) if it
     has none.
     """
-    if not plan.encodes:
+    if not plan.micro_batches:
         return list(plan.packs)
     own = {pack.micro_batch: pack for pack in plan.packs}
     return [own.get(number) or Pack((plan.rank,), (), 0.0, micro_batch=number, index=-1, samples=(IDLE,))
-            for number in range(plan.num_micro_batches)]
+            for number in range(len(plan.micro_batches))]
 
 
 def collated(

@@ -48,8 +48,12 @@ def test_every_rank_gets_its_slice():
     assert [[pack.index for pack in found.packs] for found in slices] == [[0], [0, 2], [1, 2]]
     assert {found.process_groups for found in slices} == {((0, 1), (1, 2))}
     assert slices[2].packs[0].samples == (SAMPLES[1],)
-    assert slices[0].encodes == ()
+    assert slices[0].micro_batches == ()
     micro_batched = replace(PLAN, sync="micro_batch", groups=(*GROUPS[:2], replace(GROUPS[2], micro_batch=4)))
     assert [[pack.micro_batch for pack in found.packs]
             for found in micro_batched.rank_plans(7)] == [[0], [0, 1], [0, 1]]
-    assert micro_batched.rank_plan(7, 0).encodes == (True, False)
+    known = micro_batched.rank_plan(7, 0).micro_batches
+    assert [each.encodes for each in known] == [True, False]
+    assert [each.most_tokens for each in known] == [
+        max(-(-sum(SAMPLES[row].num_tokens for row in group.sequences) // group.degree) for group in groups)
+        for groups in (GROUPS[:2], GROUPS[2:])]

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 from dhp_ray.data.blocks import BlockOrigin, BlockRows
-from dhp_ray.planner.plan.types import Pack, RankPlan, Sample, SplitImage, VisionPlan
+from dhp_ray.planner.plan.types import MicroBatch, Pack, RankPlan, Sample, SplitImage, VisionPlan
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slice, unpacked_slice
 
 SAMPLES = (Sample("a", 8, 4, ((1, 4, 4),)), Sample("b", 9))
 PACK = Pack((0, 2), (0, 1), 0.5, encoders=(2,), micro_batch=1, passes=(0,), splits=(SplitImage(0, (0, 2), (0, 1)),),
             offload=0.25, index=3, samples=SAMPLES)
-PLANS = [RankPlan(7, 0, ((0, 2), (1, 3)), (PACK,), (True, False), "1.7.2", VisionPlan(layout="world"), (PACK, PACK)),
+PLANS = [RankPlan(7, 0, ((0, 2), (1, 3)), (PACK,), (MicroBatch(True, 9, 0.5), MicroBatch()), "1.7.2",
+                  VisionPlan(layout="world"), (PACK, PACK)),
          RankPlan(1, 5, (), ())]
 OWN = Pack((5,), (2,), 0.1, index=5, samples=(Sample("c", 3),))
-SLICES = [RankPlan(7, 4, ((4, 5),), (PACK,), (True,), "1.7.2", VisionPlan(layout="world")),
-          RankPlan(7, 5, ((4, 5),), (PACK, OWN), (True,), "1.7.2", VisionPlan(layout="world"), (PACK,))]
+SLICES = [RankPlan(7, 4, ((4, 5),), (PACK,), (MicroBatch(True),), "1.7.2", VisionPlan(layout="world")),
+          RankPlan(7, 5, ((4, 5),), (PACK, OWN), (MicroBatch(True),), "1.7.2", VisionPlan(layout="world"),
+                   (PACK,))]
 INDEX = RowIndex({"a": ("second", 5), "b": ("first", 0), "c": ("second", 2), "d": ("third", 1)},  # type: ignore[dict-item]
                  {"first": BlockOrigin("node", "a part", 7), "third": BlockOrigin("other", "a part", 8)})  # type: ignore[dict-item]
 

@@ -54,6 +54,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     (["model=qwen2_5_vl_7b", "cluster.num_ranks=64", "cluster.memory_gib=72", "train.activation_checkpointing=packs"],
      "error: workload.max_pixels: an image may have 1,280 tokens, and a rank has room for "),
     (["workload=long_documents", "train.tokens_per_rank=100"], "error: workload: the longest sequence has "),
+    (["train.expert_parallel=2"], "error: train.expert_parallel: got 2, and qwen3_vl_2b has no experts; allowed: auto"),
     (["sync=step", "train.expert_parallel=2"],
      "error: train.expert_parallel: got 2 with sync=step, where each rank has all experts; allowed: 1, or "),
     (["train.activation_offload=2"], "error: train.activation_offload: got '2'; allowed: off, auto, or a share of "),

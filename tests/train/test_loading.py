@@ -22,7 +22,7 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.collate import Payload
-from dhp_ray.train.sharded_engine import MicroBatchModel, ShardedEngine, read_shards
+from dhp_ray.train.sharded_engine import MicroBatchModel, ShardedEngine, first_element, read_shards
 from dhp_ray.train.step_inputs import collated
 from tests.engine_values import full_parameters
 from tests.packs import load_whole, plain_copy, relative_errors, rough_model, save_model, stored_values
@@ -47,7 +47,8 @@ def compare(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
     adapter.freeze(["vision"])
     assert all(parameter.is_meta for parameter in adapter.module.parameters())
     root = shard(adapter)
-    read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU)
+    read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU,
+                lambda name, parameter: first_element(parameter, rank, num_ranks))
     wanted, found = dict(whole.module.named_parameters()), dict(adapter.module.named_parameters())
     buffers = dict(adapter.module.named_buffers())
     return {
@@ -122,7 +123,8 @@ def test_tied_weights_may_be_stored_under_either_name_or_both(tmp_path: Path) ->
 
 def read_alone(rank: int, path: str) -> None:
     adapter = build_model("", path, None, 0)
-    read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, CPU)
+    read_shards(shard(adapter), dict(adapter.module.named_parameters()), adapter.weights, CPU,
+                lambda name, parameter: 0)
 
 
 def test_a_weight_that_is_missing_or_of_another_shape_or_type_is_refused_before_anything_is_read(
@@ -209,7 +211,8 @@ def grown(rank: int, num_ranks: int, path: str, in_shards: bool) -> int:
     adapter = build_model("", path, None, 0) if in_shards else load_whole(path)
     root = shard(adapter)
     if in_shards:
-        read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU)
+        read_shards(root, dict(adapter.module.named_parameters()), adapter.weights, CPU,
+                    lambda name, parameter: first_element(parameter, rank, num_ranks))
     return peak_bytes() - before
 
 

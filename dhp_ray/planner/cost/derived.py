@@ -300,7 +300,8 @@ def expert_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> fl
     inside = num_nodes == 1 or settings.world_size // num_nodes % sharing == 0
     received = (sharing - 1) * COMPUTE_BYTES[settings.precision] * memory.shape.width
     layers = sum(layer.count for layer in memory.shape.language if layer.experts)
-    return layers * 2 * (2 + settings.recomputes) * received / (
+    # what runs again gathers, and ends before it would scatter
+    return layers * (4 + settings.recomputes) * received / (
         device.intra_bytes_per_s if inside else device.inter_bytes_per_s)
 
 

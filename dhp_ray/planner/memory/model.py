@@ -14,7 +14,8 @@ backward pass are held. In addition to these, at single moments, for layers of w
     last norm      (2 c + 16) D, gradients in the computing type and in fp32
     layer          gradients in its MLP, c F (3 - t), or c F and, once, that of its last product's weights, c D F; or in
                    its attention, with the kernel's workspace; in its experts the k rows of each token, wide (k c D)
-                   and narrow (k c F), and the gradients of all experts' weights
+                   and narrow (k c F), and the gradients of all experts' weights; where E ranks share them: CAPACITY
+                   times as many rows, the gradients of an E-th, and the tokens of E ranks (E c D), twice
     embedding      gradient of the embedding; of a tied one c V D since the loss, and the two added: 3 c V D;
                    sync=micro_batch: the encoder's last unit, gathered for what follows
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with

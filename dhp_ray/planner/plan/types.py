@@ -139,29 +139,39 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What every rank knows of a micro-batch: whether any rank's pack has an image, the most tokens of any rank, and
+    the largest shares of layers of any pack that are moved to host memory or recomputed.
+    """
+
+    encodes: bool = False
+    most_tokens: int = 1
+    offload: float = 0.0
+    recomputed: float = 0.0
+
+    def with_pack(self, pack: Pack) -> MicroBatch:
+        tokens = -(-sum(sample.num_tokens for sample in pack.samples) // pack.degree)
+        return MicroBatch(self.encodes or len(pack.encoders) > 0, max(self.most_tokens, tokens),
+                          max(self.offload, pack.offload), max(self.recomputed, pack.recomputed))
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """One rank's ordered slice of a plan, and every process group of the plan (the same on all ranks, in plan order).
 
-    encodes, most_tokens: for each micro-batch of a plan with sync=micro_batch, whether any rank's pack in it has an
-    image, and the most tokens of any rank; empty with sync=step. encoded: the packs, its own and others', with an image
-    that this rank encodes apart from the packs (`vision`), in plan order. plan_id: names the plan among all that were
-    sent in a run.
+    micro_batches: those of a plan with sync=micro_batch; empty with sync=step. encoded: the packs, its own and others',
+    with an image that this rank encodes apart from the packs (`vision`), in plan order. plan_id: names the plan among
+    all that were sent in a run.
     """
 
     step: int
     rank: int
     process_groups: tuple[tuple[int, ...], ...]
     packs: tuple[Pack, ...]
-    encodes: tuple[bool, ...] = ()
+    micro_batches: tuple[MicroBatch, ...] = ()
     plan_id: str = ""
     vision: VisionPlan = IN_PACKS
     encoded: tuple[Pack, ...] = ()
-    most_tokens: tuple[int, ...] = ()
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches of a plan with sync=micro_batch; 0 with sync=step."""
-        return len(self.encodes)
 
 
 def encoded_images(pack: Pack, rank: int) -> list[tuple[bool, ...]]:
@@ -229,9 +239,8 @@ class Plan:
     def rank_plans(self, step: int, plan_id: str = "") -> list[RankPlan]:
         """The slice of each rank. O(ranks + sum of degrees + images)."""
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
-        encoding = {group.micro_batch for group in self.groups if group.encoders}
         place = {number: index for index, number in enumerate(numbers)}
-        most = [1] * len(numbers)  # a rank without a pack runs one token
+        micro_batches = [MicroBatch()] * len(numbers)
         own: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
         encoded: list[list[Pack]] = [[] for _ in range(self.cluster.num_ranks)]
         for index, group in enumerate(self.groups):
@@ -240,14 +249,13 @@ class Plan:
             for rank in pack.ranks:
                 own[rank].append(pack)
             if numbers:
-                tokens = -(-sum(sample.num_tokens for sample in pack.samples) // pack.degree)
-                most[pack.micro_batch] = max(most[pack.micro_batch], tokens)
+                micro_batches[pack.micro_batch] = micro_batches[pack.micro_batch].with_pack(pack)
             if self.vision.apart:
                 for rank in set(chain(*encoding_ranks(pack.encoders, pack.splits))):
                     encoded[rank].append(pack)
-        groups, encodes = self.process_groups(), tuple([number in encoding for number in numbers])
-        return [RankPlan(step, rank, groups, tuple(own[rank]), encodes, plan_id, self.vision, tuple(encoded[rank]),
-                         tuple(most)) for rank in range(self.cluster.num_ranks)]
+        groups, known = self.process_groups(), tuple(micro_batches)
+        return [RankPlan(step, rank, groups, tuple(own[rank]), known, plan_id, self.vision, tuple(encoded[rank]))
+                for rank in range(self.cluster.num_ranks)]
 
     def validate(self) -> None:
         """Raise PlanError unless every sequence runs exactly once, on valid ranks, within their memory."""

@@ -82,7 +82,10 @@ class Commits:
         records.commit(finished.step, [sample.id for sample in trained], metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
         # after a recovery ranks may be others, though there are as many
-        if finished.generation == session.current.number and len(finished.results) == session.group.size:
+        same_ranks = finished.generation == session.current.number and len(finished.results) == session.group.size
+        shape, sharing = session.group.ranks.shape, session.current.choice.mode.expert_parallel
+        # ranks that share experts compute for the packs of others
+        if same_ranks and shape.ranks_that_share(sharing, session.group.size) == 1:
             self._observe_speeds(finished, work)
             self._refit(finished, work)
         extra |= {f"speed_{rank}": speed for rank, speed in enumerate(session.current.meter.planned())}

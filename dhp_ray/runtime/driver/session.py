@@ -195,7 +195,7 @@ class Session:
             self.records.event("mode", generation=self.current.number, sync=choice.mode.sync,
                                activation_checkpointing=choice.recomputation(
                                    self.config.train.activation_checkpointing),
-                               auto=choice.keys, why=choice.why)
+                               expert_parallel=choice.mode.expert_parallel, auto=choice.keys, why=choice.why)
             self.tell(Notice(choice.line))
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:

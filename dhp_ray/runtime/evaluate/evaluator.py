@@ -38,7 +38,7 @@ from dhp_ray.runtime.evaluate.predictions import Answer
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker.prefetch import decodings
 from dhp_ray.schema import Evaluation
-from dhp_ray.train.sharded_engine import narrow_frozen, read_shards
+from dhp_ray.train.sharded_engine import first_element, narrow_frozen, read_shards
 
 KEPT_FRAGMENTS = 2
 NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())
@@ -224,5 +224,6 @@ def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.P
     for layer in module.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    read_shards(module, dict(module.named_parameters()), weights, device)
+    read_shards(module, dict(module.named_parameters()), weights, device,
+                lambda name, parameter: first_element(parameter, group.rank(), group.size()))
     return module

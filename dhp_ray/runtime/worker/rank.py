@@ -211,8 +211,10 @@ class Rank:
 
     def _layers(self) -> dict[str, Module]:
         """Return the modules to mark, by name: all layers, and with FSDP, which gathers it too, the whole model."""
-        gathered = {"model": self.engine.root} if isinstance(self.engine, ShardedEngine) else {}
-        return layers_by_name(self.adapter) | gathered
+        if not isinstance(self.engine, ShardedEngine):
+            return layers_by_name(self.adapter)
+        experts = self.adapter.experts() if self.engine.expert_parallel else []
+        return layers_by_name(self.adapter, *experts) | {"model": self.engine.root}
 
     def _engine(self, world: dist.ProcessGroup | None, initialize: bool, progress: Progress) -> Engine:
         settings, precision, rank = self._optimizer_settings(), self.config.train.precision, self.membership.rank
