@@ -56,6 +56,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneCluster(config, log)
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported lives as long as the tests: no collection need walk through it
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -16,7 +16,8 @@ from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft",
            "dhp_ray.model.build", "dhp_ray.model.kernels.cpu", "dhp_ray.planner.mode", "dhp_ray.runtime.worker.rank",
-           "dhp_ray.runtime.worker.export", "tests.async_backend", "pytest", "tests.rank_server"]
+           "dhp_ray.runtime.worker.export", "benchmarks.worlds", "tests.async_backend", "pytest",
+           "tests.train.random_plans", "tests.rank_server"]
 BACKEND = "gloo"
 """Of the ranks of tests that do not name one; the fixture `backend_of_ranks` sets it."""
 

@@ -117,18 +117,18 @@ def random_splits(plan: Plan, world: World, random: np.random.Generator) -> dict
 
 
 def check(
-    reference: Path, world: World, plans: Sequence[Plan], *settings: str, tolerance: float = TOLERANCE,
-    before: Callable[[], Any] = int,
+    reference: Callable[[str], Path], world: World, plans: Sequence[Plan], *settings: str,
+    tolerance: float = TOLERANCE, before: Callable[[], Any] = int,
 ) -> list[dict[str, int]]:
     """Run the plans at equal weights and hold each one's loss and gradients against the reference; the ranks' pool
     counters. Every rank calls `before` first.
     """
-    config = load([f"model.path={reference / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
+    folder = reference(world.preset)
+    config = load([f"model.path={folder / 'model'}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
                    "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0", "train.clip_norm=0", *settings])
-    results = run_processes(run_plans, world.num_ranks, world, config, list(plans), reference / world.preset,
-                            before, timeout_s=WATCHDOG_S * (len(plans) + 1))
+    results = run_processes(run_plans, world.num_ranks, world, config, list(plans), folder, before,
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
         assert errors["loss"] < tolerance, (plan.groups, errors)

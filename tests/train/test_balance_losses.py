@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +58,25 @@ def gradients(module: PreTrainedModel, payload: Payload) -> tuple[float, dict[st
 
 
 @pytest.fixture(scope="module")
-def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("balanced")
-    for preset in EXPERT_PRESETS:
-        adapter = rough_model(preset=preset)
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def folder_of(preset: str) -> Path:
+        folder, adapter = tmp_path_factory.mktemp(preset), rough_model(preset=preset)
         plain = plain_copy(adapter)
-        save_model(adapter, folder / preset / "model", dict(adapter.module.named_parameters()))
-        torch.save({sample.id: gradients(plain, payload) for sample, payload in SAMPLES[preset]},
-                   folder / preset / "gradients")
-    return folder
+        save_model(adapter, folder / "model", dict(adapter.module.named_parameters()))
+        torch.save({sample.id: gradients(plain, payload) for sample, payload in SAMPLES[preset]}, folder / "gradients")
+        return folder
+
+    return folder_of
 
 
 @pytest.mark.parametrize("world", [
     *WORLDS, *(pytest.param(world, marks=pytest.mark.slow) for world in OTHERS)], ids=str)
-def test_any_plan_has_the_gradients_of_the_definition(balanced: Path, world: World) -> None:
+def test_any_plan_has_the_gradients_of_the_definition(balanced: Callable[[str], Path], world: World) -> None:
     """Sequences of a pack apart from each other; ranks without a token, and placeholders of idle ranks."""
     first = 20_000 + 10 * (*WORLDS, *OTHERS).index(world)
-    check(balanced, world, [random_plan(seed, world) for seed in range(first, first + 3)],
+    last = first + (2 if world is WORLDS[0] else 3)  # the first one has idle ranks
+    check(balanced, world, [random_plan(seed, world) for seed in range(first, last)],
           f"train.balance_loss={BALANCE}", f"train.router_z_loss={ROUTER_Z}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_as_many_ranks_share_experts_as_can(wanted: int, num_ranks: int, num_exp
 
 @pytest.mark.parametrize(("size", "world"), [
     *WORLDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)], ids=str)
-def test_any_plan_beside_plain_transformers(reference: Path, size: int, world: World) -> None:
+def test_any_plan_beside_plain_transformers(reference: Callable[[str], Path], size: int, world: World) -> None:
     """Idle ranks and packs of any degree among those that share experts."""
     first = 40_000 + 10 * (*WORLDS, *OTHERS).index((size, world))
     check(reference, world, [random_plan(seed, world) for seed in range(first, first + 4)],
@@ -59,21 +60,21 @@ def test_five_ranks_share_thirty_experts(tmp_path: Path) -> None:
     world = World(5, "micro_batch", "pool", True, preset=TEXT)
     adapter = rough_model(preset=TEXT, num_local_experts=MANY)
     plain = plain_copy(adapter)
-    save_model(adapter, tmp_path / TEXT / "model", dict(adapter.module.named_parameters()))
+    save_model(adapter, tmp_path / "model", dict(adapter.module.named_parameters()))
     torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES[TEXT]},
-               tmp_path / TEXT / "gradients")
-    check(tmp_path, world, [random_plan(seed, world) for seed in range(41_000, 41_004)], "train.expert_parallel=5",
+               tmp_path / "gradients")
+    check(lambda preset: tmp_path, world, [random_plan(seed, world) for seed in range(41_000, 41_004)], "train.expert_parallel=5",
           before=partial(in_force, 5))
 
 
-def test_no_token_is_dropped_where_there_is_no_room(reference: Path) -> None:
+def test_no_token_is_dropped_where_there_is_no_room(reference: Callable[[str], Path]) -> None:
     """The packs run again, and nothing of their first run is in loss or gradients."""
     world = World(3, "micro_batch", "pool", preset=VISION)
     check(reference, world, [random_plan(seed, world) for seed in range(42_000, 42_003)], "train.expert_parallel=3",
           before=cramp)
 
 
-def test_packs_that_recompute_meet_those_that_do_not(reference: Path) -> None:
+def test_packs_that_recompute_meet_those_that_do_not(reference: Callable[[str], Path]) -> None:
     """They share experts, whose layers must run equally often on all ranks."""
     world = World(3, "micro_batch", "pool", preset=TEXT)
     plans = [random_plan(seed, world) for seed in range(43_000, 43_003)]

@@ -85,7 +85,7 @@ def changed(process: int, port: int, run_dir: str, cases: list[tuple[int, int, s
 @pytest.mark.parametrize(
     ("modes", "changes"),
     [
-        (MODES[1], [(3, 5)]),
+        (MODES[1], [(3, 4)]),
         (MODES[3], [(2, 1)]),
         *[pytest.param(modes, CHANGES, marks=pytest.mark.slow) for modes in MODES],
     ],

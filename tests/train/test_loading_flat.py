@@ -97,11 +97,12 @@ CASES = [
     (1, "micro_batch", "fp32", ["vision"], torch.float16, False),
     (2, "micro_batch", "bf16", [], torch.float32, True),
     (4, "micro_batch", "bf16", ["language"], torch.bfloat16, True),
+    (2, "micro_batch", "bf16", ["language"], torch.bfloat16, True),
 ]
 
 
 @pytest.mark.parametrize(("num_ranks", "sync", "precision", "freeze", "stored", "tie"), [
-    case if place in (1, 6) else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(CASES)])
+    case if place in (1, 7) else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(CASES)])
 def test_what_is_read_from_files_is_the_whole_model_bit_for_bit(
     num_ranks: int, sync: str, precision: str, freeze: list[str], stored: torch.dtype, tie: bool, tmp_path: Path
 ) -> None:

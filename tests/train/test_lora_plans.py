@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,13 +68,15 @@ def run_adapted(*arguments: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for preset in PRESETS:
-        base = rough_model(preset=preset)
-        save_model(base, folder / preset / "model",
-                   {name: value.detach() for name, value in base.module.named_parameters()})
-    return folder
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a preset's model; made once it is asked for."""
+    @cache
+    def folder_of(preset: str) -> Path:
+        folder, base = tmp_path_factory.mktemp(preset), rough_model(preset=preset)
+        save_model(base, folder, {name: value.detach() for name, value in base.module.named_parameters()})
+        return folder
+
+    return folder_of
 
 
 class Dropout(torch.nn.Module):
@@ -96,7 +100,9 @@ def replace_dropout(plain: PeftModel) -> list[Dropout]:
 
 @pytest.mark.parametrize(("world", "rate"), [
     pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow) for case in CASES], ids=str)
-def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World, rate: float) -> None:
+def test_random_plans_of_adapters(
+    saved: Callable[[str], Path], tmp_path: Path, world: World, rate: float
+) -> None:
     frozen = (world.freeze,) if world.freeze else ()
     save(with_adapters(world.preset, replace(ALL, dropout=rate), frozen), tmp_path)
     plain = PeftModel.from_pretrained(plain_copy(rough_model(preset=world.preset)), tmp_path, is_trainable=True)
@@ -113,7 +119,7 @@ def test_random_plans_of_adapters(models: Path, tmp_path: Path, world: World, ra
             without[sample.id] = float(mean) * count if count else 0.0
     torch.save(wanted, tmp_path / "gradients")
     torch.save(without, tmp_path / "losses without dropout")
-    config = load([f"model.path={models / world.preset / 'model'}", "model.preset=", f"planner.sync={world.sync}",
+    config = load([f"model.path={saved(world.preset)}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}",
                    "train.lora.rank=4", "train.lora.alpha=8",

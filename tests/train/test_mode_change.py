@@ -38,7 +38,7 @@ def save_and_load(
         stepper: RankStep = make_step(adapter, rank, num_ranks, sharing=sharing)
     else:
         world = dist.group.WORLD if num_ranks > 1 else None
-        engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 4096)
+        engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 2**16)
         stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16,
                                                            timedelta(seconds=30)), world, CPU)
     save_group = dist.new_group(list(range(num_ranks)), backend="gloo")

@@ -138,6 +138,7 @@ def test_packs_of_a_step_that_share_ranks(transport: str) -> None:
     compare(4, MIXED, transport=transport)
 
 
+@pytest.mark.slow  # with a frozen part, and of members without a token, below
 def test_activation_checkpointing() -> None:
     compare(4, MIXED, checkpointing=True)
 

@@ -79,7 +79,14 @@ def plan_of(situation: Situation, sync: str, leave_out: Sequence[str] = ()) -> P
     return plan
 
 
-def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
+BESIDE_OTHERS = ("text beside others in its pack", "images beside an image", "the only images of its pack",
+                 "a video, the only one to show something", "the only sample of its pack",
+                 "the only sample of its pack, with images, on one rank")
+"""In one micro-batch of which all packs have other samples, or no rank to spare."""
+ACROSS = tuple(name for name in SITUATIONS if name not in BESIDE_OTHERS)
+
+
+def run_both(rank: int, port: int, config: Config, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """On rank 0, what differs between each situation and the batch without its placeholders, at equal weights."""
     member = Rank(config, Membership(rank, NUM_RANKS, 1, "127.0.0.1", port), CPU)
     payloads = {name: payload for name, (_, payload) in SAMPLES.items()}
@@ -107,7 +114,8 @@ def run_both(rank: int, port: int, config: Config) -> dict[str, dict[str, Any]]:
         return result.loss_sum, result.num_valid_tokens, whole(member.engine, "exp_avg")
 
     found = {}
-    for name, situation in SITUATIONS.items():
+    for name in names:
+        situation = SITUATIONS[name]
         loss, count, gradients = step(plan_of(situation, config.planner.sync), situation.bad)
         wanted_loss, wanted_count, wanted = step(plan_of(situation, config.planner.sync, situation.bad), ())
         errors = relative_errors(gradients, wanted)
@@ -126,15 +134,19 @@ def test_a_rank_without_a_pack_encodes_images_of_a_placeholder() -> None:
             for pack in plan.encoded] == [["images"]]
 
 
-@pytest.mark.parametrize("freeze", ["", pytest.param("language", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("sync", "encoder"), [
-    pytest.param("step", "group", marks=pytest.mark.slow), pytest.param("step", "world", marks=pytest.mark.slow),
-    pytest.param("micro_batch", "group", marks=pytest.mark.slow), ("micro_batch", "world")])
-def test_a_batch_with_placeholders_is_the_batch_without(sync: str, encoder: str, freeze: str) -> None:
+@pytest.mark.parametrize(("sync", "encoder", "freeze", "names"), [
+    ("micro_batch", "world", "", ACROSS), ("step", "group", "", BESIDE_OTHERS),
+    *(pytest.param(sync, encoder, freeze, tuple(SITUATIONS), marks=pytest.mark.slow)
+      for sync in ("step", "micro_batch") for encoder in ("group", "world") for freeze in ("", "language"))],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)))
+def test_a_batch_with_placeholders_is_the_batch_without(
+    sync: str, encoder: str, freeze: str, names: tuple[str, ...]
+) -> None:
     config = load([f"planner.sync={sync}", f"planner.encoder={encoder}", f"train.freeze=[{freeze}]",
                    "comm.timeout_s=60", "run.dir=unused",
                    "train.adam_beta1=0", "train.clip_norm=0"])
-    found = run_processes(run_both, NUM_RANKS, config, timeout_s=200)[0]
+    found = run_processes(run_both, NUM_RANKS, config, names, timeout_s=200)[0]
+    assert found.keys() == set(names)
     for name, errors in found.items():
         assert errors["tokens"] == 0, (name, errors)
         assert errors["loss"] < TOLERANCE, (name, errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def count(world: World) -> int:
 
 @pytest.mark.parametrize("world", [
     world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in APART], ids=str)
-def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: World) -> None:
+def test_random_plans_whose_images_any_rank_encodes(reference: Callable[[str], Path], world: World) -> None:
     first = 20_000 + 100 * APART.index(world)
     plans = [random_plan(seed, world) for seed in range(first, first + count(world))]
     assert {plan.vision.keeps for plan in plans} == {True, False}
@@ -60,7 +61,7 @@ def test_random_plans_whose_images_any_rank_encodes(reference: Path, world: Worl
 
 @pytest.mark.parametrize("world", [
     world if world in QUICK else pytest.param(world, marks=pytest.mark.slow) for world in SPLIT], ids=str)
-def test_random_plans_whose_images_several_ranks_encode(reference: Path, world: World) -> None:
+def test_random_plans_whose_images_several_ranks_encode(reference: Callable[[str], Path], world: World) -> None:
     first = 30_000 + 100 * SPLIT.index(world)
     plans = [random_plan(seed, world) for seed in range(first, first + count(world))]
     assert any(group.splits for plan in plans for group in plan.groups)
@@ -81,7 +82,9 @@ def plan_of_one_image(world: World, ranks: tuple[int, ...], keeps: bool) -> Plan
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 @pytest.mark.parametrize("preset", PATCH_DIMS)
-def test_one_image_on_two_and_three_ranks_is_that_of_one(reference: Path, preset: str, sync: str) -> None:
+def test_one_image_on_two_and_three_ranks_is_that_of_one(
+    reference: Callable[[str], Path], preset: str, sync: str
+) -> None:
     world = World(3, sync, "pool", preset=preset, encoder="world", splits=True)
     plans = [plan_of_one_image(world, ranks, keeps) for ranks in ((2, 1), (1, 2, 0), (0, 1), (2, 0, 1))
              for keeps in (True, False)]

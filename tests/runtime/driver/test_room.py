@@ -47,8 +47,9 @@ def bytes_held(rank: int, port: int, config: Config) -> tuple[int, int]:
     return sum(held.values()) + gradients, saved
 
 
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@pytest.mark.parametrize("freeze", ["[]", "[vision]"])
+@pytest.mark.parametrize(("sync", "freeze"), [
+    ("step", "[]"), ("micro_batch", "[vision]"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("step", "[vision]"), ("micro_batch", "[]")))])
 def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: str, freeze: str) -> None:
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)

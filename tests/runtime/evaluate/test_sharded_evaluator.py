@@ -42,8 +42,11 @@ def together(rank: int, port: int, config: Config, root: str, fragment: Fragment
     return answers, held, whole
 
 
+QUICK = ("tiny_internvl", "tiny_qwen3_vl_moe")
+
+
 @pytest.mark.parametrize("preset", [
-    pytest.param(preset, marks=pytest.mark.slow if preset in ("tiny", *TEXT_PRESETS) else ()) for preset in PRESETS])
+    preset if preset in QUICK else pytest.param(preset, marks=pytest.mark.slow) for preset in PRESETS])
 def test_ranks_in_step_answer_as_one_does(preset: str, tmp_path: Path) -> None:
     """Beside one another: a picture and none, a row that cannot be read, answers of other lengths, and no row."""
     (tmp_path / "wide.png").write_bytes(picture(210, 60))
