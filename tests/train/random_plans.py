@@ -129,6 +129,7 @@ def check(
                    f"train.activation_checkpointing={str(world.recomputes).lower()}", f"train.freeze=[{world.freeze}]",
                    "comm.timeout_s=60", "run.dir=unused", "train.adam_beta1=0", "train.clip_norm=0", *settings])
     results = run_processes(run_plans, world.num_ranks, world, config, list(plans), folder, before,
+                            timeout_s=WATCHDOG_S * (len(plans) + 1))
     assert len(results[0][0]) == len(plans)
     for plan, errors in zip(plans, results[0][0]):
         assert errors["loss"] < tolerance, (plan.groups, errors)

@@ -63,8 +63,8 @@ def test_five_ranks_share_thirty_experts(tmp_path: Path) -> None:
     save_model(adapter, tmp_path / "model", dict(adapter.module.named_parameters()))
     torch.save({sample.id: plain_gradients(plain, [payload]) for sample, payload in SAMPLES[TEXT]},
                tmp_path / "gradients")
-    check(lambda preset: tmp_path, world, [random_plan(seed, world) for seed in range(41_000, 41_004)], "train.expert_parallel=5",
-          before=partial(in_force, 5))
+    check(lambda preset: tmp_path, world, [random_plan(seed, world) for seed in range(41_000, 41_004)],
+          "train.expert_parallel=5", before=partial(in_force, 5))
 
 
 def test_no_token_is_dropped_where_there_is_no_room(reference: Callable[[str], Path]) -> None:
