@@ -59,7 +59,7 @@ def test_parts_that_there_is_nothing_to_measure_of_are_left_out(changed: dict, l
 def test_a_pack_is_a_micro_batch_where_ranks_go_in_step() -> None:
     for plan in spec(sync="micro_batch").rounds("images"):
         assert len({(group.micro_batch, group.sequences) for group in plan.groups}) == len(plan.groups) // 2
-        assert plan.rank_plan(1, 1).num_micro_batches == len(plan.groups) // 2
+        assert len(plan.rank_plan(1, 1).micro_batches) == len(plan.groups) // 2
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])

@@ -30,8 +30,10 @@ TEXT, VISION = EXPERT_PRESETS
 SHAPE = ModelShape.load(CONF / "model_shape" / "qwen3_30b_a3b.yaml")
 MANY = 30
 """Experts, more than the presets have."""
-WORLDS = [(2, World(4, "micro_batch", "pool", True, preset=VISION)), (3, World(3, "micro_batch", "pool", preset=TEXT))]
-OTHERS = [(2, World(2, "micro_batch", "parent", preset=VISION)), (2, World(6, "micro_batch", "pool", preset=TEXT)),
+WORLDS = [(2, World(2, "micro_batch", "pool", True, preset=VISION))]
+OTHERS = [(2, World(4, "micro_batch", "pool", True, preset=VISION)),
+          (3, World(3, "micro_batch", "pool", preset=TEXT)), (2, World(2, "micro_batch", "parent", preset=VISION)),
+          (2, World(6, "micro_batch", "pool", preset=TEXT)),
           (3, World(6, "micro_batch", "parent", True, preset=VISION, encoder="world")),
           (3, World(3, "micro_batch", "pool", True, "vision", VISION)),
           (3, World(3, "micro_batch", "pool", False, "language", VISION))]

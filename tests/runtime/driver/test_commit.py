@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from dhp_ray.config import CONF
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.feedback import TimeScale
@@ -18,6 +21,8 @@ from dhp_ray.storage import STORAGE_TIMEOUT_S
 from dhp_ray.train.results import PackTime, StepResult
 
 COST = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", latency_s=2e-3, pack_s=5e-3)
+
+EXPERTS = ModelShape.load(CONF / "model_shape" / "qwen3_30b_a3b.yaml")
 
 
 class Saves:
@@ -122,21 +127,24 @@ def test_what_a_step_reports_of_saves_is_told_once() -> None:
 
 
 def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be as many of them, in another order."""
+    """There may be as many of them, in another order. Nor do steps in which ranks compute for the packs of others."""
     plan = plan_batch([Sample("a", 30), Sample("b", 20)], ClusterSpec(2, 2, 64), COST)
     results = [StepResult(3, rank, 1.0, 1, 1.0, 1e-3, True, 3, 1.0, 0.0, (PackTime(rank, 0.0, 1.0, 0.0),), {})
                for rank in range(2)]
     history = SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False))
     nothing = SimpleNamespace(step=lambda *arguments: None, commit=lambda *arguments: None)
     session: Any = SimpleNamespace(
-        tell=nothing.step, group=SimpleNamespace(size=2), history=history, records=nothing, scalars=nothing,
+        tell=nothing.step, group=SimpleNamespace(size=2, ranks=SimpleNamespace(shape=EXPERTS)), history=history,
+        records=nothing, scalars=nothing,
         watch=nothing, current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
+                                choice=SimpleNamespace(mode=Mode("micro_batch", False)),
                                 meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
     commits, observed = commits_of(session), []
     monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id))
     monkeypatch.setattr(commits, "_refit", lambda finished, work: None)
     monkeypatch.setattr(commits, "_note_results", lambda step, results: None)
-    for plan_id in ("1.3.3", "2.3.1"):
+    for plan_id, sharing in (("1.3.3", 1), ("2.3.1", 1), ("2.3.2", 2)):
+        session.current.choice.mode = Mode("micro_batch", False, sharing)
         ran = [result._replace(plan_id=plan_id) for result in results]
         commits.commit(FinishedStep(3, plan, plan_id, False, 1, {}, {}, ran, 1.0))
     assert observed == ["2.3.1"]
