@@ -34,6 +34,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import gather_over_ranks
 from dhp_ray.compatibility import all_gather_single, fsdp_param_groups, reduce_scatter_single
 from dhp_ray.model.expert_parallel import ExpertParallel
+from dhp_ray.model.experts import has_experts
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.weights import Interval, StoredWeights
 from dhp_ray.train.collate import PackInputs
@@ -190,12 +191,14 @@ class ShardedEngine(Engine):
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
 
     def _prefetch_before_first_layer(self, encoder_follows: bool) -> None:
-        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer.
+        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer
+        (or in its experts, which are gathered after the rest of it).
 
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        first = cast(FSDPModule, self._last_gathered())
+        layer = self.adapter.language.layers[0]
+        first = cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
         first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:
@@ -252,11 +255,6 @@ class ShardedEngine(Engine):
         padded[: len(rows)] = rows
         whole = gather_over_ranks(padded, group).flatten(0, 1)[: len(parameter)]
         return parallel.group.gather_parts(whole) if parallel and name in self._shared else whole
-
-    def _last_gathered(self) -> nn.Module:
-        """Return the unit of the language model that the backward pass gathers last."""
-        first = self.adapter.language.layers[0]
-        return next((unit for unit in first.modules() if unit in self._units and unit is not first), first)
 
     def _rows(self, piece: Piece) -> Tensor:
         """Return this rank's rows of a parameter, flattened; writing to them changes the parameter."""

@@ -65,7 +65,6 @@ def test_as_many_ranks_share_experts_as_each_generation_can(tmp_path: Path) -> N
 def test_ranks_of_a_node_share_experts_or_none_do(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "model.preset=tiny_qwen3_moe", "planner.sync=micro_batch")
     choice = strategy_of(config, group_of(6, ROOM, config)).choose()
-    assert choice.mode.expert_parallel in (1, 6)
     assert f"train.expert_parallel=auto is {choice.mode.expert_parallel}" in choice.line
     assert "experts shared by up to 6 ranks" in choice.line
     assert strategy_of(config, group_of(5, ROOM, config)).choose().mode.expert_parallel == 1
