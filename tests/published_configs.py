@@ -1,7 +1,7 @@
 """The published configurations of Qwen2.5-VL (config.json of Qwen/Qwen2.5-VL-3B-Instruct and its larger siblings), of
 Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct), of InternVL3 (OpenGVLab/InternVL3-1B-hf), of Qwen3 and Llama 3 (Qwen/Qwen3-8B,
-meta-llama/Meta-Llama-3-8B-Instruct), and of those with experts (Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-30B-A3B-Instruct),
-made of the sizes in conf/model_shape, and models of them without memory.
+meta-llama/Meta-Llama-3-8B-Instruct), of Qwen3.5 (Qwen/Qwen3.5-9B), and of those with experts (Qwen/Qwen3-30B-A3B,
+Qwen/Qwen3-VL-30B-A3B-Instruct), made of the sizes in conf/model_shape, and models of them without memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -36,6 +37,8 @@ LANGUAGE = {f"Qwen3-{size}": f"qwen3_{size.lower()}" for size in ("4B", "8B", "3
 EXPERTS = {f"Qwen3-{size}": f"qwen3_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")} | {
     f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")}
 """Models with experts."""
+HYBRID = {"Qwen3.5-9B": "qwen3_5_9b", "Qwen3.5-27B": "qwen3_5_27b"}
+"""Models with gated delta nets in three of four layers."""
 NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "72B": 73_410_777_344,
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
                   "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024,
@@ -52,6 +55,8 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
     Qwen2.5-VL's encoder the last one with full attention, of Qwen3-VL's the first ones giving features."""
     if name in QWEN3 or (name in EXPERTS and "VL" in name):
         return _qwen3_vl(name, num_layers)
+    if name in HYBRID:
+        return _qwen3_5(name, num_layers)
     if name in INTERNVL:
         return _internvl(name, num_layers)
     if name in LANGUAGE or name in EXPERTS:
@@ -74,7 +79,8 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
 @cache
 def stored_shape(name: str) -> ModelShape:
     """As the package has it for users to name."""
-    return ModelShape.load(CONF / "model_shape" / f"{(TEXT | QWEN3 | INTERNVL | LANGUAGE | EXPERTS)[name]}.yaml")
+    file = (TEXT | QWEN3 | INTERNVL | LANGUAGE | EXPERTS | HYBRID)[name]
+    return ModelShape.load(CONF / "model_shape" / f"{file}.yaml")
 
 
 def _text(shape: ModelShape, num_layers: int) -> dict[str, Any]:
@@ -105,6 +111,26 @@ def _qwen3_vl(name: str, num_layers: int) -> Qwen3VLConfig | Qwen3VLMoeConfig:
             "deepstack_visual_indexes": list(range(min(num_deeper, num_layers))) if num_layers else levels},
         tie_word_embeddings=shape.tied, image_token_id=151655, video_token_id=151656, vision_start_token_id=151652,
         vision_end_token_id=151653)
+
+
+def _qwen3_5(name: str, num_layers: int) -> Qwen3_5Config:
+    shape = stored_shape(name)
+    (states, layer), block = shape.language, shape.vision[0]
+    return Qwen3_5Config(
+        text_config=_text(shape, num_layers) | {
+            "num_hidden_layers": num_layers or states.count + layer.count, "num_attention_heads": layer.heads,
+            "num_key_value_heads": layer.key_value_heads, "head_dim": layer.head_width,
+            "linear_num_value_heads": states.state_heads, "linear_num_key_heads": states.state_key_heads,
+            "linear_value_head_dim": states.state_values, "linear_key_head_dim": states.state_keys,
+            "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+                                "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}},
+        vision_config={
+            "depth": num_layers or block.count, "hidden_size": block.width, "intermediate_size": block.mlp_width,
+            "num_heads": block.heads, "out_hidden_size": shape.width, "patch_size": 16, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "num_position_embeddings": shape.position_rows},
+        tie_word_embeddings=shape.tied, image_token_id=248056, video_token_id=248057, vision_start_token_id=248053,
+        vision_end_token_id=248054)
 
 
 def _internvl(name: str, num_layers: int) -> InternVLConfig:

@@ -32,6 +32,8 @@ class Tag(IntEnum):
     ROWS_FORWARD = 3
     ROWS_BACKWARD = 4
     ROUTING = 5
+    STATES_FORWARD = 6
+    STATES_BACKWARD = 7
 
 
 TAGS_PER_PACK = 16

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending, Tag
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.pieces import Pieces
 from dhp_ray.model.segment_attention import Segments, add_rows, kernel_for, segment_attention
 
 NAME = "dhp_ring"
@@ -38,6 +39,7 @@ class PackContext:
     so it must run on all members or on none, whatever the inputs of a single member require.
     segments: the result of `segments_of` for this member, on the device that computes; made here by default.
     dropout_keys: (L,), keys of the member's tokens, or (1,) if L is 0; None without dropout.
+    pieces: for layers that carry a state from token to token, on the device that computes.
     """
 
     layout: PackLayout
@@ -45,6 +47,7 @@ class PackContext:
     differentiable: bool = True
     segments: tuple[Segments, ...] = ()
     dropout_keys: Tensor | None = None
+    pieces: Pieces | None = None
 
     def __post_init__(self) -> None:
         size = 1 if self.link is None else self.link.size

@@ -31,6 +31,7 @@ from dhp_ray.model.attention import PackContext
 from dhp_ray.model.experts import BalanceLosses, Routing, checkpoint_contexts, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
+from dhp_ray.model.layout import PackLayout, few_pieces
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
 from dhp_ray.model.segment_attention import Segments
@@ -70,6 +71,9 @@ class LanguageModel:
     vision_prefixes: ClassVar[tuple[str, ...]] = ()
     """How the names of the encoder's parameters begin, its projector's included."""
 
+    layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """What layers of the language model may be, as configurations name them."""
+
     vision_token_ids: Sequence[int] = ()
     """Ids of the tokens that stand for an image and for a video, in this order; none without an encoder."""
 
@@ -95,6 +99,8 @@ class LanguageModel:
         self.vocabulary_size = shape.vocabulary_size
         self.feature_width = shape.width * shape.feature_levels  # F: of all levels
         self._feature_levels = shape.feature_levels
+        self.looks_back = max((layer.linear_attn.conv1d.kernel_size[0] - 1 for layer in self.language.layers
+                               if hasattr(layer, "linear_attn")), default=None)
         self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
 
     @classmethod
@@ -106,11 +112,11 @@ class LanguageModel:
         """
         text = config.get_text_config()
         sliding = getattr(text, "use_sliding_window", False)
-        kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+        kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {*cls.layer_types})
         if sliding or kinds:
             raise ModelError(
                 f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
-                "full_attention"
+                f"{', '.join(cls.layer_types)}"
             )
         if getattr(text, "num_experts", 0):
             if text.hidden_act != "silu":
@@ -147,10 +153,18 @@ class LanguageModel:
         if has_experts(layer):
             mlp = {"mlp_width": text.moe_intermediate_size, "experts": text.num_experts,
                    "experts_per_token": text.num_experts_per_tok}
-        return LayerShape(
-            count=1, width=text.hidden_size, heads=text.num_attention_heads, key_value_heads=text.num_key_value_heads,
-            head_width=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-            query_key_norms=hasattr(layer.self_attn, "q_norm"), num_parameters=num_parameters(layer), **mlp)
+        return LayerShape(count=1, width=text.hidden_size, num_parameters=num_parameters(layer), **mlp,
+                          **self.mixer_shape(text, layer))
+
+    def mixer_shape(self, text: Any, layer: Any) -> dict[str, Any]:
+        """The fields of `LayerShape` that tell how a layer's tokens see each other."""
+        if hasattr(layer, "linear_attn"):
+            return {"heads": 0, "key_value_heads": 0, "head_width": 0, "state_heads": text.linear_num_value_heads,
+                    "state_key_heads": text.linear_num_key_heads, "state_keys": text.linear_key_head_dim,
+                    "state_values": text.linear_value_head_dim, "convolution": text.linear_conv_kernel_dim}
+        return {"heads": text.num_attention_heads, "key_value_heads": text.num_key_value_heads,
+                "head_width": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+                "query_key_norms": hasattr(layer.self_attn, "q_norm")}
 
     def vision_shape(self, config: Any) -> dict[str, Any]:
         """The encoder's fields of `ModelShape`."""
@@ -170,6 +184,10 @@ class LanguageModel:
         time, height, width = grid
         area = height * width // self.merge_area
         return (area,) * time if is_video else (time * area,)
+
+    def layout(self, lengths: Sequence[int], degree: int) -> PackLayout:
+        """Which member of a pack of `degree` ranks holds which tokens of its sequences."""
+        return PackLayout(tuple(lengths), degree, () if self.looks_back is None else few_pieces(lengths, degree))
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);
@@ -323,6 +341,10 @@ class LanguageModel:
 
     def fuse(self, operators: Operators) -> None:
         """Compute norms, rotary embeddings and gated MLPs with these operators. Parameters and their names stay."""
+        self.fuse_language(operators)
+
+    def fuse_language(self, operators: Operators) -> None:
+        """The language model's part of `fuse`."""
         language = self.language
         for layer in language.layers:
             fuse(layer, operators, ("input_layernorm", "post_attention_layernorm"), language.config.hidden_act)

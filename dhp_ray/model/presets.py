@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -57,9 +58,11 @@ def tiny_qwen3_vl_moe(token_ids: Mapping[str, int]) -> Qwen3VLMoeConfig:
     return Qwen3VLMoeConfig(**_qwen3_vl(token_ids, **EXPERTS))
 
 
-def _qwen3_vl(token_ids: Mapping[str, int], **more: Any) -> dict[str, Any]:
-    # 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
-    rope = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+# 16 frequencies of a head: Qwen3-VL deals 24, 20 and 20 of 64 out in turn
+QWEN3_VL_ROPE = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+
+def _qwen3_vl(token_ids: Mapping[str, int], rope: Mapping[str, Any] = QWEN3_VL_ROPE, /, **more: Any) -> dict[str, Any]:
     return {
         "text_config": _text(token_ids, rope, 128, 4, 4, head_dim=32, **more),
         "vision_config": {
@@ -70,6 +73,18 @@ def _qwen3_vl(token_ids: Mapping[str, int], **more: Any) -> dict[str, Any]:
         "image_token_id": token_ids["image"], "video_token_id": token_ids["video"],
         "vision_start_token_id": token_ids["vision_start"], "vision_end_token_id": token_ids["vision_end"],
         "tie_word_embeddings": True}
+
+
+def tiny_qwen3_5(token_ids: Mapping[str, int]) -> Qwen3_5Config:
+    """Qwen3.5 with 1.1 million parameters: 4 layers of width 128, the last one of attention; 3 vision blocks of width
+    64.
+    """
+    # 8 of 32 numbers of a head are rotated, by 4 frequencies: time, height and width take 2, 1 and 1
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    tree = _qwen3_vl(token_ids, rope, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+                     linear_num_value_heads=4)
+    del tree["vision_config"]["deepstack_visual_indexes"]
+    return Qwen3_5Config(**tree)
 
 
 def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
@@ -120,7 +135,8 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
     "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_llama": tiny_llama, "tiny_qwen3": tiny_qwen3,
-    "tiny_qwen3_moe": tiny_qwen3_moe, "tiny_qwen3_vl": tiny_qwen3_vl, "tiny_qwen3_vl_moe": tiny_qwen3_vl_moe}
+    "tiny_qwen3_5": tiny_qwen3_5, "tiny_qwen3_moe": tiny_qwen3_moe, "tiny_qwen3_vl": tiny_qwen3_vl,
+    "tiny_qwen3_vl_moe": tiny_qwen3_vl_moe}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:

@@ -25,6 +25,7 @@ from dhp_ray.model.language_model import EncoderArguments, LanguageModel
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.lora import token_keys
 from dhp_ray.model.loss import IGNORED, valid_tokens
+from dhp_ray.model.pieces import Pieces, pieces_of
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.planner.plan.types import Grid, Pack, Sample, cut_in_time, encoding_ranks
 
@@ -165,6 +166,8 @@ class PackInputs:
     """(K, F), the received rows in their order, if images are encoded apart from the pack: a leaf, which gets a
     gradient if the encoder is trained.
     """
+    pieces: Pieces | None = None
+    """What layers that carry a state from token to token need to know; None: the model has none."""
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     sequence_of: Tensor | None = None
@@ -197,6 +200,7 @@ class PackInputs:
             segments=tuple(segments.map(change) for segments in self.segments),
             dropout_keys=if_any(self.dropout_keys), sequence_of=if_any(self.sequence_of),
             sequences=if_any(self.sequences),
+            pieces=None if self.pieces is None else self.pieces.map(change),
             encoder=mapped(self.encoder, change))
 
 
@@ -208,7 +212,7 @@ def collate(
     `apart`: its images are encoded apart from it, and none here.
     """
     member, degree = pack.ranks.index(rank), len(pack.ranks)
-    layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), degree)
+    layout = adapter.layout([sample.num_tokens for sample in pack.samples], degree)
     columns, patches, grids, num_images = _packed(pack, payloads, rank, adapter, apart)
     indices = [layout.index(other) for other in range(degree)]
     mine = indices[member]
@@ -227,6 +231,7 @@ def collate(
         receive_counts=[] if apart else [len(rows) for rows in received.values()],
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
         num_images=num_images, sequence_of=None if sequence_of is None else sequence_of[mine], sequences=sequences,
+        pieces=None if adapter.looks_back is None else pieces_of(layout, member, adapter.looks_back),
         dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
         recomputed=pack.recomputed)
 

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
 from dhp_ray.model.language_model import EncoderArguments, LanguageModel
-from dhp_ray.model.layout import PackLayout
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, cut_in_time, encoding_ranks
 from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, mapped, tokens_of_parts
 
@@ -209,7 +208,7 @@ def _send_index(
         num_rows += 0 if images else prod(adapter.smallest_grid) // adapter.merge_area
     send: dict[int, list[Tensor]] = {}
     for pack, row_of_token in zip(plan.encoded, row_of):
-        layout = PackLayout(tuple(sample.num_tokens for sample in pack.samples), len(pack.ranks))
+        layout = adapter.layout([sample.num_tokens for sample in pack.samples], len(pack.ranks))
         for member, rank in enumerate(pack.ranks):
             rows = row_of_token[layout.index(member)]
             send.setdefault(rank, []).append(rows[rows >= 0])

@@ -14,7 +14,15 @@ import pytest
 from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
-from dhp_ray.planner.memory.model import CHUNKS_HELD, LOGITS_HELD, MemoryModel, MemorySettings, PackLoad
+from dhp_ray.model.pieces import CHUNK
+from dhp_ray.planner.memory.model import (
+    CHUNKS_HELD,
+    LOGITS_HELD,
+    STATE_CHUNK,
+    MemoryModel,
+    MemorySettings,
+    PackLoad,
+)
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
 
@@ -118,6 +126,16 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check(name, settings_of(mode, recomputes, ()), 1, degree, share=share)
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), slow(
+    ("step", False, 1, 1), ("step", True, 2, 1), ("micro_batch", True, 3, 2), ("step", False, 4, 3)), ids=str)
+@pytest.mark.timeout(900)
+def test_predicted_peaks_of_gated_delta_nets_are_the_traced_ones(
+    mode: str, recomputes: bool, seed: int, degree: int
+) -> None:
+    with world_of(mode):
+        check("Qwen3.5-9B", settings_of(mode, recomputes, ()), seed, degree, num_layers=4, largest=20)
 
 
 @pytest.mark.parametrize(("name", "recomputes", "seed", "degree", "sharing"), [
@@ -291,7 +309,7 @@ def test_resident_bytes_by_hand() -> None:
 
 
 def test_the_loss_holds_what_the_memory_model_counts() -> None:
-    assert (LOGITS_HELD, CHUNKS_HELD) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT)
+    assert (LOGITS_HELD, CHUNKS_HELD, STATE_CHUNK) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT, CHUNK)
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

@@ -14,7 +14,7 @@ from dhp_ray.model.presets import preset_config
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from tests.packs import PRESETS, TOKEN_IDS
-from tests.published_configs import CONF, NUM_PARAMETERS, published_config, shape_of, stored_shape
+from tests.published_configs import CONF, HYBRID, NUM_PARAMETERS, published_config, shape_of, stored_shape
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -62,7 +62,7 @@ def test_published_models_have_as_many_parameters_as_their_files(name: str) -> N
     assert shape_of(name).num_parameters() == NUM_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", NUM_PARAMETERS)
+@pytest.mark.parametrize("name", [*NUM_PARAMETERS, *HYBRID])
 def test_the_shapes_that_users_may_name_are_those_of_the_models(name: str) -> None:
     assert stored_shape(name) == shape_of(name)
 

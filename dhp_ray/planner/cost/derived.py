@@ -10,6 +10,8 @@ bytes of the computing type:
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
                    if norms, rotations and SwiGLU are those of transformers, multiplied by the ratio of the bytes that
                    these move to those that fused ones move (`layer_traffic`); experts: the bytes that they move
+    states         of a gated delta net: products in fp32, their rate as FP32_SHARE has it; between ranks, states that
+                   are as large for any tokens (`state_exchange_s`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
@@ -31,7 +33,15 @@ from typing import NamedTuple
 
 from dhp_ray.planner.cost.model import SYNCS, CostModel, constant, constants_of_file
 from dhp_ray.planner.errors import PlanError
-from dhp_ray.planner.memory.model import CHUNKS_HELD, COMPUTE_BYTES, LOGITS_HELD, SMALLEST_IMAGE, MemoryModel, PackLoad
+from dhp_ray.planner.memory.model import (
+    CHUNKS_HELD,
+    COMPUTE_BYTES,
+    LOGITS_HELD,
+    SMALLEST_IMAGE,
+    STATE_CHUNK,
+    MemoryModel,
+    PackLoad,
+)
 from dhp_ray.planner.memory.model_shape import LayerShape
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, LayerShare
 
@@ -117,6 +127,8 @@ many backward. Counted in the trace of a layer.
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
 PASSES_THROUGH_MEMORY = 4
+FP32_SHARE = 1 / 16
+"""Of the rate of bf16 products, that of fp32 ones (A100: 19.5 of 312 TFLOPS, H100: 67 of 989)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +216,12 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         backward = 2.5 + again if trains["vision"] or part == "language" else 0.0
         return operations * layer.heads * layer.head_width * (1 + backward) / device.attention_flops
 
+    def states(layer: LayerShape) -> float:
+        """Seconds of a token in the products of a gated delta net's chunks."""
+        keys, values, chunk = layer.state_keys, layer.state_values, STATE_CHUNK
+        operations = layer.state_heads * (6 * keys * values + chunk * (5 * keys + 3 * values))
+        return operations * (3 + again) / (device.matrix_flops * FP32_SHARE)
+
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
         has_backward = trains["vision"] or part == "language"
@@ -236,8 +254,9 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
         quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
-        linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer))
-                      for layer in shape.language) + head * shape.embedding_parameters / device.matrix_flops
+        linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer)
+                                     + states(layer)) for layer in shape.language)
+                  + head * shape.embedding_parameters / device.matrix_flops
                   + adapters("language") + expert_exchange_s(memory, device, num_nodes)),
         vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
                                if not layer.window),
@@ -245,7 +264,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
             layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
             for layer in shape.vision),
         vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
-        latency_s=language_layers * (3 + again) * device.message_s,
+        latency_s=language_layers * (3 + again) * device.message_s + state_exchange_s(memory, device, num_nodes),
         pack_s=launches * (3 + again) * device.launch_s, group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
@@ -326,6 +345,16 @@ def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> fl
     if num_nodes == 1:
         return device.intra_bytes_per_s
     return min(device.intra_bytes_per_s, device.inter_bytes_per_s * max(1, num_ranks // num_nodes))
+
+
+def state_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
+    """Seconds that a member of a pack waits for the states of each other one: two in each gated delta net, since a long
+    sequence is in zigzag, with what multiplies them in the forward pass, over the slower link.
+    """
+    again = int(memory.settings.recomputes)
+    moved = sum(8 * layer.count * layer.state_heads * layer.state_keys * (
+        (1 + again) * (layer.state_keys + layer.state_values) + layer.state_values) for layer in memory.shape.language)
+    return moved / (device.inter_bytes_per_s if num_nodes > 1 else device.intra_bytes_per_s)
 
 
 def update_s(memory: MemoryModel, device: Device) -> float:

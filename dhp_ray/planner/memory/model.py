@@ -31,10 +31,13 @@ their layers as trained weights do, and nothing of norms:
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
-                   (4 + c t)
+                   (4 + c t); norms that multiply with 1 + weight keep their normalised form in fp32
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
+    gated delta    in place of attention, H states of K keys x V values, chunks of T tokens, C channels convolved:
+      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 8 (keys and queries) + 2 c C + (12 + 3 c) H V; where attention
+                   is gated, 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
                    unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D
 
@@ -138,6 +141,7 @@ ROUTED_BYTES = 40  # of a token at one of its experts: numbers of expert and row
 CAPACITY = 2.0
 """Room for tokens at the experts of one of the ranks that share them, over what comes there if all are used alike."""
 CAPACITY_ROWS = 128  # beyond that, for small packs
+STATE_CHUNK = 64  # tokens that a gated delta net computes together: CHUNK of model/pieces.py
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
@@ -371,6 +375,8 @@ class MemoryModel:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
         that are exchanged.
         """
+        if layer.state_heads:  # of each operand of a chunk, from all chunks, and joined
+            return 8.0 * positions * layer.state_heads * (layer.state_values + 3 * layer.state_keys + STATE_CHUNK)
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
@@ -414,10 +420,21 @@ class MemoryModel:
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         own = 2 * c * layer.width if part == "vision" else 0
         if layer.query_key_norms:  # and a number for each head, which is normed separately
-            own += ((queries + key_values) * (4 + c * self._trains_weights[part])
+            own += ((queries + key_values) * (4 + (4 if layer.centered_norms else c) * self._trains_weights[part])
                     + 4 * (layer.heads + layer.key_value_heads))
+        own += 2 * c * queries * layer.gated_attention
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
-                + self._mlp(part, layer))
+                + self._state_bytes(layer) + self._mlp(part, layer))
+
+    def _state_bytes(self, layer: LayerShape) -> int:
+        """Bytes that a gated delta net keeps for each token: its convolution and its gated norm; in fp32 the products
+        of each chunk, and the states between chunks.
+        """
+        heads, keys, values, c = layer.state_heads, layer.state_keys, layer.state_values, self._c
+        rule = heads * (6 * keys + 3 * values + 5 * STATE_CHUNK + keys * values // STATE_CHUNK + 7)
+        rule += 2 * layer.state_key_heads * keys
+        channels = 2 * layer.state_key_heads * keys + heads * values
+        return (4 * rule + 2 * c * channels + (12 + 3 * c) * heads * values) * (heads > 0)
 
     def moved_bytes(self, load: PackLoad) -> float:
         """The most bytes of a pack's activations that are in host memory at a time."""
@@ -460,7 +477,7 @@ class MemoryModel:
         here = max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
         of_layers = self._of_layers(part, load) * here
         if part == "language":
-            return positions * (of_layers + 2 * c * layers[0].head_width)  # cosines and sines
+            return positions * (of_layers + 2 * c * max(layer.head_width for layer in layers))  # cosines and sines
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
 
     def _merger_bytes(self) -> float:
@@ -477,7 +494,8 @@ class MemoryModel:
         """Bytes that a norm of a layer's kind keeps for each value of its input."""
         if layer.layer_norms:
             return self._c * (1 + self._trains[part])
-        return 4 + self._c * (self._trains[part] + self._trains_weights[part])
+        normalised = 4 if layer.centered_norms else self._c
+        return 4 + self._c * self._trains[part] + normalised * self._trains_weights[part]
 
     def _mlp(self, part: str, layer: LayerShape) -> int:
         """Bytes that an MLP keeps for each position."""

@@ -19,10 +19,15 @@ from dhp_ray.planner.errors import PlanError
 class LayerShape:
     """Equal layers: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an MLP.
 
+    In place of attention (`heads` 0) a layer may have a gated delta net, with `state_heads` states of `state_keys` x
+    `state_values` and queries and keys for `state_key_heads` of them, behind a convolution over so many tokens.
+    `gated_attention`: the output of attention is gated.
+
     Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
     With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `experts_per_token`.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
     layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
+    centered_norms: RMS norms multiply with 1 + weight, in fp32.
     """
 
     count: int
@@ -38,6 +43,13 @@ class LayerShape:
     query_key_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    centered_norms: bool = False
+    gated_attention: bool = False
+    state_heads: int = 0
+    state_key_heads: int = 0
+    state_keys: int = 0
+    state_values: int = 0
+    convolution: int = 0
 
     def units(self, sharing: int) -> tuple[int, int]:
         """Numbers of parameters that a rank gathers together: of the layer; of its part of the experts, where several

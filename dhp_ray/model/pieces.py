@@ -1,0 +1,205 @@
+"""What a rank knows of its pieces of a pack's sequences, for layers that carry a state from token to token.
+
+Two things cross from one piece of a sequence to the next: the tokens that a short convolution looks back on, and the
+state at the piece's end. Example: a sequence of 12 tokens in zigzag at degree 2, a convolution over 4 tokens, and
+chunks of 2 (they are of CHUNK):
+
+    tokens        0 1 2     3 4 5 6 7 8     9 10 11
+    member        0         1               0
+    looks back    -         0 1 2           6 7 8         rows that the other member sends
+    chunks        0 1, 2    3 4, 5 6, 7 8   9 10, 11      each of one piece; the last one is padded
+    state         sent      asked, sent     asked
+
+The pieces of a member are of four kinds: whole sequences, those that begin a sequence, those in the middle, and those
+that end one. In each kind those with more chunks come first. So the n-th chunks of a kind's pieces are neighbours, and
+one product computes the n-th chunk of all pieces that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dhp_ray.model.layout import PackLayout
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+
+class Piece(NamedTuple):
+    """Tokens start <= position < stop of a sequence of `length`; they are rows of `member` from `first_row` on."""
+
+    sequence: int
+    start: int
+    stop: int
+    length: int
+    member: int
+    first_row: int
+
+    @property
+    def kind(self) -> int:
+        """0: the whole sequence, 1: its begin, 2: in its middle, 3: its end."""
+        return 2 * (self.start > 0) + ((self.stop < self.length) != (self.start > 0))
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-(self.stop - self.start) // CHUNK)
+
+
+class Link(NamedTuple):
+    """One piece in the chain of a sequence: its member, and its places among the states that this member asks for and
+    among those that it sends; -1 where there is none.
+    """
+
+    member: int
+    asked: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of one member of a pack, L tokens in C chunks, and what it exchanges with the others for them.
+
+    Made on the CPU before a step; `map` brings the tensors to the device.
+    """
+
+    member: int
+    alive: tuple[tuple[int, ...], ...]
+    """For each kind: how many pieces have an n-th chunk, for n = 0, 1, ..."""
+    chunk_rows: Tensor
+    """(C, CHUNK) int64: the row of each token of the chunks, plus 1; 0 for padding."""
+    token_places: Tensor
+    """(L,) int64: the place of each row among the C x CHUNK tokens of the chunks."""
+    window_rows: Tensor
+    """(L + looks back x pieces,) int64: for each piece the rows that it looks back on, then its own. Counted are a row
+    of zeros, the member's own rows, and the received ones, one after the other.
+    """
+    window_places: Tensor
+    """(L,) int64: the first row of the window that ends with a token."""
+    send_rows: tuple[Tensor, ...]
+    """For every member: the rows of this one that it looks back on, (rows,) int64."""
+    receive_counts: tuple[int, ...]
+    """For every member: how many rows come from it."""
+    sent: tuple[int, ...]
+    """For every member: how many states it sends, of its pieces of kinds 1 and 2."""
+    asked: tuple[int, ...]
+    """For every member: how many states it asks for, for its pieces of kinds 2 and 3."""
+    chains: tuple[tuple[Link, ...], ...]
+    """The pieces of each sequence that is cut, in its order."""
+
+    @property
+    def exchanges_rows(self) -> bool:
+        return any(self.receive_counts) or any(map(len, self.send_rows))
+
+    @property
+    def exchanges_states(self) -> bool:
+        return self.sent[self.member] + self.asked[self.member] > 0
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Pieces:
+        """The same with every tensor changed."""
+        return replace(
+            self, chunk_rows=change(self.chunk_rows), token_places=change(self.token_places),
+            window_rows=change(self.window_rows), window_places=change(self.window_places),
+            send_rows=tuple(map(change, self.send_rows)))
+
+
+def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:
+    """A member's pieces. A convolution looks back on so many tokens. A member without tokens has one idle token of its
+    own, as in all its layers.
+    """
+    if not layout.num_tokens(member):
+        alone, none = pieces_of(PackLayout((1,), 1), 0, looks_back), (0,) * layout.degree
+        return replace(alone, member=member, send_rows=(), receive_counts=(), sent=none, asked=none)
+    sequences = _by_sequence(layout)
+    of_member: list[list[Piece]] = [[] for _ in range(layout.degree)]
+    for pieces in sequences:
+        for piece in pieces:
+            of_member[piece.member].append(piece)
+    before = [[_rows_before(piece, sequences[piece.sequence], looks_back) for piece in pieces] for pieces in of_member]
+    alive, chunk_rows = _chunks(of_member[member])
+    token_places = torch.empty(layout.num_tokens(member), dtype=torch.int64)
+    (filled,) = chunk_rows.flatten().nonzero(as_tuple=True)
+    token_places[chunk_rows.flatten()[filled] - 1] = filled
+    window_rows, window_places = _windows(of_member[member], before[member], len(token_places), looks_back)
+    return Pieces(
+        member=member, alive=alive, chunk_rows=chunk_rows, token_places=token_places, window_rows=window_rows,
+        window_places=window_places,
+        send_rows=tuple(torch.tensor([row for rows in wanted for owner, row in rows if owner == member],
+                                     dtype=torch.int64) for wanted in before),
+        receive_counts=tuple(sum(owner == other for rows in before[member] for owner, _ in rows)
+                             for other in range(layout.degree)),
+        sent=tuple(sum(piece.kind in (1, 2) for piece in pieces) for pieces in of_member),
+        asked=tuple(sum(piece.kind in (2, 3) for piece in pieces) for pieces in of_member),
+        chains=_chains(sequences, of_member))
+
+
+def _by_sequence(layout: PackLayout) -> list[list[Piece]]:
+    """The pieces of each sequence, in its order."""
+    found: list[list[Piece]] = [[] for _ in layout.lengths]
+    for member, shard in enumerate(layout.shards):
+        first_row = 0
+        for sequence, start, stop in shard:
+            found[sequence].append(Piece(sequence, start, stop, layout.lengths[sequence], member, first_row))
+            first_row += stop - start
+    return [sorted(pieces, key=lambda piece: piece.start) for pieces in found]
+
+
+def _in_order(pieces: list[Piece], kinds: tuple[int, ...]) -> list[Piece]:
+    """A member's pieces of these kinds, kind by kind, each with those of more chunks first."""
+    return sorted((piece for piece in pieces if piece.kind in kinds), key=lambda piece: (piece.kind, -piece.num_chunks))
+
+
+def _chunks(pieces: list[Piece]) -> tuple[tuple[tuple[int, ...], ...], Tensor]:
+    """`Pieces.alive` and `Pieces.chunk_rows`."""
+    alive: list[tuple[int, ...]] = []
+    chunks: list[Tensor] = []
+    for kind in range(4):
+        ordered = _in_order(pieces, (kind,))
+        steps = range(ordered[0].num_chunks if ordered else 0)
+        alive.append(tuple(sum(piece.num_chunks > step for piece in ordered) for step in steps))
+        for step in steps:
+            for piece in ordered[:alive[-1][step]]:
+                first = piece.first_row + step * CHUNK
+                last = min(first + CHUNK, piece.first_row + piece.stop - piece.start)
+                chunks.append(torch.zeros(CHUNK, dtype=torch.int64))
+                chunks[-1][:last - first] = torch.arange(first + 1, last + 1)
+    return tuple(alive), torch.stack(chunks)
+
+
+def _rows_before(piece: Piece, sequence: list[Piece], looks_back: int) -> list[tuple[int, int]]:
+    """Member and row of the tokens before a piece of this sequence, at most so many."""
+    if not piece.start:
+        return []
+    return [(other.member, other.first_row + position - other.start) for other in sequence
+            for position in range(max(other.start, piece.start - looks_back), min(other.stop, piece.start))]
+
+
+def _windows(
+    pieces: list[Piece], before: list[list[tuple[int, int]]], num_tokens: int, looks_back: int
+) -> tuple[Tensor, Tensor]:
+    """`Pieces.window_rows` and `Pieces.window_places`. Received rows are sorted by member."""
+    owners = sorted((owner, number) for number, (owner, _) in enumerate(row for rows in before for row in rows))
+    place_of = {number: 1 + num_tokens + place for place, (_, number) in enumerate(owners)}
+    rows: list[Tensor] = []
+    places = torch.empty(num_tokens, dtype=torch.int64)
+    count = end = 0
+    for piece, wanted in zip(pieces, before):
+        received = [place_of[count + number] for number in range(len(wanted))]
+        count += len(wanted)
+        size = piece.stop - piece.start
+        rows += [torch.tensor([0] * (looks_back - len(wanted)) + received, dtype=torch.int64),
+                 torch.arange(piece.first_row + 1, piece.first_row + 1 + size)]
+        places[piece.first_row:piece.first_row + size] = torch.arange(end, end + size)
+        end += looks_back + size
+    return torch.cat(rows), places
+
+
+def _chains(sequences: list[list[Piece]], of_member: list[list[Piece]]) -> tuple[tuple[Link, ...], ...]:
+    sent, asked = ({piece: place for pieces in of_member for place, piece in enumerate(_in_order(pieces, kinds))}
+                   for kinds in ((1, 2), (2, 3)))
+    return tuple(tuple(Link(piece.member, asked.get(piece, -1), sent.get(piece, -1)) for piece in pieces)
+                 for pieces in sequences if len(pieces) > 1)

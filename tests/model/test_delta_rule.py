@@ -1,0 +1,99 @@
+"""The gated delta rule over pieces of sequences, beside its definition, token by token."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+from itertools import accumulate, pairwise, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dhp_ray.comm.device import CPU
+from dhp_ray.comm.transport import open_transport
+from dhp_ray.model.delta_rule import gated_delta_rule
+from dhp_ray.model.layout import PackLayout, few_pieces, zigzag
+from dhp_ray.model.pieces import pieces_of
+from tests.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=60)
+PACKS: tuple[tuple[int, ...], ...] = ((200,), (1,), (3, 2, 1), (70, 2, 129, 64, 1, 65), (450, 11))
+HEADS, KEY_HEADS, KEYS, VALUES = 4, 2, 6, 5
+
+
+def inputs_of(lengths: tuple[int, ...]) -> list[Tensor]:
+    """Queries, keys, values, decays and betas of a pack, in fp64, with gradients, and the gradient of the outputs."""
+    generator, total = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(total, *shape, generator=generator, dtype=torch.float64)
+
+    found = [draw(KEY_HEADS, KEYS), draw(KEY_HEADS, KEYS), draw(HEADS, VALUES),
+             -torch.nn.functional.softplus(draw(HEADS)), draw(HEADS).sigmoid()]
+    return [*(tensor.requires_grad_() for tensor in found), draw(HEADS, VALUES)]
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The outputs of one sequence, by the definition."""
+    q, k = ((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(HEADS // KEY_HEADS, 1)
+            for x in (q, k))
+    state, outputs = v.new_zeros(HEADS, KEYS, VALUES), []
+    for query, key, value, decay, share in zip(q * KEYS ** -0.5, k, v, g, beta):
+        state = state * decay.exp()[:, None, None]
+        seen = torch.einsum("hkv,hk->hv", state, key)
+        state = state + torch.einsum("hk,hv->hkv", key, share[:, None] * (value - seen))
+        outputs.append(torch.einsum("hkv,hk->hv", state, query))
+    return torch.stack(outputs)
+
+
+@cache
+def reference(lengths: tuple[int, ...]) -> list[Tensor]:
+    """The outputs of a pack and the gradients of its inputs, sequence by sequence."""
+    *inputs, gradient = inputs_of(lengths)
+    bounds = (0, *accumulate(lengths))
+    out = torch.cat([one_by_one(*(tensor[first:last] for tensor in inputs)) for first, last in pairwise(bounds)])
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def worst_error(layout: PackLayout, member: int, link: object) -> float:
+    """The largest difference of a member's outputs and gradients from the reference's."""
+    index = layout.index(member)
+    *inputs, gradient = (tensor.detach()[index] for tensor in inputs_of(layout.lengths))
+    mine = [tensor.requires_grad_() for tensor in inputs]
+    if not len(index):
+        mine = [tensor.new_zeros(1, *tensor.shape[1:]).requires_grad_() for tensor in mine]
+    out = gated_delta_rule(*mine, pieces_of(layout, member, 3), link)  # type: ignore[arg-type]
+    if not len(index):
+        return 0.0
+    found = [out.detach()]
+    out.backward(gradient)
+    found += [tensor.grad for tensor in mine if tensor.grad is not None]
+    return max(float((here - whole[index]).abs().max()) for here, whole in zip(found, reference(layout.lengths)))
+
+
+def all_packs(rank: int, transport_name: str) -> list[float]:
+    world = dist.get_world_size()
+    list(map(reference, PACKS))  # before any rank waits for another
+    transport = open_transport(transport_name, rank, world, CPU, 4, TIMEOUT)
+    ranks = tuple((place + 1) % world for place in range(world))
+    transport.prepare([ranks])
+    errors = []
+    for number, (lengths, intervals) in enumerate(product(PACKS, (zigzag, few_pieces))):
+        link = transport.link(ranks, number)
+        errors.append(worst_error(PackLayout(lengths, world, intervals(lengths, world)), link.index, link))
+    transport.close()
+    return errors
+
+
+@pytest.mark.parametrize("lengths", PACKS)
+def test_one_rank_computes_the_definition(lengths: tuple[int, ...]) -> None:
+    assert worst_error(PackLayout(lengths, 1), 0, None) < 1e-9
+
+
+@pytest.mark.parametrize("degree", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5,
+                                    *(pytest.param(degree, marks=pytest.mark.slow) for degree in (6, 7))])
+def test_any_degree_computes_the_definition(degree: int) -> None:
+    errors = torch.tensor(run_ranks(all_packs, degree, "parent"))
+    assert errors.max() < 1e-9, errors
