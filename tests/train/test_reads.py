@@ -34,6 +34,8 @@ LAYOUT: list[Groups] = [
     [([2, 0], [[70, (1, 12, 10)], [25]], [1]), ([1], [[40], [9, (1, 8, 6)]], None)],
     [([1], [[30], [5, (1, 4, 4), 2]], None)],  # with sync=micro_batch two ranks are idle, and encode a tiny image
 ]
+TEXTS: list[Groups] = [[(ranks, [[part for part in parts if isinstance(part, int)] for parts in samples], None)
+                        for ranks, samples, _ in groups] for groups in LAYOUT]
 
 
 def reads_of(
@@ -95,14 +97,21 @@ def test_a_step_reads_nothing_before_its_totals(
         ("step", False, 1), ("micro_batch", True, 1), ("micro_batch", False, 1), ("micro_batch", False, 3)))])
 def test_nor_does_one_with_experts(sync: str, recomputes: bool, sharing: int) -> None:
     """Where ranks share them, it first asks whether there was room for all tokens."""
-    texts = [[(ranks, [[part for part in parts if isinstance(part, int)] for parts in samples], None)
-              for ranks, samples, _ in groups] for groups in LAYOUT]
-    plan, payloads = make_plan(3, texts, masked=("2.1",), sync=sync)
+    plan, payloads = make_plan(3, TEXTS, masked=("2.1",), sync=sync)
     for reads, _, result, _ in run_ranks(reads_of, 3, sync, "pool", [], recomputes, plan, payloads, "tiny_qwen3_moe",
                                          sharing):
         assert [place.led_there.partition(":")[0] for place in reads] == ["dhp_ray/comm/progress.py"] * (sharing > 1)
         assert result.experts is not None
         assert 0 < result.experts.entropy < 1 < result.experts.max_load
+
+
+@pytest.mark.parametrize(("sync", "recomputes"), [
+    ("micro_batch", True), pytest.param("step", False, marks=pytest.mark.slow)])
+def test_nor_does_one_with_gated_delta_nets(sync: str, recomputes: bool) -> None:
+    plan, payloads = make_plan(3, TEXTS, masked=("2.1",), sync=sync)
+    for reads, in_all, *_ in run_ranks(reads_of, 3, sync, "parent", [], recomputes, plan, payloads, "tiny_qwen3_5"):
+        assert reads == []
+        assert in_all > 0, "the totals are read, and so found"
 
 
 @pytest.mark.parametrize(("sync", "transport", "freeze", "keeps", "recomputes"), [
