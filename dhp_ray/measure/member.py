@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from math import prod
@@ -44,15 +44,11 @@ class Member:
     precision: str
     warm: bool = False
 
-    def measure(self, part: str, progress: Callable[[float], None] = lambda share: None) -> PartResult:
-        """Measure a part of PARTS. `progress` is called with the share of its rounds that are done."""
+    def measure(self, part: str) -> PartResult:
+        """Measure a part of PARTS."""
         if part == "exchanges":
             return PartResult(exchanged=self._exchanges())
-        rounds, found = self.spec.rounds(part), []
-        for number, plan in enumerate(rounds, 1):
-            found.append(self.repeats(plan))
-            progress(number / len(rounds))
-        return PartResult(rounds=found)
+        return PartResult(rounds=[self.repeats(plan) for plan in self.spec.rounds(part)])
 
     def repeats(self, plan: Plan) -> list[StepTiming]:
         """Run a round as often as there is time for, equally often on every rank."""

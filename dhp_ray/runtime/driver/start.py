@@ -281,26 +281,14 @@ def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile 
 
 
 def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
-    """Measure costs on the workers, in a generation of their own, and write them to the run folder. The workers' state
-    is useless afterwards: they join the run's first generation as if they had just started.
-    """
+    """Measure costs on the workers, in a generation of their own, and write them to the run folder."""
     group, folder, strategy = session.group, session.records.folder, session.strategy
     session.tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
-    with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, session.store, (), session.pool_groups, mode,
-                                 [FromCheckpoint()] * group.size, 0))
-    results: dict[str, Sequence[PartResult]] = {}
-    spec: Spec
-    for number, part in enumerate(PARTS, 1):
-        with group.waits.on(f"costs to be measured ({part}, {number} of {len(PARTS)})"):
-            found = group.call("measure", part, int(session.config.planner.tokens_per_rank))
-        spec = found[0][0]
-        if found[0][1] is not None:
-            results[part] = [result for _, result in found]
-    group.call("leave")
+    found = measured_session(group, session.store, generation, session.pool_groups, mode,
+                             int(session.config.planner.tokens_per_rank))
     try:
-        measured = cost_file.measured_cost([cost_file.MeasuredSession(spec, results)], strategy.origin(mode),
-                                           strategy.memory(mode), strategy.cost(mode), model_name(session.config))
+        measured = cost_file.measured_cost([found], strategy.origin(mode), strategy.memory(mode), strategy.cost(mode),
+                                           model_name(session.config))
     except MeasureError as error:
         raise RunError(f"planner.cost: got measure; {error}") from None
     text = measured.text()
@@ -312,3 +300,25 @@ def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
     session.tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in "
                         f"{COST_FILE}"))
     return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it
+
+
+def measured_session(
+    group: WorkerGroup, store: tuple[str, int], generation: int, pool_groups: int, mode: Mode, tokens_per_rank: int,
+    parts: Sequence[str] = PARTS, tell: Callable[[str, int], object] = lambda part, done: None,
+) -> cost_file.MeasuredSession:
+    """Let the workers measure in a generation of their own. Their state is useless afterwards: they join another one as
+    if they had just started. `tell` is called with each part that begins, and with the number of those before it.
+    """
+    with group.waits.on("the workers to load the model and to meet"):
+        group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
+    results: dict[str, Sequence[PartResult]] = {}
+    spec: Spec
+    for number, part in enumerate(parts):
+        tell(part, number)
+        with group.waits.on(f"costs to be measured ({part}, {number + 1} of {len(parts)})"):
+            found = group.call("measure", part, tokens_per_rank)
+        spec = found[0][0]
+        if found[0][1] is not None:
+            results[part] = [result for _, result in found]
+    group.call("leave")
+    return cost_file.MeasuredSession(spec, results)

@@ -50,19 +50,12 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
 
 def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
     """Return the result of a part on a run's rank that has joined its generation: for packs of as many tokens as it
-    holds, but at most MAX_TOKENS. Every rank calls this alike.
+    holds, but at most MAX_TOKENS. Every rank calls this alike; its state is useless afterwards.
     """
     assert rank is not None
     membership = rank.membership
     nodes = membership.nodes or ("",) * membership.world_size
-    shape = rank.adapter.shape
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
-    spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens)
-    if part not in spec.parts():
-        return spec, None
-    return spec, member_with(rank, spec).measure(part)
-
-
-def member_with(rank: Rank, spec: Spec) -> Member:
-    """Return the member for a rank that has joined its generation. The rank's state is useless afterwards."""
-    return Member(rank.membership.rank, spec, rank.stepper, rank.config.train.precision)
+    spec = spec_of(rank.config, rank.adapter.shape, rank.mode.sync, nodes, tokens)
+    member = Member(membership.rank, spec, rank.stepper, rank.config.train.precision)
+    return spec, member.measure(part) if part in spec.parts() else None
