@@ -50,7 +50,7 @@ class SimulatedCluster:
         self.shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
         self.device = Device.load(CONF / "device" / f"{cluster.device}.yaml")
         self.memory_bytes = cluster.memory_gib * 2**30
-        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups("auto", int(self.memory_bytes))
+        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups(int(self.memory_bytes))
         self.place = cache(self._place)
         given = settings.train.tokens_per_rank
         strategy = Strategy(_config(settings, longest_tokens), self._ranks(self._nodes(cluster.num_ranks)),

@@ -118,9 +118,8 @@ class Session:
 
     @property
     def pool_groups(self) -> int:
-        """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
-        device = ACCELERATORS[self.group.members[0].described["device"]]
-        return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
+        """How many process groups every rank keeps: what all devices hold."""
+        return ACCELERATORS[self.group.members[0].described["device"]].pool_groups(self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
         """Return how long a rank may stand still in a step: as long as many layers take; `comm.timeout_s` while

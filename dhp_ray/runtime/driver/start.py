@@ -237,7 +237,7 @@ def check_room(
     members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
     """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time,
-    beyond the `num_present` whole ones; without it, each node needs room for its parts of one.
+    beyond the `num_present` whole ones; without it, each node needs room for its parts of one, in TMPDIR.
     """
     if not num_ahead:
         return
@@ -258,11 +258,10 @@ def check_room(
         count = ranks_of[member.described["node_id"]]
         need = count * math.ceil(whole_bytes / len(members))
         if need > free_bytes:
-            folder, node_id = config.checkpoint.scratch or "the folder for temporary files", member.described["node_id"]
             raise RunError(
-                f"checkpoint.scratch: {folder} on node {node_id} has {gib(free_bytes)} free, and the parts of its "
-                f"{count} ranks in a checkpoint need {gib(need)} before they are uploaded; "
-                "make room, or name another folder"
+                f"run.dir: the folder for temporary files on node {member.described['node_id']} has {gib(free_bytes)} "
+                f"free, and the parts of its {count} ranks in a checkpoint need {gib(need)} before they are uploaded; "
+                "make room, or name another folder in TMPDIR when Ray starts there"
             )
 
 

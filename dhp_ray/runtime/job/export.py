@@ -45,7 +45,7 @@ def export_checkpoint(
     files = layout.files_of(adapter, 1)
     on_progress(0, len(files))
     with ExitStack() as stack:
-        values = StoredValues(f"{run.uri}/{name}", _local(run, name, config, stack), shapes, everything,
+        values = StoredValues(f"{run.uri}/{name}", _local(run, name, stack), shapes, everything,
                               untrained_weights(adapter))
         with storage_errors(f"out: {out}", "cannot be made"):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,15 +68,11 @@ def export_checkpoint(
     return sum(file.num_bytes for file in files)
 
 
-def _local(run: Folder, name: str, config: Config, stack: ExitStack) -> Path:
+def _local(run: Folder, name: str, stack: ExitStack) -> Path:
     """Return the folder of the checkpoint's files on this machine."""
-    local = run.local_path()
-    if local is not None:
+    if local := run.local_path():
         return local / name
-    scratch = Path(config.checkpoint.scratch or tempfile.gettempdir())
-    with storage_errors(f"checkpoint.scratch: {scratch}", "cannot be made"):
-        scratch.mkdir(parents=True, exist_ok=True)
-        fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=scratch)))
+    fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_")))
     for file in run.names(name):
         run.download(f"{name}/{file}", fetched / file)
     if not (fetched / ".metadata").exists():

@@ -70,8 +70,6 @@ def check_here(config: Config) -> None:
         _check_cost(config.planner.cost)
     if config.run.dir.partition("://")[0] not in STORES:
         _check_run_folder(config)
-    elif config.checkpoint.scratch:
-        _check_writable("checkpoint.scratch", os.path.join(config.checkpoint.scratch, "checkpoint"))
 
 
 def check_evaluation_here(config: Evaluation) -> None:

@@ -29,11 +29,11 @@ from dhp_ray.train.engine import Engine
 
 
 def save_folder(config: Config) -> Path:
-    """Return where this node writes checkpoints: run.dir if it is a folder, else `checkpoint.scratch`, to be uploaded.
+    """Return where this node writes checkpoints: run.dir if it is a folder, else the folder for temporary files, from
+    which they are uploaded.
     """
-    local = Folder(config.run.dir).local_path()
-    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir())
-    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+    folder = Folder(config.run.dir).local_path() or Path(tempfile.gettempdir())
+    with storage_errors(f"run.dir: {folder}", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 

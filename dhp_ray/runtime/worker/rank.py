@@ -81,9 +81,7 @@ class Rank:
         self.state_group = self._new_state_group()
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
-        capacity = membership.pool_groups
-        if not capacity:
-            capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
+        capacity = membership.pool_groups or accelerator.pool_groups(accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = self._engine(world, not keeps_state, progress)
         try:
@@ -179,8 +177,7 @@ class Rank:
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train
-        return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule,
-                                    train.min_learning_rate_ratio)
+        return learning_rate_factor(step, total_steps, train.warmup_steps, train.min_learning_rate_ratio)
 
     def export(self, name: str, save_processor: Callable[[Path], None]) -> None:
         """Write the model to the folder `name` of the run (all ranks call this). See `export_model`."""
