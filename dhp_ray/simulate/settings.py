@@ -32,14 +32,11 @@ class Numbers:
     minimum: float = key(0.0, "the least one", minimum=0, maximum=1e12)
     maximum: float = key(1e12, "the largest one", minimum=0, maximum=1e12)
     bins: list[list[float]] = key([], "[[from, to, weight], ...]; numbers of a bin are equally likely")
-    path: str = key("", "JSON file with `bins_s`, in place of bins", path="file")
 
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Samples of one kind. With `path` they are rows of a CSV file: num_tokens and, if it has this column,
-    num_image_tiles, the number of image tiles (448 x 448 pixels, 256 tokens) among these tokens.
-    """
+    """Samples of one kind. With `path` they are texts of as many tokens as the rows of a CSV file say (num_tokens)."""
 
     name: str = key("", "what its samples' ids begin with")
     weight: float = key(1.0, "how many samples are its, beside the other sources", above=0, maximum=1e9)
@@ -312,8 +309,8 @@ def _check_source(source: SourceSettings) -> None:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: at most {MOST_PICTURES}")
         if numbers.kind == "lognormal" and not numbers.mean > 0:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: above 0 with kind lognormal")
-        if numbers.kind == "bins" and not numbers.path:
-            check_bins(numbers.bins, f"{where}: {name}")
+        if numbers.kind == "bins":
+            _check_bins(numbers.bins, f"{where}: {name}")
     if not source.path and source.text_tokens == Numbers():
         raise ConfigError(f"{where}: text_tokens: got nothing; allowed: a distribution, or a path with rows")
     for count, sizes in (("images", ("image_width", "image_height")),
@@ -324,7 +321,7 @@ def _check_source(source: SourceSettings) -> None:
                     raise ConfigError(f"{where}: {size}: got nothing with {count}; allowed: a distribution")
 
 
-def check_bins(bins: object, where: str) -> None:
+def _check_bins(bins: object, where: str) -> None:
     """Refuse anything but a list of [from, to, weight]."""
     fits = isinstance(bins, list) and bins and all(
         isinstance(row, list) and len(row) == 3 and all(isinstance(number, int | float) for number in row)
