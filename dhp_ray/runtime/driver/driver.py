@@ -141,7 +141,6 @@ class Driver:
         change, self.leaving, self.copies = "", {}, (0, [])
         first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         session.report_mode()
-        session.report_compiling()
         running = self._launch(session, first)
         while running:
             step = running.dispatched.step
