@@ -56,9 +56,7 @@ UPLOADS = "working_dir_files"
 
 
 def keys_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Every key of a configuration, those in lists of sections included: its dotted name, the section that has it, and
-    its field.
-    """
+    """Every key, those in lists of sections too: its dotted name, its section, its field."""
     for item in fields(node):
         value, name = getattr(node, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
@@ -167,8 +165,7 @@ def check_limits(node: Any) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
-    """
+    """Refuse what the workers' device cannot do; call it again where `cluster.device=auto` is resolved."""
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
         raise ConfigError(
             "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "
@@ -214,9 +211,7 @@ def _limits(spec: Mapping[str, Any]) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value as an error shows it, without the thousands of digits of a huge number (Python refuses to print
-    it).
-    """
+    """Return a value as an error shows it, without thousands of digits, which Python refuses to print."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a number of more than 18 digits"
     return repr(value)
@@ -273,8 +268,7 @@ def local_path(name: str, text: str) -> Path:
 
 
 def check_place(name: str, value: str, kind: str) -> None:
-    """Refuse a file where a folder is wanted, and the reverse. What is absent, or behind a URI, is not looked at here.
-    """
+    """Refuse a file where a folder is wanted, and the reverse; not what is absent, or behind a URI."""
     if os.path.isfile(value) and "file" not in kind:
         raise ConfigError(f"{name}: {value} is a file; allowed: a {kind}")
     if os.path.isdir(value) and "folder" not in kind:
@@ -293,10 +287,8 @@ EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF 
 
 def load(argv: list[str], command: Command = TRAIN) -> Any:
     """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, an object of the command's
-    schema. URIs in it show no credentials (dhp_ray/credentials.py).
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
+    schema. URIs in it show no credentials (dhp_ray/credentials.py). ConfigError: one line with the key, its value and
+    what is allowed.
     """
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
@@ -346,9 +338,7 @@ def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str
 
 
 def dump(config: Config) -> str:
-    """Return the configuration as YAML, without credentials: `load(["--config", file])` returns it again, or asks for
-    them.
-    """
+    """Return the configuration as YAML, without credentials, for `load(["--config", file])`."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -414,9 +404,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(command: Command, name: str, text: str) -> Any:
-    """Return the value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it
-    is.
-    """
+    """Return the value of an override, read as YAML; text for a string is taken as it is."""
     kind, _ = _keys(command.schema).get(name, (None, None))
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None

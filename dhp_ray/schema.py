@@ -50,9 +50,7 @@ MONTH_S = 30 * 86400
 """Longest time to wait for anything: the clocks below count nanoseconds."""
 
 MAX_MIRROR_STEPS = 1000
-"""The most steps from one mirrored state to the next: workers remember the steps of all state versions between the last
-two.
-"""
+"""The most steps between mirrored states: workers remember those of all versions between the last two."""
 
 LARGEST = 1e30
 """The largest of numbers that are computed with in 32 bits."""

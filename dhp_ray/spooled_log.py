@@ -15,8 +15,7 @@ from typing import Any
 from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
 
 UPLOADING_SHARE = 0.05
-"""The largest share of the time that uploads of growing files may take, apart from those before a checkpoint is sealed.
-"""
+"""The most of the time that uploads of growing files may take, beside those before a checkpoint is sealed."""
 
 
 class UploadTimer:
@@ -35,9 +34,7 @@ class UploadTimer:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Put this around an upload of all files. Only one that was due tells how long that takes: there may be nothing
-        new since the last.
-        """
+        """Put this around an upload of all files. How long one takes is known from those that were due."""
         begun_s, due = monotonic(), self.due
         yield
         self._ended_s = monotonic()

@@ -179,9 +179,7 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
 
 
 def check_writable(file: Path) -> None:
-    """Raise OSError if a local file cannot be written, before the work whose result it is to hold. Leaves nothing
-    behind; folders that are missing above it may be made.
-    """
+    """Raise OSError if a local file cannot be written, before the work for it; leaves nothing behind."""
     if file.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if file.exists() and not os.access(file, os.W_OK):
@@ -194,9 +192,7 @@ def check_writable(file: Path) -> None:
 
 
 def retry_when_full(write: Callable[[], None]) -> None:
-    """Write something small, and wait for room if there is none: a save that fills the disk frees its room when it
-    fails.
-    """
+    """Write something small, and wait for room if there is none: a save that fills the disk frees it."""
     deadline = time.monotonic() + ROOM_PATIENCE_S
     while True:
         try:
@@ -208,9 +204,7 @@ def retry_when_full(write: Callable[[], None]) -> None:
 
 
 def append_whole(file: int, content: bytes) -> None:
-    """Add bytes to the end of an open file (its descriptor), all or none, so that what follows does not continue a
-    half-written line.
-    """
+    """Add bytes to the end of an open file, all or none: what follows must not continue half a line."""
     end = os.fstat(file).st_size
     try:
         done = os.write(file, content)  # in one write, so that writes of several threads do not mix
@@ -223,9 +217,7 @@ def append_whole(file: int, content: bytes) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `target`; when the block ends without an error, it is synced to the disk and
-    replaces `target`.
-    """
+    """Yield a temporary file; if the block ends without an error, it is synced and replaces `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -49,9 +49,7 @@ def keep(name: str, write: Callable[[Path], object]) -> str | None:
 
 
 def _made_by_us(folder: Path) -> bool:
-    """Whether only this user can have put files there: others may write into the folder of temporary files, and kept
-    machine code is run.
-    """
+    """Whether only this user can have put files into a folder; machine code from there is run."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

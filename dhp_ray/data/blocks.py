@@ -31,8 +31,7 @@ CONNECT_S = 1.5
 """Seconds that a raylet has to accept a connection: a packet may be lost, and is sent again after one second."""
 
 lost: set[str] = set()
-"""Nodes that this process was told are gone, seconds before Ray notices: its head gives a node several health checks.
-"""
+"""Nodes that this process was told are gone, seconds before Ray notices: its head waits for several health checks."""
 
 LOST = "lost"
 """In place of the name of a node that is gone: its server is not asked."""
@@ -77,8 +76,7 @@ GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
 """A server died or cannot be started, or its answer was lost, most likely with its node."""
 
 _servers: dict[str, ActorHandle] = {}
-"""By node, the servers that this process has started or asked. A server lives as long as the process that started it.
-"""
+"""By node, the servers that this process has started or asked. They live as long as the process that started them."""
 
 
 def located(origins: Mapping[ray.ObjectRef, BlockOrigin]) -> dict[ray.ObjectRef, BlockOrigin]:
@@ -88,9 +86,7 @@ def located(origins: Mapping[ray.ObjectRef, BlockOrigin]) -> dict[ray.ObjectRef,
 
 
 def start_servers(nodes: Iterable[str] = ()) -> None:
-    """Start the servers of this node and of these. A server takes seconds to start, and the first block on its node
-    would wait for it.
-    """
+    """Start the servers of this node and of these, before a block waits for them: a start takes seconds."""
     for node in {_here(), *nodes}:
         start_server(node)
 
@@ -110,10 +106,8 @@ def fetch_columns(
 ) -> tuple[pa.Table, ray.ObjectRef, BlockOrigin]:
     """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
     and the block itself. If its node is gone, or there is no block yet (None), that is another one, read in this
-    process: a server might have to be started first.
-
-    Raises:
-        DataError: the file of a block that is read again is gone or damaged.
+    process: a server might have to be started first. DataError: the file of a block that is read again is gone or
+    damaged.
     """
     node = origin.node or _here()
     if reference is not None and node not in lost:
@@ -130,11 +124,7 @@ def fetch_columns(
 
 
 def read_again(origin: BlockOrigin, rows: Sequence[int] | None = None) -> pa.Table:
-    """These rows of a lost block (None: all), from its fragment.
-
-    Raises:
-        DataError: the file is gone or damaged.
-    """
+    """These rows of a lost block (None: all), from its fragment. DataError: the file is gone or damaged."""
     reader, items = ray.get(origin.source)
     own = range(*origin.rows)
     table: pa.Table = reader.block(items[origin.item], own if rows is None else [own[row] for row in rows])

@@ -37,10 +37,7 @@ DATE = "26 Jul 2024"
 
 class ChatTemplate:
     """Writes conversations with the template. It finds out what the template writes around an answer by applying it to
-    test conversations.
-
-    Raises:
-        DataError: the template rewrites earlier turns, or writes answers in different ways.
+    test conversations. DataError: the template rewrites earlier turns, or writes answers in different ways.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -60,10 +57,7 @@ class ChatTemplate:
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token,
-        without what the template writes before it.
-
-        Raises:
-            RowError: the template drops or changes a text, or adds an answer.
+        without what the template writes before it. RowError: the template drops or changes a text, or adds an answer.
         """
         text = self._text(turns, prompt=False)
         answers = sum(turn.role == "assistant" for turn in turns)
@@ -106,9 +100,7 @@ class ChatTemplate:
         return text.partition("before")[2].partition("after")[0].endswith("\n")
 
     def _text(self, turns: Sequence[Turn], *, prompt: bool) -> str:
-        """The text of the turns. If the template writes a line break after an image, that of LLaVA's `<image>\\n` is
-        left out.
-        """
+        """The text of the turns, without the line break of LLaVA's `<image>\\n` if the template writes one itself."""
         if any(part.marked for turn in turns for part in turn.parts) and self._breaks_lines:
             turns = [replace(turn, parts=tuple(_without_breaks(turn.parts))) for turn in turns]
         return self._apply([turn.message() for turn in turns], prompt=prompt)
@@ -209,12 +201,7 @@ class SpelledTokens:
         return HiddenTokens(hidden, stand_in, tuple(tokens))
 
     def encode(self, text: str, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The int32 ids (L,) of a text that was rendered from the turns of `hidden`, and where in it each begins and
-        ends.
-
-        Raises:
-            RowError: the text has not each hidden token once.
-        """
+        """The int32 ids (L,) of a rendered text, and the begin and end of each in it. RowError: a token is missing."""
         pieces = text.split(hidden.stand_in) if hidden.tokens else [text]
         if len(pieces) != len(hidden.tokens) + 1:
             raise RowError(f"the chat template writes {len(pieces) - 1} of {len(hidden.tokens)} special tokens that "
@@ -234,9 +221,7 @@ class SpelledTokens:
         return np.asarray(ids, np.int32), starts, stops
 
     def _hidden(self, parts: Sequence[ContentPart], stand_in: str, tokens: list[str]) -> list[ContentPart]:
-        """The parts with stand-ins; the tokens are added to `tokens`. A template writes neighbouring texts as one, so
-        they are searched as one.
-        """
+        """The parts with stand-ins; adds to `tokens`. Neighbouring texts, which templates write as one, are joined."""
         found: list[ContentPart] = []
         for kind, group in groupby(parts, key=lambda part: part.kind):
             if kind != "text":

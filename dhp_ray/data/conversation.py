@@ -63,9 +63,7 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn; `role` is system, user or assistant. The answers of tools are a turn of the user. `learned`: an answer
-    has labels.
-    """
+    """One turn; `role`: system, user (tools too) or assistant. `learned`: an answer has labels."""
 
     role: str
     parts: tuple[ContentPart, ...]
@@ -89,11 +87,7 @@ class Turn:
 
 
 def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a row, as stored, after that of its column `system`.
-
-    Raises:
-        RowError: there are none, or `system` holds no text.
-    """
+    """The stored turns of a row, after its `system`. RowError: there are none, or `system` is no text."""
     name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
     turns = fields.get(name) if name else None
     if isinstance(turns, str):
@@ -122,11 +116,9 @@ def stored_role(turn: Any) -> str:
 
 
 def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The turns of a conversation in either form.
-
-    Raises:
-        RowError: the conversation is empty, has an unknown role or no turn of the assistant that is learned, or begins
-            with the assistant; a turn of neither the user nor a tool shows an image; a text is not UTF-8.
+    """The turns of a conversation in either form. RowError: the conversation is empty, has an unknown role or no turn
+    of the assistant that is learned, or begins with the assistant; a turn of neither the user nor a tool shows an
+    image; a text is not UTF-8.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
@@ -147,11 +139,7 @@ def last_answer(turns: Sequence[Turn]) -> int:
 
 
 def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
-    """The assistant's own answer, and the other texts in the row's `answers`.
-
-    Raises:
-        RowError: `answers` holds something other than texts.
-    """
+    """The assistant's own answer, and the texts in the row's `answers`. RowError: these are no texts."""
     others: Any = fields.get("answers")
     others = [] if others is None else [others] if isinstance(others, str) else others
     if not isinstance(others, list) or not all(isinstance(text, str) for text in others):
@@ -180,9 +168,7 @@ def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Tur
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row in which the number of marks (without a source of their own) differs from that of its images or
-    videos.
-    """
+    """Refuse a row with more or fewer marks (without a source of their own) than images or videos."""
     for mark, kind in MARKS.items():
         marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
         if marks != counts.get(kind, 0):
@@ -191,11 +177,7 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON text holds, which may be hostile.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON, or holds too many values.
-    """
+    """What JSON text holds, which may be hostile. ValueError, RecursionError: it is no JSON, or too much."""
     count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
     if count > MOST_VALUES:
         raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
@@ -280,9 +262,7 @@ def _marked(text: str) -> list[ContentPart]:
 
 
 def _part(number: int, item: Any) -> ContentPart:
-    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys with the value null
-    count as absent.
-    """
+    """One part of OpenAI's content, by its `type`; keys with the value null count as absent."""
     if isinstance(item, str):
         return ContentPart("text", item)
     if not isinstance(item, Mapping):

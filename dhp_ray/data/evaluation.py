@@ -47,11 +47,7 @@ class Question:
 
 
 def read_question(row: Row, processor: Processor, image_root: str) -> Question:
-    """The question of a row. Reads only the headers of its images (see `image_size`).
-
-    Raises:
-        RowError: the row cannot be used, for example because it has no turn of the assistant.
-    """
+    """The question of a row, of whose images only headers are read. RowError: it cannot be used."""
     turns, images, sizes = read_contents(row, processor, image_root)
     last = last_answer(turns)
     shown = sum(len(turn.media) for turn in turns[:last])
@@ -60,11 +56,7 @@ def read_question(row: Row, processor: Processor, image_root: str) -> Question:
 
 
 def read_references(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
-    """The right answers by row id, for the rows that have some and can be used, of at most `max_bytes`.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """The right answers by id, of rows that can be used, of at most `max_bytes`. DataError: a file cannot be read."""
     found = {}
     for fragment in fragments:
         for row in read_texts(fragment, max_bytes):
@@ -135,8 +127,7 @@ def normalised(text: str) -> str:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and replacements of a character that turn one text into the other (Levenshtein).
-    """
+    """The fewest insertions, deletions and replacements of a character between two texts (Levenshtein)."""
     letters, places = _characters(second), np.arange(len(second) + 1)
     row = places.copy()
     for letter in _characters(first):
@@ -146,6 +137,5 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _characters(text: str) -> np.ndarray:
-    """(length,): the Unicode number of each character. This includes single surrogates of UTF-16, which JSON may hold.
-    """
+    """(length,): the number of each character, single surrogates of UTF-16 included, which JSON may hold."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -98,10 +98,8 @@ class Fragments:
     @cached_property
     def digest(self) -> int:
         """A number that tells whether a row is still where it was: of how the files are cut into fragments and rows,
-        and of the name, the size and samples of the content of each. A copy in another folder has the same.
-
-        Raises:
-            DataError: a file cannot be read.
+        and of the name, the size and samples of the content of each. A copy in another folder has the same. DataError:
+        a file cannot be read.
         """
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
@@ -169,9 +167,7 @@ def load(key: str) -> pa.Table | None:
 
 
 def store(key: str, table: pa.Table) -> pa.Table:
-    """Store a table and return it mapped. If it cannot be written, return the table itself; the next start makes it
-    again.
-    """
+    """Store a table; returns it mapped, or as it is if it cannot be written."""
     def write(path: Path) -> None:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
@@ -206,25 +202,19 @@ class UniqueIds:
         return name
 
     def rename(self, given: Iterable[Any], path: str, first: int) -> tuple[tuple[int, str], ...]:
-        """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
-        file.
-        """
+        """(offset, name) of the rows whose given id is missing or taken; `first`: the first row's number."""
         claimed = ((offset, self.claim(name, path, first + offset)) for offset, name in enumerate(given))
         return tuple((offset, name) for offset, name in claimed if name)
 
 
 def numbered(name: str, row: int) -> str:
-    """The name of a row that has none of its own, from another row's or a file's. Of a long name the end stays: files
-    of a set differ in it.
-    """
+    """The name of a row that has none, from another row's or a file's, of which the end stays."""
     number = f"#{row:06d}"
     return _UNFIT.sub("?", name)[len(number) - MOST_CHARACTERS:] + number
 
 
 class HashSet:
-    """Numbers from 1 to 2**64 - 1 in a table with linear probing, 8 bytes a slot; a Python set takes about a hundred
-    bytes an id.
-    """
+    """Numbers from 1 to 2**64 - 1, 8 bytes a slot (linear probing); a Python set takes about a hundred an id."""
 
     def __init__(self) -> None:
         self._slots, self._count = array("Q", bytes(8 * 2**10)), 0

@@ -30,9 +30,7 @@ KEPT_FROM_BYTES = 8 * 2**20
 
 NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
-"""If rows have at least this many bytes on average, they hold their images and videos themselves; if fewer, a few rows
-are read.
-"""
+"""Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -40,10 +38,7 @@ Progress = Callable[[int, int], None]
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
     """The fragments of `data.path`, files by name and rows in order. The index of much data is kept
-    (data/fragments.py).
-
-    Raises:
-        DataError: a file is missing, has another form, or lacks the columns that are needed.
+    (data/fragments.py). DataError: a file is missing, has another form, or lacks the columns that are needed.
     """
     files = _files(data)
     try:
@@ -68,9 +63,7 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 
 
 def check_form(data: Data) -> None:
-    """Refuse data whose first rows already show that there are none, that they have another form, or that they lack
-    columns. Takes milliseconds, whatever the size.
-    """
+    """Refuse data whose first rows show that there are none, or another form. Takes milliseconds."""
     image_root(data)
     for path, kind in _files(data):
         if list(islice(scan_file(path, kind, UniqueIds(), lambda position: None), 2)):
@@ -161,9 +154,7 @@ def image_root(data: Data) -> str:
 
 
 def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
-    """Mean bytes of the image and video files that a row names, over a few rows from everywhere in the set. What cannot
-    be read counts as 0.
-    """
+    """Mean bytes of the files that a row names, over a few rows from everywhere; 0 for what cannot be read."""
     if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
         return 0
     found = []

@@ -54,10 +54,8 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
 
     Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
     list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. A clip that
-    is one file has its own rate, whatever fps says.
-
-    Raises:
-        RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
+    is one file has its own rate, whatever fps says. RowError: an image or video is missing or outside of the root, or
+    the marks do not agree with the columns.
     """
     stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
@@ -84,9 +82,7 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
 
 
 def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """The images or videos in a row's columns: `images` or else `image` (likewise for video), a single one or a list.
-    A column of nothing but nulls and empty texts has none.
-    """
+    """The images or videos in a row's columns (`images`, else `image`), but for nulls and empty texts."""
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
         values = column if isinstance(column, list) else [column]
         if any(unwrap(value, kind)[0] not in _EMPTY for value in values):
@@ -134,11 +130,7 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
 
 
 def resolve(image_root: str, name: str) -> Path:
-    """The path of the file `name` below the root, with links followed. An absolute name is one below the root too.
-
-    Raises:
-        RowError: `name` is a URL, is too long, or leads out of the root.
-    """
+    """The path of a file below the root, after links. RowError: it is a URL, too long, or outside."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) or _DATA.match(name):
         raise RowError(f"{_short(name)} is a URL; allowed: a file name below data.image_root")
     if len(name) > _NAME_CHARACTERS:
@@ -223,10 +215,7 @@ def _short(name: str) -> str:
 
 def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
     """The bytes of a video whose frames are files: the encoded frames one after the other, behind a header with their
-    rate. They are used as a clip without loss.
-
-    Raises:
-        RowError: there is no frame, or the rate is none.
+    rate. They are used as a clip without loss. RowError: there is no frame, or the rate is none.
     """
     rate = frames_per_second
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= sys.float_info.max:
@@ -238,11 +227,7 @@ def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
 
 
 def unpack_frames(data: bytes) -> tuple[list[bytes], float]:
-    """The frames of a packed video, and how many come a second.
-
-    Raises:
-        RowError: the bytes are cut short.
-    """
+    """The frames of a packed video, and how many come a second. RowError: the bytes are cut short."""
     begin = len(FRAMES_MAGIC) + _FRAMES_HEADER.size
     try:
         rate, count = _FRAMES_HEADER.unpack_from(data, len(FRAMES_MAGIC))

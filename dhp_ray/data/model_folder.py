@@ -19,11 +19,7 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
 def family_in(folder: Path) -> type[Family]:
-    """The family of the model in a folder.
-
-    Raises:
-        DataError: config.json is missing or of another family.
-    """
+    """The family of the model in a folder. DataError: config.json is missing or of another family."""
     file = folder / "config.json"
     if not file.is_file():
         raise DataError(f"model.path: {folder} has no config.json; allowed: a local Hugging Face folder")
@@ -34,9 +30,7 @@ def family_in(folder: Path) -> type[Family]:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file from which the processor is made, or whose tokenizer.json has token ids beyond
-    the model's embedding. Needs no transformers.
-    """
+    """Refuse a folder without a processor's files, or with token ids beyond the embedding. Needs no transformers."""
     check_byte_order_marks(folder)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         raise DataError(
@@ -50,11 +44,7 @@ def check_processor_files(folder: Path) -> None:
 
 
 def chat_template(folder: Path) -> str:
-    """The template of a model's conversations: the processor's own, else the tokenizer's.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The template of a model's conversations: the processor's own, else the tokenizer's. DataError: there is none."""
     template = None
     if (file := folder / "chat_template.jinja").is_file():
         try:
@@ -108,9 +98,7 @@ def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
 
 
 def own_pixels(folder: Path, most_pixels: int) -> int:
-    """The `data.max_pixels` that scales images as a folder's own image processor does, if `most_pixels` does not; else
-    0, also if the folder does not say.
-    """
+    """The `data.max_pixels` that scales images as a folder does if `most_pixels` does not; else 0."""
     settings = _image_tree(folder) or {}
     size: dict[str, Any] = settings["size"] if isinstance(settings.get("size"), dict) else {}
     tiles, height, width = (_number(tree.get(name)) for tree, name in (
@@ -123,10 +111,8 @@ def own_pixels(folder: Path, most_pixels: int) -> int:
 
 
 def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
-    """The settings of a folder's image processor, including those of its model that determine the patches.
-
-    Raises:
-        DataError: there are none, they are those of another processor, or they cut other patches than the model takes.
+    """The settings of a folder's image processor, including those of its model that determine the patches. DataError:
+    there are none, they are those of another processor, or they cut other patches than the model takes.
     """
     if not family.image_processors:
         return {}
@@ -155,11 +141,7 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
 
 
 def video_pixels(folder: Path) -> int:
-    """The most pixels of all frames of a video by a folder's video processor; 0: it does not say.
-
-    Raises:
-        DataError: it says something other than a number.
-    """
+    """The most pixels of all of a video's frames; 0: the folder does not say. DataError: it is no number."""
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
     given = (size.get("longest_edge") if isinstance(size, dict) else None) or 0

@@ -148,9 +148,7 @@ def fragment_order(seed: int, epoch: int, num_fragments: int) -> np.ndarray:
 
 
 def _spread(numbers: np.ndarray, chance: np.random.Generator, halvings: int) -> np.ndarray:
-    """The numbers in a random order in which those of the first and of the second half alternate, and again within each
-    half.
-    """
+    """The numbers in a random order that alternates between both halves, and again within each."""
     if not halvings or len(numbers) < 2:
         return chance.permutation(numbers)
     middle = (len(numbers) + chance.integers(2)) // 2

@@ -76,11 +76,7 @@ class ProcessorSpec:
         return cls(model.preset, model.path, data.min_pixels, data.max_pixels, MediaLimits.of(data))
 
     def load(self) -> Processor:
-        """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
-
-        Raises:
-            DataError: the folder lacks a file, or is of an unknown family.
-        """
+        """The processor of a preset, or of a folder. DataError: that lacks a file, or is of no known family."""
         if self.preset:
             kind = PRESETS[self.preset]
             family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
@@ -124,11 +120,7 @@ class Processor:
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation. `tools` are those that the assistant may call.
-
-        Raises:
-            RowError: roles, texts or tools cannot be encoded.
-        """
+        """The turns of a conversation; the assistant may call `tools`. RowError: they cannot be encoded."""
         turns = read_turns(conversation)
         return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
 
@@ -137,18 +129,14 @@ class Processor:
         order.
 
         Labels are the ids of the assistant's turns that are learned, with their end token, and -100 elsewhere.
-
-        Raises:
-            RowError: roles, marks or texts cannot be encoded.
+        RowError: roles, marks or texts cannot be encoded.
         """
         turns = self.turns(conversation)
         check_counts(turns, Counter(_kind(size) for size in sizes))
         return self.encode_turns(turns, sizes)
 
     def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
-        """Like `encode`, for turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens,
-        or one step in time.
-        """
+        """Like `encode`, of counted marks; a grid of a video has `slice_tokens` tokens, or one step in time."""
         media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         return self._encode(*self._template.render(hidden.turns), hidden, sizes, media)
@@ -156,9 +144,7 @@ class Processor:
     def encode_prompt(
         self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
     ) -> tuple[str, Encoded]:
-        """The prompt for the assistant's next turn: the template's text, and its encoding as by `encode_turns`, without
-        labels.
-        """
+        """The prompt for the assistant's next turn: its text, and its encoding, without labels."""
         media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         text = self._template.prompt(hidden.turns)
@@ -187,9 +173,7 @@ class Processor:
     def _with_media(
         self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], written: Sequence[str]
     ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The text with the template's marks replaced by what is `written` for each image and video, and the shifted
-        spans.
-        """
+        """The text with what is `written` in place of the template's marks, and the shifted spans."""
         if not self.family.marks:
             return text, spans
         found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
@@ -208,8 +192,7 @@ class Processor:
                 [(start + shift, stop + shift) for (start, stop), shift in zip(spans, grown[before].tolist())])
 
     def save(self, folder: str | Path) -> None:
-        """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder.
-        """
+        """Write the files that transformers reads processor, tokenizer and image processor from."""
         target = Path(folder)
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(str(target))
@@ -220,9 +203,7 @@ class Processor:
 
 
 def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(L,) whether each token, which begins and ends at these characters, has some and all of them lie in one of the
-    spans. The spans are ascending and do not overlap.
-    """
+    """(L,) whether a token has characters, all of them in one of the ascending spans."""
     begins, ends = np.array([(-1, -1), *spans], np.int64).T
     return (stops > starts) & (stops <= ends[np.searchsorted(begins, starts, side="right") - 1])
 

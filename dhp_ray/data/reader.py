@@ -97,9 +97,7 @@ class ReadFragments:
         return _block(records).take([sorted(rows).index(row) for row in rows])
 
     def _records(self, item: Mapping[str, Any], rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows of an item, or these of them, in the order of the file. A file that is gone, damaged or changed ends
-        them with one that is UNREADABLE.
-        """
+        """The rows of an item, or these of them; UNREADABLE is the last, from a file that is gone or damaged."""
         processor, begin = _loaded(self.processor), 0
         parts: list[tuple[RowRange, int, Fragment]] = pickle.loads(item["parts"])
         for part, number, fragment in parts:
@@ -163,11 +161,7 @@ class ReadFragments:
 
 
 def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
-    """The turns of a row, its encoded images and videos in the order of the text, and the size of each.
-
-    Raises:
-        RowError: the row cannot be used.
-    """
+    """The turns of a row, its encoded images and videos, and their sizes. RowError: it cannot be used."""
     if row.error:
         raise RowError(row.error)
     turns = processor.turns(stored_turns(row.fields), row.fields.get("tools"))

@@ -49,11 +49,8 @@ av.logging.set_level(None)
 
 def decode_video(data: bytes, family: VisionFamily, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
     """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
-    with `num_steps` steps.
-
-    Raises:
-        ValueError: the decoded frames are not those that the container announced, or are damaged.
-        Exception: whatever PyAV raises on bytes that do not decode.
+    with `num_steps` steps. ValueError: the decoded frames are not those that the container announced, or are damaged.
+    Exception: whatever PyAV raises on bytes that do not decode.
     """
     temporal = family.temporal_patch_size
     with opened_video(data, family.limits) as decoder:
@@ -116,10 +113,8 @@ class VideoDecoder:
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """The frames with these numbers, uint8 (height, width, 3), each with its number. If decoding had to start
-        again, a frame may come twice: the later one counts. May be called only once.
-
-        Raises:
-            ValueError: the frames are not those that the container announced, or are damaged.
+        again, a frame may come twice: the later one counts. May be called only once. ValueError: the frames are not
+        those that the container announced, or are damaged.
         """
         times = self._times()
         start = self._start(times, set(wanted))
@@ -224,12 +219,9 @@ def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
 
 
 def read_clip(data: bytes, limits: MediaLimits) -> Clip:
-    """The description of an encoded video. Reads the container's packets, or the headers of its frames; of a video
-    that may be turned it decodes one frame.
-
-    Raises:
-        RowError: the video or the header of a frame cannot be read, it is too long, or its frames are too large or
-            differ in size.
+    """The description of an encoded video. Reads the container's packets, or the headers of its frames; of a video that
+    may be turned it decodes one frame. RowError: the video or the header of a frame cannot be read, it is too long, or
+    its frames are too large or differ in size.
     """
     if data.startswith(FRAMES_MAGIC):
         return FrameFiles(data, limits).clip
@@ -254,9 +246,7 @@ def _clip(stream: Any, packets: Iterable[Any], limits: MediaLimits) -> Clip:
 def _rate_and_times(
     shown: Sequence[int | None], tick_s: Fraction | None, rate: float
 ) -> tuple[float, tuple[float, ...]]:
-    """Frames a second, and the times of frames that do not come at the rate which the container names. `shown`: when
-    each is shown, in ticks.
-    """
+    """Frames a second, and times that do not follow from that rate. `shown`: of each frame, in ticks."""
     known = sorted(tick for tick in shown if tick is not None)
     if tick_s is None or len(known) < max(2, len(shown)):
         return rate, ()

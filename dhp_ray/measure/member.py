@@ -34,9 +34,7 @@ TIMES = 12
 
 @dataclass
 class Member:
-    """A rank of a world that exists only for measuring: the state of `stepper.engine` is useless afterwards. Every rank
-    calls each method alike.
-    """
+    """A rank that measures. Every rank calls each method alike; `stepper`'s state is useless afterwards."""
 
     rank: int
     spec: Spec
@@ -99,9 +97,7 @@ class Member:
 
 
 def payload_of(sample: Sample, adapter: LanguageModel, encoded_here: Sequence[bool]) -> Payload:
-    """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
-    half has labels, like an answer.
-    """
+    """Random tokens and patches for a sample: images between texts in its first half, labels in its second."""
     drawn = np.random.default_rng(sum(map(ord, sample.id)))
     # the lowest ids are plain text in all tokenizers here
     plain = min([adapter.vocabulary_size, *adapter.vision_token_ids])

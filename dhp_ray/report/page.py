@@ -229,9 +229,7 @@ def picture(content: bytes, words: str) -> str:
 
 
 def text(value: Any) -> str:
-    """Any value as text of the page: escaped, without credentials, and without control characters that could hide
-    something.
-    """
+    """Any value as text of the page, escaped, without credentials and control characters."""
     plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
                     for sign in masked(str(value)))
     return html.escape(plain, quote=True)

@@ -37,12 +37,7 @@ class RunFiles:
 
 
 def read_run(folder: Folder) -> RunFiles:
-    """The files of the run in `folder`.
-
-    Raises:
-        ConfigError: no run has been started there.
-        StorageError: a file cannot be read or is damaged.
-    """
+    """The files of a run. ConfigError: there is none. StorageError: a file cannot be read or is damaged."""
     if not folder.exists(CONFIG_FILE):
         raise ConfigError(
             f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has "

@@ -1,6 +1,4 @@
-"""The described cluster: for any membership, how its ranks train, as a run there would decide (`runtime/strategy.py`),
-and what that costs.
-"""
+"""The described cluster: how the ranks of any membership train (`runtime/strategy.py`), and what that costs."""
 
 from __future__ import annotations
 
@@ -39,11 +37,9 @@ class SimulatedCluster:
     """The cluster of a simulation's settings, with a model on it."""
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
-        """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared.
-
-        Raises:
-            PlanError: a file is damaged, the state or an image does not fit on a device, the longest sequence does not
-                fit on all, or a node has no room for the activations that are moved there.
+        """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared. PlanError:
+        a file is damaged, the state or an image does not fit on a device, the longest sequence does not fit on all, or
+        a node has no room for the activations that are moved there.
         """
         cluster = settings.cluster
         self.settings = settings

@@ -1,6 +1,4 @@
-"""What a simulation prints, a line for each planner, and what it writes to its folder: results.json, a picture of a
-step, and a trace for Perfetto.
-"""
+"""What a simulation prints, a line for each planner, and writes: results.json, a picture and a trace of a step."""
 
 from __future__ import annotations
 
@@ -42,11 +40,7 @@ def text_of(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def write_results(simulation: Simulated, folder: Path) -> list[Path]:
-    """Write everything; returns the files.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write everything; returns the files. OSError: the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
     files = [folder / "results.json"]

@@ -206,11 +206,7 @@ class Simulation:
 
 
 def load_simulation(argv: list[str]) -> Simulation:
-    """The simulation that `argv` (`--config FILE` and `key=value`) asks for.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """The simulation that `argv` asks for. ConfigError: one line: the key, its value, what is allowed."""
     settings: Simulation = load(argv, SIMULATE)
     return settings
 
@@ -260,11 +256,7 @@ def _check_faults(settings: Simulation) -> None:
 
 
 def load_workload(name: str) -> WorkloadSettings:
-    """A workload of conf/workload; a mixture stays one (`sources_of` resolves it).
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """A workload of conf/workload; a mixture stays one. ConfigError: one line, as above."""
     _named("workload", name, "workload")
     file = CONF / "workload" / f"{name}.yaml"
     found: WorkloadFile = load([], Command("jobs/simulate.py", WorkloadFile, file, check_limits, {}))
@@ -273,9 +265,7 @@ def load_workload(name: str) -> WorkloadSettings:
 
 def sources_of(settings: WorkloadSettings) -> list[tuple[float, SourceSettings]]:
     """(share of the samples, source) of each source, including those of a mixture's parts; the shares sum to 1.
-
-    Raises:
-        ConfigError: neither or both of sources and mixture are given, or a source says too little.
+    ConfigError: neither or both of sources and mixture are given, or a source says too little.
     """
     if bool(settings.sources) == bool(settings.mixture):
         given = "both" if settings.sources else "neither"
@@ -331,11 +321,7 @@ def _check_bins(bins: object, where: str) -> None:
 
 
 def file_of(settings: WorkloadSettings, name: str) -> str:
-    """The path of a file that a workload names.
-
-    Raises:
-        ConfigError: the name is relative, and no folder is given.
-    """
+    """The path of a file that a workload names. ConfigError: the name is relative, and no folder is given."""
     folder = settings.folder or os.environ.get(DATA_FOLDER, "")
     if os.path.isabs(name):
         return name

@@ -140,9 +140,7 @@ def simulate_step(
 def _times(
     plan: Plan, group: np.ndarray, planned_s: np.ndarray, own_s: np.ndarray
 ) -> tuple[PackTimes, np.ndarray]:
-    """The times of each group, and the seconds that its exchanges add: as planned, but longer by what the busiest
-    member computes longer. `group`, `planned_s` and `own_s`: by row of work.
-    """
+    """The times of each group: as planned, and what its busiest member computes longer; what exchanges add."""
     planned = PackTimes.of(plan.groups)
     expected_s, busiest_s = np.zeros((2, len(plan.groups)))
     np.maximum.at(expected_s, group, planned_s)

@@ -52,11 +52,7 @@ class Workload:
     """Samples of a workload for the models of a family."""
 
     def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: that of a ModelShape; one that is unknown is text-only.
-
-        Raises:
-            ConfigError: one line with the key, its value and what is allowed.
-        """
+        """`family`: a ModelShape's; an unknown one is text-only. ConfigError: a setting cannot be used."""
         shares, self._sources = zip(*sources_of(settings))
         self._shares = np.array(shares)
         self._settings = settings
@@ -66,11 +62,7 @@ class Workload:
         self._cut = cache(self._cut_up)
 
     def batch(self, number: int, num_samples: int, seed: int = 0) -> list[Sample]:
-        """The samples of a batch.
-
-        Raises:
-            ConfigError: too many samples are longer than `max_tokens` in all draws, or the family refuses an image.
-        """
+        """The samples of a batch. ConfigError: too few are short enough, or the family refuses an image."""
         random = np.random.default_rng([seed, number])
         found: list[Sample] = []
         for _ in range(REDRAWS):

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 MAX_ASPECT_RATIO = 200
 VIDEO_PIXELS = 25_165_824
-"""The most pixels of all frames of a video, if the family bounds them and the folder does not say: the published value
-of Qwen3-VL.
-"""
+"""The most pixels of all frames of a video if the folder does not say: the published value of Qwen3-VL."""
 SLICE_TOKENS = 1024
 """The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
 of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting.
@@ -54,9 +52,7 @@ Size = tuple[int, int] | Clip
 
 
 class Medium(NamedTuple):
-    """A whole image or video: its patches (P, patch_dim), the grid that they fill, and the seconds of a step in time
-    (0: an image).
-    """
+    """A whole image or video: patches (P, patch_dim), their grid, seconds of a step in time (0: an image)."""
 
     patches: np.ndarray
     grid: Grid
@@ -119,9 +115,7 @@ class Family:
 
     @classmethod
     def byte_tokenizer(cls) -> PreTrainedTokenizerFast:
-        """The tokenizer of its presets, in which every byte of UTF-8 text is one token, whose id is the byte. Special
-        tokens have the ids from 256 on.
-        """
+        """The tokenizer of its presets: a token for each byte, with its id; special tokens from 256 on."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -138,11 +132,7 @@ class Family:
 
     @classmethod
     def token_ids(cls, tokenizer: Any) -> dict[str, int]:
-        """Ids of its tokens, by purpose.
-
-        Raises:
-            DataError: the tokenizer lacks one.
-        """
+        """Ids of its tokens, by purpose. DataError: the tokenizer lacks one."""
         vocabulary = tokenizer.get_vocab()
         for token in cls.tokens.values():
             if token not in vocabulary:
@@ -156,12 +146,7 @@ class Family:
         return int(self.settings.get("merge_size", 1))
 
     def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
-        """How an image or video of this size is written. A piece of a video has at most `slice_tokens` tokens, or one
-        step in time.
-
-        Raises:
-            RowError: the family refuses it.
-        """
+        """How an image or video is written; see `pieces`. RowError: the family refuses it."""
         raise RowError(f"{'a video' if isinstance(size, Clip) else 'an image'}; allowed: text, which is all that the "
                        "model takes")
 
@@ -174,14 +159,12 @@ class Family:
 
     @classmethod
     def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
-        """
+        """The settings that a model's config.json holds, alone or beside the processor's files."""
         return {}
 
     @classmethod
     def plain(cls, name: str, value: Any) -> Any:
-        """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
-        """
+        """The value of a setting: some files have a pair of equal numbers instead of one number."""
         if not name.endswith("_size"):
             return value
         return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
@@ -239,11 +222,7 @@ class VisionFamily(Family, ABC):
                        self.seconds_per_step(size))
 
     def grid(self, size: Size) -> Grid:
-        """Patches (time or tiles, height, width) of an image or of a whole video.
-
-        Raises:
-            RowError: the family refuses it.
-        """
+        """Patches (time or tiles, height, width) of an image or of a whole video. RowError: the family refuses it."""
         if not isinstance(size, Clip):
             return self.image_grid(*size)
         rows, columns = self.frame_size(size)
@@ -251,9 +230,7 @@ class VisionFamily(Family, ABC):
                 columns // self.patch_size)
 
     def pieces(self, size: Size, grid: Grid, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-        """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most
-        `slice_tokens` tokens or of one step in time.
-        """
+        """The grids of an image (one) or a video: cut in time, each of `slice_tokens` tokens or one step."""
         if not isinstance(size, Clip):
             return [grid]
         steps, rows, columns = grid
@@ -319,9 +296,7 @@ def check_shape(height: int, width: int) -> None:
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
-    """Cut frames (T, 3, H, W), T a multiple of `temporal_patch_size`, into patches (P, 3 x temporal_patch_size x
-    patch_size x patch_size).
-    """
+    """Cut frames (T, 3, H, W) into patches (P, 3 x temporal_patch_size x patch_size x patch_size)."""
     time, channels, height, width = frames.shape
     cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,
                          merge_size, patch_size,

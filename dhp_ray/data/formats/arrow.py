@@ -32,11 +32,7 @@ SUFFIXES = (".arrow",)
 
 
 def saved_files(path: str) -> list[str]:
-    """The files of a saved set, in its order: Arrow streams, or parquet.
-
-    Raises:
-        DataError: the set has several splits, its rows are ordered by an index, or it has no file.
-    """
+    """The files of a saved set, in order. DataError: it has several splits, an index of rows, or no file."""
     splits = _read(os.path.join(path, "dataset_dict.json"))
     if splits is not None:
         names = [str(name) for name in splits.get("splits", [])]

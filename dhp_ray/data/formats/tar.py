@@ -54,11 +54,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 
 def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
-    """(key, start, stop) of every sample, from the headers of the members alone.
-
-    Raises:
-        DataError: the file is not an uncompressed tar file, or ends early.
-    """
+    """(key, start, stop) of every sample, by headers alone. DataError: this is no uncompressed tar file."""
     try:
         with tarfile.open(path, "r:") as archive:
             current, start, stop = None, 0, 0
@@ -82,11 +78,7 @@ def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[s
 
 
 def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The row in a sample's part of the tar file, and its images and videos by the names that the row may use.
-
-    Raises:
-        RowError: a member is refused, or none holds a row.
-    """
+    """A sample's row, and its images and videos by name. RowError: a member is refused, or there is no row."""
     texts: dict[str, bytes] = {}
     media: dict[str, bytes] = {}
     shown: dict[str, list[str]] = {"images": [], "videos": []}

@@ -1,6 +1,4 @@
-"""Commits finished steps: skipped samples, metrics and, last, the ledger. Seals checkpoints. The measures of a step are
-pure functions of its plan and the ranks' reports.
-"""
+"""Commits finished steps, measures them by pure functions of plan and reports, and seals checkpoints."""
 
 from __future__ import annotations
 
@@ -130,8 +128,7 @@ class Commits:
             group.call("renew_state_group")
 
     def save_last(self) -> None:
-        """Save the state after the last step if no checkpoint has it: that save broke with the group, or was not due.
-        """
+        """Save the state after the last step if no checkpoint has it: that save broke, or was not due."""
         self.finish_saves()
         last_step = self.session.records.last_step
         if last_step and self.session.checkpoints.newest_step() < last_step:
@@ -200,9 +197,7 @@ class Commits:
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Return the seconds from the first start of a pack or encoder phase to the last end of one; each rank's times
-    count from its own start of the step.
-    """
+    """Return the seconds from the first start of a pack or encoder phase to the last end, each on its rank's clock."""
     times = _times(results)
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
@@ -241,9 +236,7 @@ def step_metrics(
     plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False,
     placeholders: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl. `placeholders`: samples that could not be used. Without valid tokens: no loss
-    (NaN).
-    """
+    """Return the line of metrics.jsonl. `placeholders`: unusable samples. Without valid tokens: no loss (NaN)."""
     first, trained = results[0], trained_samples(plan, results, placeholders)
     return {
         "step": first.step,
@@ -288,9 +281,7 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return, for a step with packs that moved activations to host memory: how many did, the largest share of layers,
-    and the bytes moved on all ranks.
-    """
+    """Return, if packs moved activations to the host: how many, the largest share of layers, bytes of all ranks."""
     shares = [group.offload for group in plan.groups if group.offload]
     if not shares:
         return {}
@@ -299,8 +290,7 @@ def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def recomputation_metrics(plan: Plan) -> dict[str, Any]:
-    """Return, for a step with packs that recomputed layers: how many did, and the mean share of layers over all tokens.
-    """
+    """Return, if packs recomputed layers: how many did, and the mean share of layers over all tokens."""
     num_packs = sum(group.recomputed > 0 for group in plan.groups)
     if not num_packs:
         return {}

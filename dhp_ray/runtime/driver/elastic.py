@@ -100,8 +100,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to go on from: `version` of `generation`. The worker at `place` supplies the shards of `owners[place]`.
-    """
+    """The state to go on from: `version` of `generation`; the worker at `place` supplies `owners[place]`."""
 
     generation: int
     version: int

@@ -209,9 +209,7 @@ class CostRefits:
             self._recorded = dict(terms), None if prior is None else dict(prior)
 
     def observe(self, work: Work, busy_s: np.ndarray) -> Refit | None:
-        """Take in a step's packs, except those that wait for copies to host memory, because that wait is unknown;
-        returns the refit if anything has changed.
-        """
+        """Take in a step's packs but those that wait for copies to the host; returns the refit if there is one."""
         if not self.on or self.prior is None:
             return None
         busy_s = np.where(work.waits_s > 0, np.nan, busy_s)

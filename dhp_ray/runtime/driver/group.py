@@ -135,9 +135,7 @@ class WorkerGroup:
         origins: Sequence[Any],
         step: int,
     ) -> list[ray.ObjectRef]:
-        """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
-        or FromMemory); the calls return their state versions.
-        """
+        """Let all workers enter a generation after `step` in `mode`; the calls return their state versions."""
         return [
             member.actor.join.remote(
                 Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
@@ -168,13 +166,10 @@ class WorkerGroup:
         """Return the results by rank. While all workers make progress, they may take as long as they need.
 
         With `end_stuck`, a stuck worker is ended at once: the thread that is stuck may not be the training thread, the
-        only one that a poll sees.
-
-        Raises:
-            GroupError: a rank died, raised, no longer answers, stands still for `stuck_s` without waiting for others,
-                or has no result `behind_s` after another has one; the message names it, with its own error if it has
-                one. Or all ranks wait for one another.
-            StoppingError: `stopping` gives a reason to end the run before all results have arrived.
+        only one that a poll sees. GroupError: a rank died, raised, no longer answers, stands still for `stuck_s`
+        without waiting for others, or has no result `behind_s` after another has one; the message names it, with its
+        own error if it has one. Or all ranks wait for one another. StoppingError: `stopping` gives a reason to end the
+        run before all results have arrived.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
@@ -233,9 +228,7 @@ class WorkerGroup:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
     def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> str:
-        """Return the cause of the error of a rank's call: before training, a peer's death if there is one; else the
-        error itself.
-        """
+        """Return the cause of a rank's error: before training a peer's death if there is one, else itself."""
         deadline, left = monotonic() + (GRACE_S if self.look_s is None else 0.0), list(pending)
         while left and not _died(error) and (left_s := deadline - monotonic()) > 0:
             ready, left = ray.wait(left, num_returns=1, timeout=left_s)

@@ -354,8 +354,7 @@ def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
 
 @dataclass
 class _Newcomer:
-    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often that
-    was reported."""
+    """`loads_since_s`: when its process had started; None before, and once it has loaded."""
 
     member: WorkerHandle
     described: ray.ObjectRef

@@ -118,9 +118,7 @@ class Session:
         return ACCELERATORS[self.group.members[0].described["device"]].pool_groups(self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """Return how long a rank may stand still in a step: as long as many layers take; `comm.timeout_s` while
-        unknown.
-        """
+        """Return how long a rank may stand still in a step: as many layers, or `comm.timeout_s` if unknown."""
         scale = self.history.scale
         if not scale.ratios:
             return self.config.comm.timeout_s
@@ -138,8 +136,7 @@ class Session:
     def enter(
         self, generation: int, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
-        """Start planning for `generation`, first the `batches` that an earlier one left and those that `reader` takes.
-        """
+        """Start planning for `generation`: the `batches` left by an earlier one, then those of `reader`."""
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)

@@ -226,8 +226,7 @@ def _opening(session: Session, last_step: int) -> tuple[str, ...]:
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Return the checkpoints that a run will write after `done` of `total` steps: every `every` steps, and at the end.
-    """
+    """Return how many checkpoints a run writes after `done` of `total` steps: every `every`, and at the end."""
     if done >= total:
         return 0
     return (total // every - done // every + (total % every > 0)) if every else 1

@@ -118,8 +118,7 @@ def _run(config: Evaluation, waits: Waits) -> None:
 
 
 def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
-    """Yield the answers as they arrive. A group takes as many samples at a time as it has workers, and then the next.
-    """
+    """Yield answers as they arrive. A group takes as many samples at a time as it has workers."""
     samples, free = _samples(fragments), list(range(len(groups)))
     group_of: dict[Any, int] = {}  # the group of each call under way
     while True:

@@ -1,6 +1,4 @@
-"""The head of the Ray cluster: which one a run would join, whether it answers, joining and leaving it. Ray takes
-seconds to import, so it is imported only on joining.
-"""
+"""The head of the Ray cluster: finds, joins and leaves it. Imports Ray, which takes seconds, only to join."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The process of the submitted job: it hosts the rendezvous store, owns the workers, which outlive a driver actor,
-restarts the driver, and shows the run.
-"""
+"""The submitted job's process: hosts the rendezvous store, owns the workers, restarts the driver, shows the run."""
 
 from __future__ import annotations
 
@@ -158,8 +156,7 @@ def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """Return the device of the workers, or the best kind that the cluster has; refuse one that cannot do what is asked.
-    """
+    """Return the device of the workers, or the cluster's best kind; refuse one that cannot do what is asked."""
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name
     check_device(config)
@@ -243,8 +240,7 @@ def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup
 
 
 def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
-    """Reserve room for `cluster.num_workers` workers, as a whole, or refuse to start after `cluster.start_timeout_s`.
-    """
+    """Reserve room for all workers, as a whole, or refuse to start after `cluster.start_timeout_s`."""
     cluster = config.cluster
     room = placement_group([bundle] * cluster.num_workers, strategy="PACK")
     with waits.on(f"room for {cluster.num_workers} workers"):

@@ -205,8 +205,7 @@ def _check_model(path: str) -> None:
 
 
 def _family(config: Config) -> type[Family]:
-    """Return the model's family; refuse an unknown preset, and in `train` parts and experts that it does not have.
-    """
+    """Return the model's family; refuse an unknown preset, and parts and experts that it does not have."""
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     family = family_in(Path(config.model.path)) if config.model.path else PRESETS[config.model.preset]

@@ -58,9 +58,7 @@ METRIC_TAGS = {
     "gradient_norm": "loss/gradient_norm",
 }
 PARTS = ("encoder", "experts", "offload", "recomputation")
-"""Metrics of steps with images apart, with experts, with activations moved, with layers recomputed: a curve for each
-number.
-"""
+"""Metrics of steps with images apart, experts, activations moved, layers recomputed: a curve for each number."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",

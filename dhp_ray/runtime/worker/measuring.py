@@ -1,5 +1,4 @@
-"""A run's rank as a member of a measurement: what is measured for a configuration, and how one part of it is measured.
-"""
+"""A run's rank as a member of a measurement: what is measured for a configuration, and each part of it."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ def spec_of(config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], 
 
 
 def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
-    """Return grids of images of growing size, as the run's own processor cuts them; none has more than half of a pack's
-    tokens.
-    """
+    """Return grids of growing images, as the run's processor cuts them, up to half of a pack's tokens."""
     processor = processor_spec(config).load()
     most = math.isqrt(int(min(config.data.max_pixels, shape.token_pixels * max_tokens / 2)))
     sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
