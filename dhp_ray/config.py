@@ -223,11 +223,8 @@ def in_upload(folder: Path) -> bool:
 
 
 def upload_warning(key: str, folder: str, working_folder: Path) -> str:
-    """Return a warning if a key's folder or file is inside the upload of a submitted job: each node has its own copy of
-    that, and Ray deletes it. Empty if it is not.
-
-    The job's working folder shows this, not the fact that it was submitted: a job may have changed to a folder that
-    stays.
+    """Return a warning if a key's folder is inside the upload of a submitted job, which Ray deletes, as this process's
+    folder shows; else "".
     """
     if in_upload(working_folder) and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
         return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
@@ -243,9 +240,7 @@ def places(config: Any) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 def make_absolute(config: Config) -> None:
-    """Take relative paths from this process's folder, for a driver and workers that may run in other ones. Not where
-    all of them run in Ray's copies of a folder: what is in it is read from there.
-    """
+    """Take relative paths from this process's folder: driver and workers may run in others, if not in Ray's copies."""
     for _, section, item in places(config):
         value = getattr(section, item.name)
         if value and "://" not in value and item.metadata["path"] != "output file":

@@ -32,9 +32,7 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 ROOM_PATIENCE_S = 20.0
 
 STORAGE_TIMEOUT_S = 2 * 3600.0
-"""Seconds that ranks wait for one another's files. A disk may be slow: the user sees the wait (`runtime/waits.py`), and
-`comm.timeout_s`, which is about networks, does not end it.
-"""
+"""Seconds that ranks wait for one another's files: a disk may be slow, and `comm.timeout_s` is about networks."""
 
 
 class StorageError(OSError):

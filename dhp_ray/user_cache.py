@@ -1,6 +1,4 @@
-"""The folders where files are kept that a later run of the same user would otherwise make again: the planner's machine
-code, tables of large data files.
-"""
+"""The folders of files that a user's later run would otherwise make again: machine code, tables of large data."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def cache_folders() -> list[Path]:
 
 
 def keep(name: str, write: Callable[[Path], object]) -> str | None:
-    """Let `write` make a file, and move it to this name (which may be below a folder) in the first cache folder that
-    takes it; None if one did, else why not. Nobody sees an unfinished file.
-    """
+    """Let `write` make a file, whole, in the first cache folder that takes it; None if one did, else why not."""
     refused = "the user has no cache folder"
     for folder in cache_folders():
         path = folder / name

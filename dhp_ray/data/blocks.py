@@ -134,9 +134,7 @@ def read_again(origin: BlockOrigin, rows: Sequence[int] | None = None) -> pa.Tab
 
 
 def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None) -> Iterator[dict[str, Any]]:
-    """The rows in the form of `read_payloads`. Of images and videos on other nodes, only those that are encoded here
-    travel. Rows of a block whose node has no server any more are read again.
-    """
+    """The rows as of `read_payloads`; of images elsewhere only those encoded here travel. Lost rows are read again."""
     here = _here()
     elsewhere: dict[str, list[BlockRows]] = {}
     for block in blocks:

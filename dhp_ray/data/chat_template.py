@@ -85,9 +85,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """The text of the turns, followed by what the template writes before the assistant's next answer, an empty
-        thought included: as in `render`, it is not learned.
-        """
+        """The text of the turns and what the template writes before the next answer, an empty thought too."""
         text = self._text(turns, prompt=True)
         _check_all_there(turns, text)
         return text + self._thought[len(self._prompted) :]

@@ -51,9 +51,7 @@ _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn; `kind` is text, image or video. `source`: where it comes from; None: the row's next one.
-    `marked`: an image or video that a mark in a text stands for.
-    """
+    """A piece of a turn: text, image or video. `source`: None: the row's next one. `marked`: by a mark in a text."""
 
     kind: str
     text: str = ""

@@ -91,9 +91,7 @@ def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
-    """The name, the bytes or the frames of an image or video, which a mapping holds as a part of OpenAI's content does,
-    and how many frames come a second, if it says so.
-    """
+    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so."""
     rate = None
     while isinstance(value, Mapping):
         rate = value.get("fps") if value.get("fps") is not None else rate

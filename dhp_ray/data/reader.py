@@ -67,9 +67,7 @@ class ReadFragments:
     max_image_tokens: int = 0
     prefix: str = ""
     answer_tokens: int = 0
-    """If above 0, rows are prompts for the last turn of the assistant, each with room for an answer of this many
-    tokens, and only this room has labels: see train/greedy.py.
-    """
+    """If above 0, rows are prompts for the last answer, with room for so many tokens, which alone has labels."""
     most_bytes: int = MOST_BYTES
     """A block is complete when its images and videos have so many bytes."""
 

@@ -156,8 +156,7 @@ def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
 
 
 def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, dict[int, float]]:
-    """The bandwidths of the file, divided by the slowness of rings. Links that were not measured are as described, but
-    those across nodes are not faster than the measured ones inside.
+    """The bandwidths, divided by rings' slowness; unmeasured links as described, across nodes not faster than inside.
     """
     inside, across = (measured or known for measured, known in zip(links, links_of(derived.bandwidth_bytes_per_s)))
     if links.intra and not links.inter:

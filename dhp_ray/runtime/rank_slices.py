@@ -39,9 +39,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where the rows of samples are. `payload` maps a sample's id to the reference of its block and its row there,
-    `origins` a block to where it was made, and how (absent: unknown).
-    """
+    """Where rows are: `payload` maps a sample to its block and row, `origins` a block to where and how it was made."""
 
     payload: Mapping[str, tuple[ray.ObjectRef, int]]
     origins: Mapping[ray.ObjectRef, BlockOrigin]
@@ -57,9 +55,7 @@ class RowIndex:
 
 
 def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
-    """Return the packed slice of a rank, with the blocks that hold its rows, as `unpacked_slice` takes it. The
-    references are those of the blocks, followed by those of what the blocks were made from.
-    """
+    """Return the packed slice of a rank, and references to its blocks, then to what those were made from."""
     sources = list(dict.fromkeys(block.origin.source for block in blocks))
     place = {source: len(blocks) + number for number, source in enumerate(sources)}
     described = [(block.rows, block.origin.node, block.origin.item, block.origin.rows, place[block.origin.source])

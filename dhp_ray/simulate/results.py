@@ -13,9 +13,7 @@ from dhp_ray.simulate.run import Simulated
 
 HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
         "groups", "idle", "waits s", "memory", "faults", "again")
-"""`of the first`: tokens per second relative to the first planner. `waits s`: total seconds of waiting for plans.
-`again`: steps that a fault undid.
-"""
+"""`of the first`: tokens/s over the first planner's. `waits s`: for plans, in all. `again`: steps that faults undid."""
 
 
 def text_of(summaries: Sequence[dict[str, Any]]) -> str:

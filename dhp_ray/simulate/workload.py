@@ -33,9 +33,7 @@ PIXELS, TENTH_S = 8, 0.1
 """The steps in which sides of images and lengths of videos are drawn: many are then equal, and are cut only once."""
 
 LOOKED_AT = 32
-"""The first batches, whose longest sequence determines what the ranks must hold; a longer sequence of a later batch is
-left out, as with `data.on_error=skip`.
-"""
+"""The first batches, whose longest sequence ranks must hold; longer ones of later batches are left out."""
 
 REDRAWS = 100
 """The most draws of a batch; each draws anew the samples that were too long."""

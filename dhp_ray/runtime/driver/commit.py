@@ -34,9 +34,7 @@ class Commits:
     _noted_step: int = 0
 
     def recovered(self, finished: Sequence[FinishedStep], evaluated_at: Callable[[int], dict[str, float]]) -> None:
-        """Commit the steps that the previous generation had finished, once the state after them has its replicas and
-        survives another loss. `evaluated_at`: evaluates after a step if that is due.
-        """
+        """Commit what the previous generation had finished, once the state after it has its replicas."""
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
@@ -46,9 +44,7 @@ class Commits:
             self.commit(replace(step, evaluated=evaluated))
 
     def commit(self, finished: FinishedStep) -> None:
-        """Record a finished step: skipped samples, metrics, ledger, and then the curves. Refuse one in which a rank ran
-        another plan than the one that is written down.
-        """
+        """Record a finished step; refuse one in which a rank ran another plan than the one written down."""
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
             if result.plan_id != finished.plan_id:
@@ -112,10 +108,8 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> None:
-        """Wait for the saves under way; the results of all steps so far have been noted. After one that failed all
-        ranks replace its group: no rank is in another collective here.
-
-        A rank that is not done STORAGE_TIMEOUT_S after another raises GroupError. (All ranks end a save together.)
+        """Wait for the saves under way. After one that failed all ranks replace its group: no rank is in another
+        collective here. A rank that is STORAGE_TIMEOUT_S behind another raises GroupError.
         """
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
@@ -214,8 +208,8 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """Return the median relative error of the predicted seconds of the ranks' packs and images (`work`), at the speeds
-    that the plan knew, against the measured seconds without waiting; None if nothing was measured.
+    """Return the median error of the predicted seconds of packs and images at the plan's speeds, without waits; or
+    None.
     """
     measured_s = busy_s_of(work, results)
     cost = CostModel.from_json(plan.inputs["cost"])

@@ -42,10 +42,8 @@ ANSWERS_S = 0.1
 
 @dataclass
 class DispatchedStep:
-    """A planned batch under way to the workers.
-
-    `prefetches` return the samples that could not be decoded; a thread collects them from Ray into `answers` while the
-    previous step runs. `late`: the plan is the last resort's, because the planner's own was not ready in time.
+    """A planned batch under way to the workers. `prefetches` return the samples that could not be decoded; a thread
+    collects them from Ray into `answers`. `late`: the plan is the last resort's.
     """
 
     step: int
@@ -308,9 +306,7 @@ class Dispatcher:
             self._planning.claim()
 
     def stop(self) -> dict[int, GlobalBatch]:
-        """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
-        run is to end; never for a plan.
-        """
+        """Stop planning; returns the batches taken. Waits for one that is being read, unless the run ends."""
         self._end_planning()
         idle = self.reader.end()
         if idle:
@@ -339,9 +335,7 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Stop planning once a plan that is being sent has been sent: if its file were written later, it would replace
-        the file of the step's next plan.
-        """
+        """Stop planning, after a plan that is being sent: its file would replace that of the step's next plan."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:

@@ -226,9 +226,7 @@ class Driver:
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 
     def _count_bad_rows(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
-        """Count the bad rows of a step's batch, with those that do not decode (`failures`); once, if it is launched
-        again. A source that has too many of them raises DataError.
-        """
+        """Count the bad rows of a step's batch, once, `failures` to decode included. DataError: too many."""
         if dispatched.step <= self.counted_step:
             return
         self.counted_step = dispatched.step

@@ -66,10 +66,9 @@ def by_node(members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
 
 
 class WorkerGroup:
-    """Worker actors, in rank order once they have been described.
-
-    Before a run trains, an error waits a little for the death that explains it. Once it trains (`look_s` is set),
-    errors are raised at once, and after `look_s` seconds without a result the workers' health is checked.
+    """Worker actors, in rank order once described. Before a run trains, an error waits for the death that explains it.
+    Once it trains (`look_s` is set), errors are raised at once, and health is checked after `look_s` seconds without a
+    result.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], waits: Waits | None = None) -> None:
@@ -196,9 +195,7 @@ class WorkerGroup:
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until `enough` returns True. Once the run trains,
-        health is checked every IDLE_LOOK_S seconds, and a dead rank raises GroupError.
-        """
+        """Wait for `pending`, or until `enough`; once the run trains, a rank that dies raises GroupError."""
         last = monotonic()
         while not pending.done() and not enough():
             wait([pending], timeout=0.005)

@@ -399,9 +399,8 @@ class PendingWorkers:
         return taken
 
     def report(self, on_failure: Callable[[int, str], object] = lambda slot, why: None) -> None:
-        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once for the
-        first in a row, then after 2, 4, 8 and so on up to LONGEST_S seconds. Call it again and again. `on_failure` is
-        called with the slot and the reason of each that failed.
+        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once, then
+        after 2, 4, 8, ... up to LONGEST_S seconds. Call it again and again. `on_failure` gets slot and reason.
         """
         now = monotonic()
         for newcomer in self._coming:
@@ -442,9 +441,7 @@ class PendingWorkers:
 
 @dataclass
 class DrainingNodes:
-    """The nodes that Ray is about to take away, after a preemption notice or because somebody drains them, at most
-    DRAINING_LOOK_S old. Ray starts nothing new on them.
-    """
+    """The nodes that Ray is about to take away, at most DRAINING_LOOK_S old. It starts nothing new on them."""
 
     _ids: frozenset[str] = frozenset()
     _asked_s: float = field(default_factory=lambda: monotonic() - DRAINING_LOOK_S)
@@ -457,9 +454,7 @@ class DrainingNodes:
 
 
 def leaving_ranks(session: Session, draining: DrainingNodes) -> dict[int, Condition]:
-    """Return the ranks that should leave although they work: too slow, or on a node that Ray is taking away. If the
-    replacement is just as slow, the node is the cause: the worker stays and gets less work.
-    """
+    """Return the ranks that should leave: too slow (unless their replacement was too), or on a node that is drained."""
     drained = draining.ids()
     return {rank: Condition.SLOW for rank in session.current.meter.no_good()
             if session.group.members[rank].slot not in session.history.evicted_slots} | {

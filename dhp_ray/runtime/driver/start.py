@@ -304,8 +304,8 @@ def measured_session(
     group: WorkerGroup, store: tuple[str, int], generation: int, pool_groups: int, mode: Mode, tokens_per_rank: int,
     parts: Sequence[str] = PARTS, tell: Callable[[str, int], object] = lambda part, done: None,
 ) -> cost_file.MeasuredSession:
-    """Let the workers measure in a generation of their own. Their state is useless afterwards: they join another one as
-    if they had just started. `tell` is called with each part that begins, and with the number of those before it.
+    """Let the workers measure in a generation of their own; their state is useless afterwards. `tell` is called with
+    each part that begins, and the number of those before it.
     """
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))

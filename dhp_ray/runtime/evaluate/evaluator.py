@@ -46,11 +46,9 @@ NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, ()
 
 
 class Evaluator:
-    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. An actor that Ray has
-    restarted loads the model with its first sample.
-
-    Actors that `join` a group hold the model together, each a shard of every layer. They run in lockstep: each answers
-    a sample of its own or takes part without one, and those that finish early keep taking part in the others' passes.
+    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU, else bf16. One that Ray has restarted loads
+    it with its first sample. Actors that `join` a group each hold a shard of every layer and run in lockstep; those
+    without a sample, or that end early, take part in the others' passes.
     """
 
     def __init__(self, config: Evaluation, image_root: str) -> None:

@@ -161,9 +161,7 @@ def current_trial() -> str:
 
 
 def callers_folder(trial: str) -> Path:
-    """Return the folder that relative paths are taken from: this process's own, or, in a trial, the one that its
-    process began in; Ray Tune has changed to a folder that is deleted.
-    """
+    """Return the folder of relative paths: this process's; a trial's first one, as Ray Tune has left it."""
     return Path(os.environ.get(ORIGINAL_FOLDER, ".") if trial else ".")
 
 

@@ -67,8 +67,8 @@ def run(
     lent: PlacementGroup | None = None, *, leaves: bool
 ) -> RunFinished:
     """Train on the cluster that this process has joined; return how the run ended. `lent`: see `WorkerPool`. `leaves`:
-    this process leaves the cluster and ends. That ends the workers, when their output is no longer shown: one that
-    still imports prints a traceback. ConfigError, RunError: the run cannot begin, or its drivers die; one line.
+    this process leaves the cluster, which ends the workers, without the traceback of one that still imports.
+    ConfigError, RunError: one line.
     """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)

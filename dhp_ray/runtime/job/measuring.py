@@ -1,5 +1,4 @@
-"""Measures the costs of a configuration on this machine, on the workers that a run would have, in a Ray cluster of its
-own: they join a generation for each mode, and measure part after part.
+"""Measures costs on this machine, on workers as a run has: they join a generation a mode and measure part after part.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ def measure_here(
     config: Config, request: Request, progress: Progress = lambda what, share: None,
     signals: ShutdownSignals | None = None,
 ) -> Measured:
-    """Measure and fit the costs of a configuration on this machine. ConfigError: a device, model or number that this
-    machine does not have, or a damaged file of known costs. MeasureError: too few packs. RunError: a rank failed.
-    """
+    """Measure and fit a configuration's costs. ConfigError: this machine cannot. MeasureError, RunError: it failed."""
     try:
         accelerator = choose(config.cluster.device)
         config.cluster.device = accelerator.name

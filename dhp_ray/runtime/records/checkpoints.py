@@ -65,8 +65,8 @@ class Checkpoints:
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint whole; then delete the oldest checkpoints, and what failed
-        saves up to here have left. Returns one line for each thing that could not be deleted; a later call deletes it.
+        """Write the manifest, which makes the checkpoint whole; then delete the oldest, and what failed saves have
+        left. Returns a line for each thing that could not be deleted.
         """
         here = checkpoint_folder(manifest.step)
         self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
@@ -76,9 +76,7 @@ class Checkpoints:
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
-        """Delete half-written folders, and checkpoints after `step`, before a run goes on from that step. Returns one
-        line for each that could not be deleted; none of them counts as whole.
-        """
+        """Delete half-written checkpoints and those after `step`; a line for each that could not be deleted."""
         whole = self.complete()
         return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])
 

@@ -194,8 +194,8 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def compare_config(folder: Folder, config: Config, holds_steps: bool = False) -> None:
-    """Refuse to go on with the run of a folder if `run.resume=never`, or if a key of FIXED differs from the folder's.
-    `holds_steps`: the folder has committed steps, which make a run of it also without a config.yaml.
+    """Refuse to go on with the folder's run: `run.resume=never`, or a key of FIXED differs. `holds_steps`: it is a run
+    even without config.yaml.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_steps):

@@ -29,9 +29,7 @@ from dhp_ray.train.engine import Engine
 
 
 def save_folder(config: Config) -> Path:
-    """Return where this node writes checkpoints: run.dir if it is a folder, else the folder for temporary files, from
-    which they are uploaded.
-    """
+    """Return where this node writes checkpoints: run.dir, or a folder for temporary files, to be uploaded."""
     folder = Folder(config.run.dir).local_path() or Path(tempfile.gettempdir())
     with storage_errors(f"run.dir: {folder}", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)

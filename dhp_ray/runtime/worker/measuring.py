@@ -46,8 +46,7 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
 
 
 def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
-    """Return the result of a part on a run's rank that has joined its generation: for packs of as many tokens as it
-    holds, but at most MAX_TOKENS. Every rank calls this alike; its state is useless afterwards.
+    """Return a part's result on a rank that has joined, for packs of up to MAX_TOKENS; its state is useless afterwards.
     """
     assert rank is not None
     membership = rank.membership

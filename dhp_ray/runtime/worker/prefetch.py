@@ -126,9 +126,7 @@ def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
 
 
 def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Decoding]:
-    """Return for each image and video of a row, in order, a function that decodes it to the patches of each of its
-    grids. A video is decoded once, for all of its pieces that are encoded here.
-    """
+    """Return for each image and video, in order, a call that decodes it to its grids' patches; a video once."""
     found: list[Decoding] = []
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):

@@ -125,9 +125,7 @@ class Rank:
     def run(
         self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0, mirrors: bool = False
     ) -> StepResult:
-        """Run a step. If it `mirrors` (alike on all ranks), the last copies have arrived on every rank before its
-        update, and copies of the state after it are begun.
-        """
+        """Run a step. If it `mirrors`, earlier copies arrive before its update, and new ones begin after it."""
         self._finishes = self._finishes or mirrors
         result = self.stepper.run(inputs, learning_rate_factor, data_wait_s)
         self._finishes = False
@@ -156,8 +154,7 @@ class Rank:
         return seconds
 
     def renew_state_group(self) -> None:
-        """Replace the group of checkpoints after a save that failed: where a collective failed, all later ones would.
-        Every rank calls this alike, between two steps, with no save under way.
+        """Replace the group of checkpoints after a failed save, which breaks it. Every rank calls this, between steps.
         """
         dist.destroy_process_group(self.state_group)
         self.state_group = self._new_state_group()
