@@ -296,7 +296,7 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
                for group in command.choices if group in names]
     config = OmegaConf.structured(command.schema)
     for origin, layer in layers:
-        for dotted, value in _leaves(layer):
+        for dotted, value in leaves(layer):
             _set(command, config, dotted, value, origin)
     given = {name: text for name, text in pairs if name not in command.choices}
     for first, second in command.either:
@@ -413,13 +413,13 @@ def _value(command: Command, name: str, text: str) -> Any:
     return text if kind is str and not isinstance(value, str) and value is not None else value
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Dotted keys and values; lists count as values."""
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         dotted = f"{prefix}{name}"
         if isinstance(value, dict):
-            found += _leaves(value, f"{dotted}.")
+            found += leaves(value, f"{dotted}.")
         else:
             found.append((dotted, value))
     return found

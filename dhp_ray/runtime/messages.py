@@ -26,12 +26,12 @@ class RunError(RuntimeError):
 
 class GroupError(RunError):
     """A worker died, raised or no longer answers. During training, a new generation forms; before, this ends the run.
-    `unresponsive`: the ranks that have just failed to answer a query.
+    `unresponsive`: the ranks that have just failed to answer a query. `rank`: whose own call failed (None: none did).
     """
 
-    def __init__(self, text: str, unresponsive: Sequence[int] = ()) -> None:
+    def __init__(self, text: str, unresponsive: Sequence[int] = (), rank: int | None = None) -> None:
         super().__init__(text)
-        self.unresponsive = tuple(unresponsive)
+        self.unresponsive, self.rank = tuple(unresponsive), rank
 
 
 def words_of(error: BaseException) -> str:

@@ -189,7 +189,7 @@ class WorkerGroup:
             for call, value in zip(ready, _values(ready)):
                 rank = pending.pop(call)
                 if isinstance(value, RayError):
-                    raise GroupError(self._root_cause(rank, value, pending))
+                    raise self._root_cause(rank, value, pending)
                 results[rank] = value
                 first_s = min(first_s, monotonic())
         return [results[rank] for rank in range(len(results))]
@@ -224,7 +224,7 @@ class WorkerGroup:
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
-    def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> str:
+    def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> GroupError:
         """Return the cause of a rank's error: before training a peer's death if there is one, else itself."""
         deadline, left = monotonic() + (GRACE_S if self.look_s is None else 0.0), list(pending)
         while left and not _died(error) and (left_s := deadline - monotonic()) > 0:
@@ -233,8 +233,9 @@ class WorkerGroup:
                 if _died(value):  # others that raise do so as a consequence of the first
                     rank, error = pending[call], value
         if _died(error):
-            return self.words(rank, Condition.DEAD)
-        return f"rank {rank} ({self.members[rank].place}): {words_of(getattr(error, 'cause', None) or error)}"
+            return GroupError(self.words(rank, Condition.DEAD), rank=rank)
+        words = words_of(getattr(error, "cause", None) or error)
+        return GroupError(f"rank {rank} ({self.members[rank].place}): {words}", rank=rank)
 
 
 class _HealthMonitor:

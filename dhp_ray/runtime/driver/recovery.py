@@ -336,6 +336,8 @@ def take_over(
             return
         except GroupError as error:
             tell(Notice(f"one more is lost: {error}"))
+            if error.rank is not None:  # it may live, and would fail again
+                _lose(group, group.members[error.rank], tell)
 
 
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
@@ -344,12 +346,16 @@ def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
     begun = any(status.generation for _, status in seen)
     for member, status in seen:
         if status.dead or not status.answered:
-            ray.kill(member.actor)
-            group.members.remove(member)
-            tell(Replace(member.slot))
+            _lose(group, member, tell)
         elif begun and not status.generation:
             group.members.remove(member)
             pending.offer(member.slot, member.actor)
+
+
+def _lose(group: WorkerGroup, member: WorkerHandle, tell: Tell) -> None:
+    ray.kill(member.actor)
+    group.members.remove(member)
+    tell(Replace(member.slot))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,24 +37,34 @@ MAX_DRIVERS = 20
 def train(config: Config, lease: Lease, signals: ShutdownSignals) -> int:
     """Train as configured, or until a signal; return the exit status. Failures are one line on standard error."""
     console = Console(sys.stdout)
-    waits = Waits(console.show)
     signals.say = lambda text: console.show(Notice(text))
+
+    def work(waits: Waits) -> int:
+        last = run(config, lease, console, waits, signals, leaves=True)
+        if last.error:
+            print(f"error: {last.error}", file=sys.stderr)
+        return last.status
+
+    return on_cluster(config, console.show, signals, work)
+
+
+def on_cluster(config: Config, say: Callable[[Notice], None], signals: ShutdownSignals, work: Callable[[Waits], int]
+               ) -> int:
+    """Join the cluster, and return the exit status of `work`, or of a signal that ends it, or of an error, which is one
+    line on standard error. `say` shows waits.
+    """
+    waits = Waits(say)
     try:
         if not in_upload(Path.cwd()):
             make_absolute(config)
         with waits.on("the Ray cluster"):
             connect()
         signals.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        last = run(config, lease, console, waits, signals, leaves=True)
-        if last.error:
-            print(f"error: {last.error}", file=sys.stderr)
-        return last.status
+        return work(waits)
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
-        console.close()
         signals.tell()
         return 1
     except (ConfigError, RunError) as error:
-        console.close()
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dhp_ray.config import RESOLVED, Config, ConfigError, dump
+from dhp_ray.config import RESOLVED, Config, ConfigError, dump, leaves
 from dhp_ray.run_folder import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -190,7 +190,7 @@ def stored_config(folder: Folder) -> dict[str, Any]:
         tree = None
     if not isinstance(tree, dict):
         raise StorageError(f"{folder.uri}/{CONFIG_FILE}: does not hold a configuration")
-    return _dotted(tree)
+    return dict(leaves(tree))
 
 
 def compare_config(folder: Folder, config: Config, holds_steps: bool = False) -> None:
@@ -200,7 +200,7 @@ def compare_config(folder: Folder, config: Config, holds_steps: bool = False) ->
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_steps):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
-    for name, value in _dotted(asdict(config)).items():
+    for name, value in leaves(asdict(config)):
         if not name.startswith(FIXED) or name not in stored:
             continue
         if _absolute(name, stored[name]) != _absolute(name, value):
@@ -217,11 +217,3 @@ def _absolute(name: str, value: Any) -> Any:
                 if isinstance(entry, dict) else entry for entry in value]
     is_path = name.endswith((".path", ".image_root")) and isinstance(value, str)
     return os.path.abspath(value) if is_path and value else value
-
-
-def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{section: {key: value}} as {"section.key": value}; lists count as values."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
