@@ -79,40 +79,29 @@ def check(config: Config) -> None:
     _check_values(config)
     check_device(config)
     if config.data.path and config.data.sources:
-        raise ConfigError(
-            f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one "
-            "of the two"
-        )
+        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: "
+                          "at most one of the two")
     if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
         raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
     if bool(config.model.preset) == bool(config.model.path):
-        raise ConfigError(
-            f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of "
-            "the two"
-        )
+        raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: "
+                          "exactly one of the two")
     if len(set(config.train.freeze)) == 2:
-        raise ConfigError(
-            "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
-        )
+        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left "
+                          "to train")
     _check_lora(config)
     if config.train.expert_parallel not in ("auto", "1") and config.planner.sync == "step":
         raise ConfigError(f"train.expert_parallel: got {config.train.expert_parallel} with planner.sync=step, where "
                           "each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
-        raise ConfigError(
-            f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "
-            f"({config.cluster.num_workers})"
-        )
+        raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
     if config.cluster.min_workers > config.cluster.num_workers:
-        raise ConfigError(
-            f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
-            f"({config.cluster.num_workers})"
-        )
+        raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
     if bool(config.eval.path) != bool(config.eval.every_steps):
-        raise ConfigError(
-            f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
-            "neither"
-        )
+        raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; "
+                          "allowed: both or neither")
     if config.eval.generate and not config.eval.path:
         raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
     if not config.run.dir:
@@ -152,10 +141,8 @@ def _check_values(config: Config) -> None:
         if not source.path:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     if config.data.min_pixels > config.data.max_pixels:
-        raise ConfigError(
-            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
-            f"({config.data.max_pixels})"
-        )
+        raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
+                          f"({config.data.max_pixels})")
 
 
 def check_limits(node: Any) -> None:
@@ -167,10 +154,8 @@ def check_limits(node: Any) -> None:
 def check_device(config: Config) -> None:
     """Refuse what the workers' device cannot do; call it again where `cluster.device=auto` is resolved."""
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
-        raise ConfigError(
-            "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "
-            "master weights stay fp32)"
-        )
+        raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has "
+                          "no fp32 kernel; master weights stay fp32)")
 
 
 def texts(value: Any) -> list[str]:
@@ -182,9 +167,8 @@ def texts(value: Any) -> list[str]:
 
 def _check_value(dotted: str, value: Any, spec: Mapping[str, Any]) -> None:
     if any("://" in text and MASK in text and not isinstance(text, Uri) for text in texts(value)):
-        raise ConfigError(
-            f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials"
-        )
+        raise ConfigError(f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its "
+                          "credentials")
     if spec["path"] and "://" in value and "URI" not in spec["path"]:
         allowed = "a file" if spec["path"] == "output file" else f"a {spec['path']}"
         raise ConfigError(f"{dotted}: got {masked(value)}; allowed: {allowed} of this machine (URIs are not read)")

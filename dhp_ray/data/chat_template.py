@@ -62,19 +62,16 @@ class ChatTemplate:
         text = self._text(turns, prompt=False)
         answers = sum(turn.role == "assistant" for turn in turns)
         if text.count(self._opening) != answers:
-            raise RowError(
-                f"the chat template writes {text.count(self._opening)} turns of the assistant; the conversation has "
-                f"{answers}"
-            )
+            raise RowError(f"the chat template writes {text.count(self._opening)} turns of the assistant; the "
+                           f"conversation has {answers}")
         spans, position = [], 0
         for turn in (turn for turn in turns if turn.role == "assistant"):
             start = text.index(self._opening, position) + len(self._opening)
             forms = ((before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip()))
             written = next((each for each in forms if text.startswith("".join(each) + self._closing, start)), None)
             if written is None:
-                raise RowError(
-                    "the chat template changes an answer; allowed: a template that writes it as it is, or stripped"
-                )
+                raise RowError("the chat template changes an answer; allowed: a template that writes it as it is, or "
+                               "stripped")
             before, form = written
             position = start + len(before + form + self._closing)
             if not before and form.startswith(self._prompted):
@@ -118,17 +115,14 @@ class ChatTemplate:
             answered = self._apply(messages, prompt=False)
             before, found, closing = answered.removeprefix(asked[-1]).partition(f"answer {number}")
             if not prompt.startswith(asked[-1]) or not answered.startswith(prompt) or not found:
-                raise DataError(
-                    "model.path: its chat template rewrites earlier turns; allowed: a template that only appends"
-                )
+                raise DataError("model.path: its chat template rewrites earlier turns; allowed: a template that only "
+                                "appends")
             frames.add((prompt[len(asked[-1]) :], before, closing.rstrip()))
         opening, _, rest = answered.removeprefix(asked[0]).partition("answer 0")
         prompted, before, closing = frames.pop()
         if frames or not opening or not prompted.startswith(opening) or not rest.startswith(closing):
-            raise DataError(
-                "model.path: its chat template writes answers in different ways; allowed: one opening and one end for "
-                "all"
-            )
+            raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and "
+                            "one end for all")
         return opening, prompted[len(opening) :], before[len(opening) :], closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:

@@ -94,10 +94,8 @@ def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise RowError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(turns, list):
-        raise RowError(
-            "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
-            "content"
-        )
+        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, "
+                       "with role and content")
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
@@ -184,9 +182,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def _turn(number: int, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
-        raise RowError(
-            f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content"
-        )
+        raise RowError(f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role "
+                       "and content")
     openai = turn.get("role") is not None and turn.get("from") is None
     role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
@@ -210,9 +207,8 @@ def _turn(number: int, turn: Any) -> Turn:
     result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
     _check_text(f"turn {number}", result.text)
     if result.media and result.role not in ("user", "tool"):
-        raise RowError(
-            f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user"
-        )
+        raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of "
+                       "the user")
     return result
 
 
@@ -233,10 +229,8 @@ def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
         if role != "tool":
             found += group
         elif not found or found[-1].role != "assistant":
-            raise RowError(
-                "a tool answers where the assistant has not called one; allowed: turns of tools after one of the "
-                "assistant"
-            )
+            raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one "
+                           "of the assistant")
         else:
             answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END))
                        for turn in group]

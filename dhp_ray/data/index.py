@@ -130,10 +130,8 @@ def data_files(data: Data) -> list[str]:
     suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
-        raise DataError(
-            f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
-            f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}"
-        )
+        raise DataError(f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
+                        f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}")
     return [os.path.join(path, name) for name in found]
 
 

@@ -163,9 +163,8 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
         value = _from_data_uri(value)
     if members is not None and isinstance(value, str):
         if value not in members:
-            raise RowError(
-                f"{_short(value)} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}"
-            )
+            raise RowError(f"{_short(value)} is no member of the sample; it has "
+                           f"{', '.join(sorted(members)[:6]) or 'none'}")
         value = members[value]
     if isinstance(value, bytes):
         _check_size("it", len(value), max_file_bytes)
@@ -200,9 +199,8 @@ def _from_data_uri(text: str) -> bytes:
 
 def _check_size(name: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
-        raise RowError(
-            f"{_short(name)} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)"
-        )
+        raise RowError(f"{_short(name)} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} "
+                       "(data.max_file_mb)")
 
 
 def _short(name: str) -> str:

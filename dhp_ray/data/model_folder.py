@@ -33,10 +33,8 @@ def check_processor_files(folder: Path) -> None:
     """Refuse a folder without a processor's files, or with token ids beyond the embedding. Needs no transformers."""
     check_byte_order_marks(folder)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        raise DataError(
-            f"model.path: {folder} has no tokenizer; allowed: a folder with "
-            f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
-        )
+        raise DataError(f"model.path: {folder} has no tokenizer; allowed: a folder with "
+                        f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}")
     chat_template(folder)
     if (folder / "tokenizer.json").is_file():
         check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
@@ -55,10 +53,8 @@ def chat_template(folder: Path) -> str:
         if template is None and (folder / name).is_file():
             template = read_json(folder / name).get("chat_template")
     if not isinstance(template, str):
-        raise DataError(
-            f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in "
-            "tokenizer_config.json"
-        )
+        raise DataError(f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, "
+                        "or one in tokenizer_config.json")
     return template.removeprefix("\ufeff")  # a byte order mark, which would begin every prompt
 
 
@@ -79,11 +75,9 @@ def check_vocabulary(folder: Path, token_ids: Iterable[Any]) -> None:
     size = _number((text if isinstance(text, dict) else {}).get("vocab_size", tree.get("vocab_size")))
     needed = 1 + max((number for number in token_ids if isinstance(number, int)), default=-1)
     if 0 < size < needed:
-        raise DataError(
-            f"model.path: {folder}: its tokenizer has token ids up to {needed - 1}, which take {needed} rows of the "
-            f"model's embedding; it has {size} (vocab_size in config.json); allowed: a tokenizer that the embedding "
-            "holds, or a model saved after resize_token_embeddings"
-        )
+        raise DataError(f"model.path: {folder}: its tokenizer has token ids up to {needed - 1}, which take {needed} "
+                        f"rows of the model's embedding; it has {size} (vocab_size in config.json); allowed: a "
+                        "tokenizer that the embedding holds, or a model saved after resize_token_embeddings")
 
 
 def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:

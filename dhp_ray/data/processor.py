@@ -178,10 +178,8 @@ class Processor:
             return text, spans
         found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
         if [mark.lastgroup for mark in found] != [_kind(size) for size in sizes]:
-            raise RowError(
-                f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
-                "in another order"
-            )
+            raise RowError(f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and "
+                           "videos, or in another order")
         pieces, stop = [], 0
         for mark, new in zip(found, written):
             pieces += [text[stop : mark.start()], new]

@@ -151,10 +151,8 @@ class ReadFragments:
         for number, grid in zip(encoded.media, encoded.grids):
             image_tokens = math.prod(grid) // processor.family.merge_size**2
             if self.max_image_tokens and image_tokens > self.max_image_tokens:
-                raise RowError(
-                    f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
-                    f"{self.max_image_tokens}"
-                )
+                raise RowError(f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
+                               f"{self.max_image_tokens}")
         return encoded._asdict() | {"text_tokens": encoded.text_tokens, "images": images}
 
 

@@ -158,20 +158,16 @@ class Stream:
     def restore(self, cursor: Cursor) -> None:
         """Continue at a batch's cursor. DataError: it is of other data, or of another order of rows."""
         if cursor.get("order") != ORDER:
-            raise DataError(
-                f"{self._where}: the saved run's version gave the rows in another order; allowed: another run.dir, or "
-                "that version of dhp_ray"
-            )
+            raise DataError(f"{self._where}: the saved run's version gave the rows in another order; allowed: another "
+                            "run.dir, or that version of dhp_ray")
         if cursor["num_rows"] != self.num_rows:
             raise DataError(f"{self._where}: {self.num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: "
                             "the same data")
         for end, source in zip(self._ends, self.sources):
             if cursor[f"digest{end}"] != source.fragments.digest:
                 where = f"data.sources: {source.path}" if self._mixes else self._where
-                raise DataError(
-                    f"{where}: it has as many rows as the saved run's data, but other files, other contents or other "
-                    "row groups; allowed: the same data, or another run.dir"
-                )
+                raise DataError(f"{where}: it has as many rows as the saved run's data, but other files, other "
+                                "contents or other row groups; allowed: the same data, or another run.dir")
             source.file_bytes = cursor[f"file_bytes{end}"]
         epoch = cursor["epoch"]
         given = ([cursor[f"source{end}"] for end in self._ends] if self._mixes else

@@ -177,9 +177,7 @@ class VideoDecoder:
             raise ValueError(f"frame {number} of the video is damaged")
         pixels: np.ndarray = _upright(frame.to_ndarray(format="rgb24"), self._matrix)
         if pixels.shape[:2] != (self.clip.height, self.clip.width):
-            raise ValueError(
-                f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says others"
-            )
+            raise ValueError(f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says others")
         return pixels
 
 
@@ -300,21 +298,15 @@ def _upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
 def _checked(clip: Clip, limits: MediaLimits) -> Clip:
     """The clip, unless it has no frame or no rate, is too long, or has frames that are too large."""
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
-        raise RowError(
-            f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "
-            f"{clip.frames_per_second:g} a second; allowed: at least one frame, and a rate"
-        )
+        raise RowError(f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "
+                       f"{clip.frames_per_second:g} a second; allowed: at least one frame, and a rate")
     if clip.width * clip.height > limits.max_decoded_pixels:
-        raise RowError(
-            f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} pixels "
-            "(by data.max_pixels)"
-        )
+        raise RowError(f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} "
+                       "pixels (by data.max_pixels)")
     seconds = max(clip.num_frames / clip.frames_per_second, clip.num_frames / MAX_FRAMES_PER_SECOND)
     if seconds > limits.max_video_seconds:
-        raise RowError(
-            f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most {limits.max_video_seconds:g} s "
-            "(by data.max_frames and data.video_fps)"
-        )
+        raise RowError(f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most "
+                       f"{limits.max_video_seconds:g} s (by data.max_frames and data.video_fps)")
     return clip
 
 

@@ -290,9 +290,8 @@ def check_shape(height: int, width: int) -> None:
     """Refuse a picture whose longer side is more than 200 times its shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
-        raise RowError(
-            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
-        )
+        raise RowError(f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most "
+                       f"{MAX_ASPECT_RATIO}")
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:

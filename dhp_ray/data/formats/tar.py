@@ -72,9 +72,8 @@ def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[s
             if current is not None:
                 yield current, start, stop
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(
-            f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: uncompressed tar"
-        ) from None
+        raise DataError(f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: "
+                        "uncompressed tar") from None
 
 
 def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -89,10 +88,8 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             extension = split_name(member.name)[1]
             kind = extension.rpartition(".")[2].lower()
             if kind in PICKLES:
-                raise RowError(
-                    f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, images and "
-                    "videos"
-                )
+                raise RowError(f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, "
+                               "images and videos")
             if not member.isreg() or member.issparse():
                 raise RowError(f"member {member.name} is a link or another special file; allowed: plain files")
             if kind not in ("json", "txt", *IMAGES, *VIDEOS):

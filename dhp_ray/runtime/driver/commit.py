@@ -48,10 +48,8 @@ class Commits:
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
             if result.plan_id != finished.plan_id:
-                raise RunError(
-                    f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of "
-                    f"{finished.plan_id}"
-                )
+                raise RunError(f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is "
+                               f"of {finished.plan_id}")
         work = work_of(plan)
         metrics = step_metrics(plan, finished.results, finished.step_time_s, session.current.number, finished.late,
                                finished.placeholders)

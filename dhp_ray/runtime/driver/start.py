@@ -245,23 +245,20 @@ def check_room(
     if run_folder is not None:  # one file system for all; the checkpoint under way is added to those kept
         count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
         if count * whole_bytes > min(free):
-            raise RunError(
-                f"run.dir: {run_folder} has {gib(min(free))} free, and the next {count} checkpoints of "
-                f"{gib(whole_bytes)} each need {gib(count * whole_bytes)} "
-                f"(checkpoint.keep={config.checkpoint.keep} and the one being written); "
-                "make room, lower checkpoint.keep, or choose another run.dir"
-            )
+            raise RunError(f"run.dir: {run_folder} has {gib(min(free))} free, and the next {count} checkpoints of "
+                           f"{gib(whole_bytes)} each need {gib(count * whole_bytes)} "
+                           f"(checkpoint.keep={config.checkpoint.keep} and the one being written); make room, lower "
+                           "checkpoint.keep, or choose another run.dir")
         return
     ranks_of = Counter(member.described["node_id"] for member in members)
     for member, free_bytes in zip(members, free):
         count = ranks_of[member.described["node_id"]]
         need = count * math.ceil(whole_bytes / len(members))
         if need > free_bytes:
-            raise RunError(
-                f"run.dir: the folder for temporary files on node {member.described['node_id']} has {gib(free_bytes)} "
-                f"free, and the parts of its {count} ranks in a checkpoint need {gib(need)} before they are uploaded; "
-                "make room, or name another folder in TMPDIR when Ray starts there"
-            )
+            raise RunError(f"run.dir: the folder for temporary files on node {member.described['node_id']} has "
+                           f"{gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need "
+                           f"{gib(need)} before they are uploaded; make room, or name another folder in TMPDIR when "
+                           "Ray starts there")
 
 
 def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile | None, str]:

@@ -132,8 +132,6 @@ def _knock(address: str, named_by: str) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         stale = ("" if named_by == "RAY_ADDRESS" else
                  "; such a file outlives its head: `ray stop`, or deleting it, clears it")
-        raise RunError(
-            f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; "
-            "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "
-            "or RAY_ADDRESS=local for a cluster of this machine alone"
-        ) from None
+        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; allowed: a "
+                       "running head (`ray start --head`), its address in RAY_ADDRESS, or RAY_ADDRESS=local for a "
+                       "cluster of this machine alone") from None

@@ -100,10 +100,8 @@ def run(
             if last:
                 return last
             lost = lost + 1 if console.steps == steps else 1
-        raise RunError(
-            f"the driver actor died {MAX_DRIVERS} times without a step in between; "
-            "start the same command again to go on from the newest checkpoint"
-        )
+        raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command "
+                       "again to go on from the newest checkpoint")
     finally:
         console.close()
         if not leaves:
@@ -261,9 +259,7 @@ def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> Placement
         have = ray.cluster_resources()
         wanted = ", ".join(f"{amount * cluster.num_workers:g} {name}" for name, amount in bundle.items())
         found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in bundle)
-        raise RunError(
-            f"cluster.num_workers={cluster.num_workers}: needs {wanted}; "
-            f"the cluster has {found} in all (some may be in use), "
-            f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
-        )
+        raise RunError(f"cluster.num_workers={cluster.num_workers}: needs {wanted}; the cluster has {found} in all "
+                       f"(some may be in use), and no more came within {cluster.start_timeout_s:g} s; lower "
+                       "cluster.num_workers or add nodes")
     return room

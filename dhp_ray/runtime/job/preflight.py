@@ -173,10 +173,8 @@ def check_room(config: Config, here: dict[str, float]) -> None:
     if resource and not here[resource]:
         lack = (f"{kind.visible}={os.environ[kind.visible]!r} shows none" if kind.visible in os.environ
                 else f"this machine has no {kind.files}")
-        raise ConfigError(
-            f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
-            "(its head in RAY_ADDRESS)"
-        )
+        raise ConfigError(f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with "
+                          "such devices (its head in RAY_ADDRESS)")
     needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers}
     if resource:
         needs[resource] = 1.0 * cluster.num_workers
@@ -184,10 +182,9 @@ def check_room(config: Config, here: dict[str, float]) -> None:
         if amount > here[name] + 1e-6:
             fit = int(here[name] / (cluster.cpus_per_worker if name == "CPU" else 1) + 1e-6)
             fewer = f"at most {fit}, or " if fit else ""
-            raise ConfigError(
-                f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has "
-                f"{here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in RAY_ADDRESS)"
-            )
+            raise ConfigError(f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this "
+                              f"machine has {here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in "
+                              "RAY_ADDRESS)")
 
 
 def device_of(name: str, resources: dict[str, float]) -> Accelerator:

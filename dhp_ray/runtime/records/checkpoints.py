@@ -55,10 +55,8 @@ class Checkpoints:
         try:
             return Manifest(**json.loads(self.folder.read(name)))
         except (ValueError, TypeError):
-            raise StorageError(
-                f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run has written, or "
-                "no such folder"
-            ) from None
+            raise StorageError(f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run "
+                               "has written, or no such folder") from None
 
     def newest_step(self) -> int:
         """The step of the newest whole checkpoint; 0 if there is none."""

@@ -59,9 +59,8 @@ class RunRecords:
         self.last_step = self._check_steps(self._ledger)  # the last committed one; 0 before the first
         self._metrics.truncate(lambda line: line["step"] <= self.last_step)
         if self._check_steps(self._metrics) < self.last_step:
-            raise StorageError(
-                f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self.last_step} steps"
-            )
+            raise StorageError(f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed "
+                               f"{self.last_step} steps")
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
 
     def write_config(self, config: Config, image_limit: int = 0) -> None:
@@ -132,9 +131,8 @@ class RunRecords:
     def truncate(self, step: int) -> None:
         """Forget every step after `step`, which is that of a checkpoint (0: there is none)."""
         if step > self.last_step:
-            raise StorageError(
-                f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of step {step}"
-            )
+            raise StorageError(f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of "
+                               f"step {step}")
         self._ledger.truncate(lambda line: line["step"] <= step)
         self._ledger.flush()  # before anything else goes: the metrics may have more lines, never fewer
         self._metrics.truncate(lambda line: line["step"] <= step)
@@ -172,10 +170,8 @@ class RunRecords:
         last = 0
         for line in log.lines():
             if line.get("step") != last + 1:
-                raise StorageError(
-                    f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step "
-                    f"{last + 1}"
-                )
+                raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it "
+                                   f"must be of step {last + 1}")
             last += 1
         return last
 
@@ -204,10 +200,8 @@ def compare_config(folder: Folder, config: Config, holds_steps: bool = False) ->
         if not name.startswith(FIXED) or name not in stored:
             continue
         if _absolute(name, stored[name]) != _absolute(name, value):
-            raise ConfigError(
-                f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another "
-                "run.dir"
-            )
+            raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that "
+                              "value, or another run.dir")
 
 
 def _absolute(name: str, value: Any) -> Any:

@@ -65,10 +65,8 @@ def check_reached(folder: Folder, probe: str) -> None:
     try:
         folder.read(probe)
     except StorageError as error:
-        raise StorageError(
-            f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
-            "allowed: a folder or URI that every node reaches"
-        ) from None
+        raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a "
+                           "folder or URI that every node reaches") from None
 
 
 def export_model(
