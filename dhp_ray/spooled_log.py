@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 import weakref
@@ -132,18 +133,12 @@ class SpooledLog:
                 raise
 
     def _drop_torn_line(self) -> None:
-        if not self._path.exists():
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if not size:
             return
         with open(self._path, "r+b") as file:
-            end = size = file.seek(0, os.SEEK_END)
-            while end > 0:  # back to the last line's end, a block at a time
-                start = max(0, end - 65536)
-                file.seek(start)
-                found = file.read(end - start).rfind(b"\n")
-                if found >= 0:
-                    end = start + found + 1
-                    break
-                end = start
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                end = text.rfind(b"\n") + 1
             if end < size:
                 file.truncate(end)
                 os.fsync(file.fileno())

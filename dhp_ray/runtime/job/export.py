@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,9 +48,8 @@ def export_checkpoint(
         values = StoredValues(f"{run.uri}/{name}", _local(run, name, stack), shapes, everything,
                               untrained_weights(adapter))
         with storage_errors(f"out: {out}", "cannot be made"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            place = Path(tempfile.mkdtemp(prefix=f".{out.name}_", dir=out.parent))
-            os.chmod(place, 0o777 & ~_umask())
+            place = out.with_name(f".{out.name}_{uuid.uuid4().hex}")
+            place.mkdir(parents=True)
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         done = 0
 
@@ -78,9 +77,3 @@ def _local(run: Folder, name: str, stack: ExitStack) -> Path:
     if not (fetched / ".metadata").exists():
         raise StorageError(f"{run.uri}/{name}: its files are gone; allowed: another checkpoint")
     return fetched
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

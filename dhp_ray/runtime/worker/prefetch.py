@@ -128,6 +128,7 @@ def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
 def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Decoding]:
     """Return for each image and video, in order, a call that decodes it to its grids' patches; a video once."""
     found: list[Decoding] = []
+    family = cast(VisionFamily, processor.family)  # a text-only model's rows have no images
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):
         _, seconds, grids, here = zip(*entries)
@@ -135,20 +136,19 @@ def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Proc
             undecoded: Patches = [None] * len(here)
             found.append(undecoded.copy)
         elif seconds[0]:
-            found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here,
-                                 processor))
+            found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here, family))
         else:
-            found.append(partial(_decode_image, row["images"][number], processor))
+            found.append(partial(_decode_image, row["images"][number], family))
     return found
 
 
-def _decode_image(data: bytes, processor: Processor) -> Patches:
-    return [decode(data, cast(VisionFamily, processor.family))]
+def _decode_image(data: bytes, family: VisionFamily) -> Patches:
+    return [decode(data, family)]
 
 
-def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
+def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], family: VisionFamily) -> Patches:
     """Return the patches of a video's pieces; `lengths`: the steps in time of each piece."""
     stops = list(accumulate(lengths))
     wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
-    decoded = iter(decode_video(data, cast(VisionFamily, processor.family), wanted, stops[-1]))
+    decoded = iter(decode_video(data, family, wanted, stops[-1]))
     return [next(decoded) if needed else None for needed in here]
