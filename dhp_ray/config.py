@@ -31,10 +31,10 @@ CHOICES = ("model", "data", "cluster")
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is configured by: a dataclass of sections; the file that is read without `--config`; what refuses
-    values that the types admit; the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys
-    that exclude each other: one given on the command line takes the place of the other in a file. `keys`: a pattern of
-    those keys that the command uses. `own`: what it takes beside the schema, and reads itself.
+    """What configures a command: its sections, the file read without `--config`, what refuses values that types admit,
+    the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys of which one given on the
+    command line replaces the other of a file. `keys`: a pattern of the keys in use. `own`: what it takes beside the
+    schema.
     """
 
     name: str
@@ -265,9 +265,8 @@ EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF 
 
 
 def load(argv: list[str], command: Command = TRAIN) -> Any:
-    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, an object of the command's
-    schema. URIs in it show no credentials (dhp_ray/credentials.py). ConfigError: one line with the key, its value and
-    what is allowed.
+    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, of the command's schema; its
+    URIs show no credentials. ConfigError: one line with the key, its value and what is allowed.
     """
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)

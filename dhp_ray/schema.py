@@ -35,9 +35,8 @@ def key(
     number: str = "",
     path: str = "",
 ) -> Any:
-    """A field of the schema: its default, its line in `--help`, and the values that it admits. `number`: a string that
-    is one of the choices or such a number, one of NUMBERS. `path`: what it names, such as "folder or URI" or "output
-    file"; `~` in it is the user's home.
+    """A field of the schema: its default, its line in `--help`, and its allowed values. `number`: a choice or such a
+    number, of NUMBERS. `path`: what it names, such as "folder or URI"; `~` in it is the user's home.
     """
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
                 "below": below, "number": number, "path": path}

@@ -20,9 +20,8 @@ UPLOADING_SHARE = 0.05
 
 
 class UploadTimer:
-    """Tells when files that grow are to be uploaded again: `interval_s` after the last time, and later if that took so
-    long that uploads would take more than UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a
-    ledger has 2 GB.)
+    """Tells when files that grow are to be uploaded again: after `interval_s`, or later if uploads would take more than
+    UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a ledger has 2 GB.)
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -46,9 +45,8 @@ class UploadTimer:
 class SpooledLog:
     """A log of JSON objects, one per line, in `name` of a folder.
 
-    On a local folder `append` returns when the line is on the disk (if the disk is full, it waits a while for room). An
-    object store cannot append: there the lines are spooled in a local temporary file, and `flush` uploads it whole. A
-    last line that a crash cut short is dropped when the log is opened.
+    On a local folder a line is on the disk when `append` returns. An object store cannot append: lines are spooled in a
+    temporary file, which `flush` uploads whole. A last line that a crash cut short is dropped when the log is opened.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -94,9 +92,8 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep only the lines for which `keep` is True. The file is replaced at once, also if no line goes: a process
-        that still has it open, and is no longer to write into it, cannot reach the new one. Only one line at a time is
-        in memory.
+        """Keep only the lines for which `keep` is True, one in memory at a time. The file is always replaced: a process
+        that still has it open, and must not write any more, cannot reach the new one.
         """
         if not self._spooled:
             self._folder.before_writing()

@@ -1,9 +1,8 @@
-"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs.
+"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs. Logs
+that grow are in spooled_log.py.
 
-Other file systems that pyarrow.fs reaches by a URI (`hdfs://`) show a file before it is complete, so a crash may leave
-a run there that cannot be resumed.
-
-A Folder has whole files: read, write atomically, list, delete, copy in and out. Logs that grow are in spooled_log.py.
+Other file systems that pyarrow.fs reaches (`hdfs://`) show a file before it is complete: a crash may leave a run there
+that cannot be resumed.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class StorageError(OSError):
 class Folder:
     """A folder that is named by a local path or a URI; it exists once something has been written into it.
 
-    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name. A
-    Folder is pickled as its URI. `uri` shows no credentials. `before_writing` is called before each change of a file,
-    and may raise StorageError to prevent it.
+    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name.
+    `uri`, as which it is pickled, shows no credentials. `before_writing` is called before each change, and may raise
+    StorageError.
     """
 
     def __init__(self, uri: str) -> None:

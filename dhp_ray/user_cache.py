@@ -10,9 +10,8 @@ from pathlib import Path
 
 
 def cache_folders() -> list[Path]:
-    """Where to look for a kept file and where to keep it, in this order: the first that can be written. DHP_RAY_CACHE
-    alone if it is set; else dhp_ray in the user's cache folder, and one of this user in that of temporary files,
-    for a home that is absent or cannot be written.
+    """Where to look for a kept file, and to keep it, in this order: DHP_RAY_CACHE alone if it is set; else dhp_ray in
+    the user's cache folder, and a folder of this user's among temporary files, where the home cannot be written.
     """
     named = os.environ.get("DHP_RAY_CACHE")
     if named:

@@ -38,9 +38,8 @@ LOST = "lost"
 
 
 class BlockOrigin(NamedTuple):
-    """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the items
-    that it read (ReadFragments, {number: item}), `item` is the number of the block's, and `rows` are the first of the
-    item's rows that the block has, and the one after the last.
+    """Where a block was made (empty: unknown), and how it is read again: `source` refers to (ReadFragments, {number:
+    item}), `item` is the block's number there, `rows` its first row of the item's and the one after its last.
     """
 
     node: str = ""
@@ -104,10 +103,9 @@ def start_server(node: str) -> ActorHandle:
 def fetch_columns(
     reference: ray.ObjectRef | None, origin: BlockOrigin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, BlockOrigin]:
-    """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
-    and the block itself. If its node is gone, or there is no block yet (None), that is another one, read in this
-    process: a server might have to be started first. DataError: the file of a block that is read again is gone or
-    damaged.
+    """These columns of a block, from the server of its node, which is started if there is none; and the block. If its
+    node is gone, or there is no block yet (None), it is read in this process, sooner than a server would start.
+    DataError: its file is gone or damaged.
     """
     node = origin.node or _here()
     if reference is not None and node not in lost:

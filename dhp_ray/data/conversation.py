@@ -112,9 +112,8 @@ def stored_role(turn: Any) -> str:
 
 
 def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The turns of a conversation in either form. RowError: the conversation is empty, has an unknown role or no turn
-    of the assistant that is learned, or begins with the assistant; a turn of neither the user nor a tool shows an
-    image; a text is not UTF-8.
+    """The turns of a conversation in either form. RowError: it is empty, has an unknown role, no answer that is
+    learned, or one first; neither the user nor a tool shows an image; a text is not UTF-8.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
@@ -144,11 +143,9 @@ def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
 
 
 def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
-    """The turns of a conversation in which the assistant may call `tools`: the system turn ends with their signatures.
-    If there is no system turn, they follow the template's default text.
-
-    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
-    list as JSON text; nulls are treated as in calls.
+    """The turns with a system turn (else the template's default) that ends with the signatures of `tools`: a list, or
+    JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}; nulls as
+    in calls.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     tools = _read(tools, "tools")
@@ -281,11 +278,9 @@ def _brief(value: Any) -> str:
 
 
 def calls_text(calls: Any) -> str:
-    """What the assistant writes to call tools: one call or several, as JSON text or objects.
-
-    A call is {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of one of OpenAI's tool_calls.
-    Keys with the value null count as absent, because a column of structs gives every call the arguments of all calls;
-    in JSON text they do not.
+    """What the assistant writes to call tools: one or several {"name": ..., "arguments": {...} or JSON text}, alone or
+    as the `function` of OpenAI's tool_calls, as objects or JSON text. In objects null counts as absent, because a
+    column of structs gives every call the arguments of all calls.
     """
     calls = _read(calls, "the call of a tool")
     return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))

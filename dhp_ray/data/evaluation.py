@@ -1,7 +1,5 @@
-"""Evaluation: the question of a conversation is its last turn of the assistant, given all turns before it; its answer
-is scored by exact match and token F1 as SQuAD defines them, and by ANLS.
-
-With several references the best one counts. All scores are between 0 and 1.
+"""Evaluation: a conversation's last answer, given all turns before it, is scored by exact match and token F1 as SQuAD
+defines them, and by ANLS, between 0 and 1; of several references the best one counts.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to evaluate. The answer is generated from `prompt`; `prompt_text` is its text before images take
-    their tokens. `references` are the right answers. `whole` is the conversation as in training, with labels on every
-    turn of the assistant that is learned.
-
-    `images` are its encoded images and videos, in the order of the text; the prompt shows the first ones.
+    """A conversation to evaluate. The answer is generated from `prompt`, whose text is `prompt_text`; `references` are
+    right ones. `whole` is the conversation as in training. `images`: its encoded images and videos in order; the prompt
+    shows the first ones.
     """
 
     prompt_text: str

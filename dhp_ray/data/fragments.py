@@ -48,11 +48,9 @@ _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment.
-
-    json, tar: `spans` are the byte ranges of the rows. parquet: the rows are those of `row_group` from `offset` on.
-    arrow: `spans` is the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about
-    the stored size of the rows.
+    """Rows [first_row, first_row + num_rows) of a file, of about `num_bytes`; `names` replaces ids, by offset. json,
+    tar: `spans` are the byte ranges of the rows. parquet: the rows of `row_group` from `offset` on. arrow: those from
+    `offset` on of the record batch in `spans`.
     """
 
     path: str
@@ -97,9 +95,8 @@ class Fragments:
 
     @cached_property
     def digest(self) -> int:
-        """A number that tells whether a row is still where it was: of how the files are cut into fragments and rows,
-        and of the name, the size and samples of the content of each. A copy in another folder has the same. DataError:
-        a file cannot be read.
+        """Tells whether rows are where they were: of fragments and rows, and of each file's name, size and samples of
+        content. A copy in another folder has the same. DataError: a file cannot be read.
         """
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
@@ -180,10 +177,8 @@ def store(key: str, table: pa.Table) -> pa.Table:
 
 
 class UniqueIds:
-    """The ids that are taken. Real data sets repeat some, but a ledger needs a unique name for each row.
-
-    Ids are stored as 64-bit hashes, 12 to 24 bytes a row. If two ids had the same hash, the second would get a longer
-    name, as if it were taken.
+    """The ids that are taken, as 64-bit hashes: data sets repeat some, but a ledger needs a name for each row. An id
+    with the hash of another one gets a longer name, as if it were taken.
     """
 
     def __init__(self) -> None:

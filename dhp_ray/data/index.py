@@ -1,9 +1,8 @@
-"""The index of a data set: one pass over its files, before any training, finds the fragments. The index is kept for
-later starts.
+"""The index of a data set: one pass over its files finds the fragments, and names rows whose id is missing or taken. It
+is kept for later starts.
 
-A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte
-ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch; those of the last
-three have at most about 256 MB. The pass also gives a unique name to every row whose id is missing or taken.
+A fragment is, of parquet, a row group or up to 256 rows of it; else up to 32 rows of at most about 256 MB: of JSON and
+tar shards with their byte ranges, so that reading it touches no other row, of an Arrow stream of one record batch.
 """
 
 from __future__ import annotations

@@ -58,9 +58,8 @@ class Share(NamedTuple):
 
 
 class EpochOrder:
-    """The order in which an epoch gives the rows of fragments. `sizes` and `num_bytes`, (fragments,) each, are their
-    numbers of rows and the bytes of these rows. At most `window_rows` rows of about `window_bytes` are open at a time,
-    and one fragment more.
+    """The order of an epoch's rows. `sizes`, `num_bytes`: (fragments,) rows and bytes of each. At most `window_rows`
+    rows of about `window_bytes` are open at a time, and one fragment more.
     """
 
     def __init__(
@@ -98,9 +97,8 @@ class EpochOrder:
         return self._first_open(low), float(self.begins[low]), num_rows - self._rows_until(low)
 
     def opening(self, num_rows: int) -> tuple[list[Share], int]:
-        """What is read first to continue after `num_rows` rows, and the position of the next fragment, which is read
-        whole as all after it. Whole fragments would take long before the first row, since many are open then: first
-        come FIRST_ROWS rows, then twice as many, and so on.
+        """What is read first after `num_rows` rows, and the position of the next fragment, read whole as all after it.
+        Of the many that are open then, FIRST_ROWS rows come first, then twice as many, and so on.
         """
         first, start, left_out = self.start_at(num_rows)
         stop = int(np.searchsorted(self.begins, start, side="right"))

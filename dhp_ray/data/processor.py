@@ -1,8 +1,5 @@
 """Turns conversations into token ids, labels and grids, with the model's own tokenizer, chat template and image
-processor.
-
-This needs only the headers of images, because an image's tokens follow from its size. Nothing here imports torch until
-`Family.image_processor` is used.
+processor. Tokens follow from images' headers; nothing here imports torch until `Family.image_processor` is used.
 """
 
 from __future__ import annotations
@@ -42,11 +39,9 @@ character may take as many tokens as bytes.
 
 
 class Encoded(NamedTuple):
-    """A sequence as the model sees it: int32 ids and labels of length L (labels are not shifted; -100 is masked), and
-    the grids of its images.
-
-    A long video has several grids, one after the other in time. For each grid, `media` is the index of its image or
-    video in the text, and `seconds` is the duration of one step in time of a video (0: an image).
+    """A sequence as the model sees it: int32 ids and labels (L,) (not shifted; -100 is masked), and the grids of its
+    images. A long video has several, one after the other in time. For each, `media` is the index of its image or video,
+    `seconds` the duration of a step in time (0: an image).
     """
 
     input_ids: np.ndarray
@@ -125,11 +120,8 @@ class Processor:
         return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
-        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in this
-        order.
-
-        Labels are the ids of the assistant's turns that are learned, with their end token, and -100 elsewhere.
-        RowError: roles, marks or texts cannot be encoded.
+        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in order.
+        Labels are the ids of learned answers, with their end token, else -100. RowError: it cannot be encoded.
         """
         turns = self.turns(conversation)
         check_counts(turns, Counter(_kind(size) for size in sizes))

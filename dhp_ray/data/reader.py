@@ -1,7 +1,5 @@
-"""The reading stage: turns rows of fragments into blocks of payload, of at most about MOST_BYTES each. It runs in Ray
-Data's tasks, and holds one block at a time.
-
-A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
+"""The reading stage, in Ray Data's tasks: turns rows of fragments into blocks of payload of about MOST_BYTES, one at a
+time. A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks it.
 """
 
 from __future__ import annotations

@@ -60,12 +60,9 @@ ORDER = 4
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Samples of one global batch.
-
-    `payload` maps a sample's id to the reference of its block and its row there; `origins` says of every block where it
-    was made, and how. `skipped` has the bad rows that were passed on the way, by id, with the reason in one line.
-    `cursor` is where the next batch begins; `Stream.restore` takes it. `rows` has the number of the source and the id
-    of every row, bad ones too, in the order of the stream.
+    """Samples of one global batch. `payload` maps an id to its block and row there, `origins` a block to where and how
+    it was made. `skipped`: the bad rows on the way, by id, with reasons. `cursor`: where the next batch begins. `rows`:
+    (source, id) of every row, bad ones too, in order.
     """
 
     epoch: int
@@ -112,11 +109,9 @@ class Stream:
             source.reader = replace(source.reader, max_tokens=max_tokens, max_image_tokens=max_image_tokens)
 
     def next_batch(self, num_samples: int) -> GlobalBatch | None:
-        """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None); None when the epoch is
-        over.
-
-        Bad rows after the last sample belong to the batch too, so that no epoch ends with a batch without samples.
-        DataError: a file is gone or damaged, or an epoch has no usable row.
+        """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None), None after it. Bad rows
+        behind the last sample belong to the batch, so that none is empty. DataError: a file is gone or damaged, or no
+        row usable.
         """
         stop = (self.epoch + 1) * self.num_rows
         if self._given.sum() == stop:
@@ -224,12 +219,9 @@ class StreamRow:
 
 
 class SourceStream:
-    """The rows of `data.path`, one after the other. Ray must be initialised.
-
-    Runs the reading stage within its limits, and gives the rows in the order of an epoch. Ids begin with `prefix`; with
-    a prefix, they also end with the number of the epoch from the second on. `share`: the part of the window that this
-    source has. `answer_tokens`: see ReadFragments. DataError: the data cannot be used at all (found before anything is
-    read).
+    """The rows of `data.path`, in the order of an epoch; runs the reading stage within its limits. Ray must be
+    initialised. With a `prefix`, ids begin with it, and end with the number of the epoch from the second on. `share`:
+    of the window. `answer_tokens`: see ReadFragments. DataError: the data cannot be used at all.
     """
 
     def __init__(
@@ -343,10 +335,8 @@ class SourceStream:
                 self._entries.append(row)
 
     def _blocks(self, numbers: range, tasks: int) -> PartBlocks:
-        """Start to read these shares.
-
-        This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
-        themselves here.
+        """Start to read these shares, by an internal call of Ray Data: public iterators bring the blocks themselves
+        here.
         """
         shares = {number: self._share(number) for number in numbers}
         items = {}

@@ -71,10 +71,7 @@ def stored_parameters(path: str | Path) -> dict[str, Any] | None:
 
 
 def write(path: str | Path, data: PreparedData, seed: int, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Write `data.synthetic.num_samples` samples as parquet, atomically: the file appears when it is complete.
-
-    `progress` is called with the number of samples done.
-    """
+    """Write all samples as parquet, atomically; `progress` is called with the number that is done."""
     processor = ProcessorSpec("tiny", "", data.min_pixels, data.max_pixels).load()
     schema = SCHEMA.with_metadata({METADATA: json.dumps(parameters(data, seed)).encode()})
     # pictures are compressed already

@@ -202,12 +202,9 @@ def fit_ring(
     packs: Sequence[PackSeconds], compute: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None,
     known: Fit | None = None,
 ) -> Fit:
-    """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid that are as good as
-    the best one, the one with the least slowness, then the least overlap.
-
-    Args:
-        gathers_s: seconds that a micro-batch takes in addition to its packs; None: sync=step.
-        known: the fit of the other mode, which has the same slowness and overlap.
+    """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid as good as the best,
+    that with the least slowness, then overlap. `gathers_s`: seconds that a micro-batch adds to its packs; None:
+    sync=step. `known`: the other mode's fit, which has the same slowness and overlap.
     """
     degree = np.array([pack.degree for pack in packs], dtype=np.float64)
     whole = np.array([pack.together_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)

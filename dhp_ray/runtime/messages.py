@@ -50,10 +50,10 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, and the address of the rendezvous store. `replica_ranks`: the rank
-    that holds each rank's replica (empty: none). `pool_groups`: how many process groups every rank keeps (0: as many as
-    this rank's device holds). `mode`: how the ranks train where the configuration says auto (None: plainly, in `step`).
-    `nodes`: the node of each rank, by any name (empty: one node).
+    """A rank's place in one generation, and the address of the rendezvous store. `replica_ranks`: who holds each rank's
+    replica (empty: none). `pool_groups`: process groups that every rank keeps (0: as many as this device holds).
+    `mode`: how ranks train where the configuration says auto (None: plainly, in `step`). `nodes`: of each rank, by any
+    name (empty: one).
     """
 
     rank: int

@@ -1,8 +1,7 @@
 """How the ranks' slices of a plan are sent: in a form that stays fast with many ranks.
 
-Ray pickles an argument with cloudpickle, which calls Python for every object in it, and a frozen dataclass with slots
-calls Python once more: together this is most of the cost of sending a step. So a slice is sent as bytes that the C
-pickler writes, each dataclass as its class and its values. References to blocks are sent beside it, because Ray has to
+Ray's cloudpickle calls Python for every object, and a frozen dataclass with slots once more: most of the cost of
+sending a step. So a slice is bytes that the C pickler writes; references to blocks go beside it, because Ray has to
 count them.
 """
 

@@ -74,9 +74,8 @@ KEPT = 2
 
 @dataclass
 class SimulatedGeneration:
-    """One membership: the slot and the node of each rank, in rank order. It began with the state after step `first` and
-    has that after step `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks
-    hold.
+    """One membership: slot and node of each rank. It began with the state after step `first` and has that after
+    `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks hold.
     """
 
     number: int
@@ -151,10 +150,9 @@ class Recovery:
     _failures: Failures = field(default_factory=Failures)
 
     def changed(self, generation: SimulatedGeneration, now_s: float, slow: Collection[int]) -> Formed | None:
-        """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
-        to be replaced, each slot once at most (none where all restart together). If too few are left for the sequences
-        that wait, or fewer than `faults.min_workers`, the run waits for those that come back. None: nothing changes.
-        PlanError: the run cannot go on.
+        """The next generation if the membership changes between two steps, else None: slots that are ready join, slow
+        ones leave once (not where all restart together). If too few are left for waiting sequences or
+        `faults.min_workers`, the run waits for others. PlanError: it cannot go on.
         """
         leaving = set(slow) - self._evicted if self.faults.policy == "elastic" else set[int]()
         if not leaving and not self._ready(now_s) and self._needed(generation.size) <= generation.size:

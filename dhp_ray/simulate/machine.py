@@ -37,9 +37,8 @@ class SimulatedCluster:
     """The cluster of a simulation's settings, with a model on it."""
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
-        """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared. PlanError:
-        a file is damaged, the state or an image does not fit on a device, the longest sequence does not fit on all, or
-        a node has no room for the activations that are moved there.
+        """`longest_tokens`: of the longest sequence. `batch`: by which modes are compared. PlanError: a file is
+        damaged, or state, image, longest sequence or moved activations do not fit.
         """
         cluster = settings.cluster
         self.settings = settings

@@ -95,10 +95,8 @@ class SimulatedStep:
 def simulate_step(
     plan: Plan, problem: Problem, *, made: Sequence[tuple[int, ...]] = (), stretch: np.ndarray | None = None
 ) -> SimulatedStep:
-    """Run a plan on the ranks of `problem`, which is the plan's batch with the true costs and speeds.
-
-    `made`: the plan's process groups that do not exist yet, in plan order. `stretch`: by group, the factor by which its
-    compute is longer than the cost says.
+    """Run a plan on the ranks of `problem`, its batch with the true costs and speeds. `made`: its process groups that
+    do not exist yet. `stretch`: by group, the factor by which its compute is longer than the cost says.
     """
     factor = np.ones(len(plan.groups)) if stretch is None else stretch
     cost, work = problem.cost, work_of(plan)

@@ -60,9 +60,8 @@ class Medium(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How an image or video stands in a sequence: the `text` in place of its mark, which has the token of images or
-    videos once for each of its `runs` of vision tokens (their lengths); the grids of its `pieces`; and the `seconds`
-    between two steps in time of a video (0: an image).
+    """How an image or video is written: the `text` in place of its mark, with a token for each of its `runs` of vision
+    tokens (their lengths); the grids of its `pieces`; the `seconds` between steps in time of a video (0: an image).
     """
 
     text: str
@@ -73,11 +72,9 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tokens, and how it turns images and videos into text and grids: here of a text-only model, which has
-    none of them.
-
-    `settings`: those of the image processor. An image or a frame has between `min_pixels` and `max_pixels`; all frames
-    of a video have at most `video_pixels`, if the family bounds them.
+    """A family's tokens, and how it turns images and videos into text and grids: here text-only. `settings`: of the
+    image processor. An image or a frame has `min_pixels` to `max_pixels`; all frames of a video at most `video_pixels`,
+    if the family bounds them.
     """
 
     settings: Mapping[str, Any] = field(repr=False)

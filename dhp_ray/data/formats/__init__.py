@@ -50,9 +50,8 @@ def read_rows(
     fragment: Fragment, wanted: Sequence[int] | None = None, max_bytes: int = MediaLimits().max_file_bytes,
     media: bool = True
 ) -> Iterator[Row]:
-    """The wanted rows of a fragment (their numbers in it, ascending; None: all), one after the other. Reads no other
-    rows, except those before them in a row group of parquet. A row of more than `max_bytes` is a bad row, and not read.
-    OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
+    """The wanted rows of a fragment (ascending numbers; None: all), one after the other, reading few others. A row of
+    more than `max_bytes` is a bad row, not read. OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
     """
     numbers, names = range(fragment.num_rows) if wanted is None else wanted, dict(fragment.names)
     stored = FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes, media)

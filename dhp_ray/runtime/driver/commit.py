@@ -255,9 +255,8 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the metrics of a step whose images were encoded apart from its packs, else nothing: the seconds of the
-    slowest rank, without waiting, before the packs and after them; the longest sum of both over the mean sum; the bytes
-    of features sent to other ranks.
+    """Return, for a step with images apart from its packs, the slowest rank's seconds before and after them, without
+    waiting, the longest sum of both over the mean sum, and the bytes of features sent to other ranks.
     """
     if not plan.vision.apart:
         return {}

@@ -206,10 +206,9 @@ class WorkerGroup:
                 last = monotonic()
 
     def poll_health(self, unresponsive: Collection[int] = ()) -> list[Status]:
-        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Workers of a
-        node of which none answers at once are dead if it is gone, which Ray may learn later; `unresponsive` ranks,
-        which have just failed to answer a query, get less time. Neither if no rank answers: then this process itself
-        may have been held up, or cut off.
+        """Query the health of every worker, by rank, for at most SURVEY_S; `unresponsive` ranks, which have just failed
+        to answer, get less time. Workers of a node of which none answers at once are dead if it is gone, which Ray may
+        learn later. If no rank answers, this process itself may have been held up.
         """
         calls = self.start("status")
         late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])

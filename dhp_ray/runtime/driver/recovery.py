@@ -96,12 +96,10 @@ def reconfigure(
     session: Session, pending: PendingWorkers, cause: str, broken: bool, leaving: Mapping[int, Condition],
     unresponsive: Sequence[int] = (),
 ) -> Sequence[FinishedStep]:
-    """Replace the current generation of `session` with the next one; returns the steps that are finished and not
-    committed. `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be
-    replaced although they work; `unresponsive`: ranks that have just failed to answer a query.
-
-    GroupError: the new generation broke too; call again. RunError: the run cannot go on; one line. StoppingError: the
-    run is to end, and the newest checkpoint holds all that could be saved.
+    """Replace the current generation with the next one; returns the steps that are finished and not committed. `cause`:
+    why, for the user; `broken`: collectives have failed; `leaving`: ranks to be replaced although they work;
+    `unresponsive`: ranks that have just failed to answer. GroupError: the new generation broke too; call again.
+    RunError: the run cannot go on. StoppingError: it is to end, and all is saved.
     """
     moments = {"begun": perf_counter()}
     if broken:

@@ -191,9 +191,8 @@ def media_in(question: Question, processor: Processor) -> list[Medium]:
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
-    ModelError: its configuration is not one, it has no weights, or it is open which are meant. RunError: it does not
-    load, or weights are missing.
+    """Load the model of a folder by transformers alone, without downloads or code of the folder. ModelError: it is no
+    model, has no weights, or several sets of them. RunError: it does not load, or weights are missing.
     """
     weight_files(path)
     model_class = FAMILIES[read_config(path).model_type].model_class

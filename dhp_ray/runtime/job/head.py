@@ -16,9 +16,8 @@ from dhp_ray.schema import ConfigError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
                   "RAY_task_events_report_interval_ms": "0", "RAY_idle_worker_killing_time_threshold_ms": "60000"}
-"""Settings of a cluster that is started here. With Ray's niceness of 15, any other process can hold up a rank, and that
-rank the others; Ray's dashboard, metrics and task events, which nobody looks at there, take time from the ranks. So
-would the start of a process that reads: Ray ends one that is idle for a second, here for a minute.
+"""Settings of a cluster that is started here. With Ray's niceness of 15 any process can hold up a rank, and so all;
+dashboard, metrics, task events, and a new process where an idle one ends after a second, take time from ranks.
 """
 
 HEAD_PATIENCE_S = 5.0

@@ -183,9 +183,9 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
 
 
 class WorkerPool:
-    """The slots below cluster.num_workers share one reservation, granted as a whole or not at all; each slot up to
-    cluster.max_workers has its own, granted when the cluster grows. `lent`: a reservation made by someone else, whose
-    bundles from the second on are for the first slots; it is not removed here.
+    """The slots below cluster.num_workers share one reservation, granted as a whole; each up to cluster.max_workers has
+    its own, granted when the cluster grows. `lent`: somebody else's, whose bundles from the second on are for the first
+    slots.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The checkpoints under run.dir: which are whole, which one is the newest, and which may be deleted.
 
-A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so a folder without one is
-half-written. The manifest names the generation whose files count: files that an earlier generation left, or is still
-writing, are not read, and are deleted once the manifest is written.
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, and names the generation whose
+files count: those of others are not read, and go once it is written.
 """
 
 from __future__ import annotations

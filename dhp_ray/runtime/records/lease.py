@@ -81,9 +81,8 @@ class Lease:
         self.release()
 
     def take(self, say: Callable[[str], None]) -> Lease:
-        """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` is
-        called with one line), or not at all if it was of this machine. RunError: a run that goes on has the folder.
-        StorageError: it cannot be written to.
+        """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` gets
+        one line), unless it was of this machine. RunError: a run that goes on has it. StorageError: no writing.
         """
         before = self._starts()
         while before:

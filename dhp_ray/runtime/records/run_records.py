@@ -44,9 +44,9 @@ UPLOAD_INTERVAL_S = 10.0
 
 
 class RunRecords:
-    """The files of one run, for its one writer (the driver). A commit writes the metrics first and the ledger last: a
-    step counts when its ledger line is there. So opening the folder drops a metrics line that the ledger does not know.
-    StorageError: a file cannot be read or written, or the two logs contradict each other.
+    """The files of one run, for its one writer, the driver. A commit writes the metrics first and the ledger, which
+    counts, last; opening the folder drops a metrics line that the ledger lacks. StorageError: a file fails, or both
+    contradict each other.
     """
 
     def __init__(self, folder: Folder) -> None:

@@ -47,12 +47,11 @@ def load_inputs(
     plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: LanguageModel,
     num_decoders: int = 1, precision: str = "fp32", pinned: bool = False,
 ) -> tuple[StepInputs, dict[str, str]]:
-    """Return the inputs of a plan's packs, and a reason for each sample that cannot be used and is a placeholder here.
-    `rows` are those of the plan's samples, in any order, as `fetch_rows` returns them. RunError: a planned sample is
-    not among them, or memory does not suffice to decode one.
+    """Return the inputs of a plan's packs, and why samples that are placeholders here cannot be used. `rows`: those of
+    the plan's samples, in any order. RunError: one is missing, or there is no memory to decode one.
 
-    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while those of
-    the next one are decoded, as many as DECODED_AHEAD allows; its decoded patches are not held after that.
+    Images are decoded by `num_decoders` threads, in the order of the plan, while the pack before is collated, up to
+    DECODED_AHEAD; a pack's decoded patches are not held after that.
     """
     row_of = {row["id"]: row for row in rows}
     for sample in planned_samples(plan):

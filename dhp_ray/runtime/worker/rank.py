@@ -44,11 +44,9 @@ from dhp_ray.train.step_inputs import StepInputs
 
 
 class Rank:
-    """One member of one generation of the group.
-
-    `adapter`: a model; its state is loaded after this if `keeps_state`, else its weights are the state. `progress`:
-    where the training thread is; other threads may abort it. ValueError: the model cannot be trained like this.
-    RendezvousError: the other ranks did not come.
+    """One member of one generation. `adapter`: a model; its state is loaded later if `keeps_state`, else its weights
+    are the state. `progress`: where the training thread is; others may abort it. ValueError: the model cannot be
+    trained like this. RendezvousError: the other ranks did not come.
     """
 
     def __init__(
