@@ -109,7 +109,8 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def anls(prediction: str, reference: str) -> float:
-    """Normalised Levenshtein similarity without case and white space; 0 from ANLS_THRESHOLD on (1907.00490, 4.2)."""
+    """Normalised Levenshtein similarity but for case and white space; 0 if not above ANLS_THRESHOLD (1907.00490, 4.2).
+    """
     found, wanted = (" ".join(text.lower().split()) for text in (prediction, reference))
     distance = edit_distance(found, wanted) / max(1, len(found), len(wanted))
     return 1.0 - distance if distance < ANLS_THRESHOLD else 0.0

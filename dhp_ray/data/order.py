@@ -89,7 +89,7 @@ class EpochOrder:
         return np.minimum(begin + (stop - begin) * (np.arange(size) + chance) / size, np.nextafter(stop, begin))
 
     def start_at(self, num_rows: int) -> tuple[int, float, int]:
-        """After `num_rows` rows: the fragment to read from, the place before which, and how many more, are left out."""
+        """After `num_rows` rows: the fragment to read from, the place before which rows are left out, how many more."""
         low, high = 0, len(self) - 1  # finds the last fragment with at most `num_rows` rows before its begin
         while low < high:
             middle = (low + high + 1) // 2

@@ -128,7 +128,7 @@ class Processor:
         return self.encode_turns(turns, sizes)
 
     def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
-        """Like `encode`, of counted marks; a grid of a video has `slice_tokens` tokens, or one step in time."""
+        """Like `encode`, of counted marks; a video's grids have at most `slice_tokens` tokens, or one step."""
         media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         return self._encode(*self._template.render(hidden.turns), hidden, sizes, media)

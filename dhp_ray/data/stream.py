@@ -55,7 +55,7 @@ _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNIN
                "ray.data._internal.progress": logging.ERROR}
 Cursor = dict[str, int]
 ORDER = 4
-"""Of the row order in which a cursor is a position; to be raised when the same data and seed give another."""
+"""The version of the row order of cursors; to be raised when the same data and seed give another order."""
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ class VisionFamily(Family, ABC):
                 columns // self.patch_size)
 
     def pieces(self, size: Size, grid: Grid, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-        """The grids of an image (one) or a video: cut in time, each of `slice_tokens` tokens or one step."""
+        """The grid of an image, or those of a video, cut in time: of at most `slice_tokens` tokens or one step."""
         if not isinstance(size, Clip):
             return [grid]
         steps, rows, columns = grid

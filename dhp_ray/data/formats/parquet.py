@@ -35,7 +35,9 @@ STREAM_BYTES = 2**20
 """Parquet is read in parts of this many bytes, not a whole column of a row group at once."""
 
 READ_BYTES, READ_REPEATED_BYTES = 4 * 2**20, 128 * 2**20
-"""Rows are read at a time of about so many bytes, and so many if each had all of its columns' dictionaries."""
+"""Rows that are read at a time have about so many bytes, and at most so many if each has all that its columns with
+dictionaries hold.
+"""
 
 MOST_COMPRESSED = 64
 """A column of a row group may be so many times as large as it is in the file, or have MOST_BYTES."""

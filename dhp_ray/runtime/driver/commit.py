@@ -206,8 +206,8 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """Return the median error of the predicted seconds of packs and images at the plan's speeds, without waits; or
-    None.
+    """Return the median error of the seconds of packs and images predicted at the plan's speeds; None: nothing
+    measured.
     """
     measured_s = busy_s_of(work, results)
     cost = CostModel.from_json(plan.inputs["cost"])

@@ -36,8 +36,7 @@ GIVING_WAY_S = 0.3
 
 
 def take_lease(run_dir: str, say: Callable[[str], None], patience_s: float = 0.0) -> Lease:
-    """Return the lease of a run folder. `patience_s`: how long another may go on. RunError: it goes on, or no writing.
-    """
+    """Return a run folder's lease; another run may go on for `patience_s`. RunError: it goes on, or writing fails."""
     begun_s = monotonic()
     while True:
         try:
@@ -82,7 +81,7 @@ class Lease:
 
     def take(self, say: Callable[[str], None]) -> Lease:
         """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` gets
-        one line), unless it was of this machine. RunError: a run that goes on has it. StorageError: no writing.
+        one line), unless it was of this machine. RunError: a run that goes on has it. StorageError: writing fails.
         """
         before = self._starts()
         while before:
