@@ -143,7 +143,7 @@ class Family:
         return int(self.settings.get("merge_size", 1))
 
     def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
-        """How an image or video is written; see `pieces`. RowError: the family refuses it."""
+        """How an image or video is written, in pieces of `slice_tokens` tokens or a step. RowError: it is refused."""
         raise RowError(f"{'a video' if isinstance(size, Clip) else 'an image'}; allowed: text, which is all that the "
                        "model takes")
 
@@ -215,8 +215,13 @@ class VisionFamily(Family, ABC):
 
     def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
         grid = self.grid(size)
-        return Written(self.text(size), self.runs(size, grid), self.pieces(size, grid, slice_tokens),
-                       self.seconds_per_step(size))
+        if not isinstance(size, Clip):
+            return Written(self.image_text, (math.prod(grid) // self.merge_size**2,), [grid], 0.0)
+        steps, rows, columns = grid
+        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))  # a video is cut in time
+        return Written(self.video_text(size), self.video_runs(grid),
+                       [(min(length, steps - first), rows, columns) for first in range(0, steps, length)],
+                       self.temporal_patch_size * size.num_frames / (self.num_frames(size) * size.frames_per_second))
 
     def grid(self, size: Size) -> Grid:
         """Patches (time or tiles, height, width) of an image or of a whole video. RowError: the family refuses it."""
@@ -225,28 +230,6 @@ class VisionFamily(Family, ABC):
         rows, columns = self.frame_size(size)
         return (-(-self.num_frames(size) // self.temporal_patch_size), rows // self.patch_size,
                 columns // self.patch_size)
-
-    def pieces(self, size: Size, grid: Grid, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-        """The grid of an image, or those of a video, cut in time: of at most `slice_tokens` tokens or one step."""
-        if not isinstance(size, Clip):
-            return [grid]
-        steps, rows, columns = grid
-        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
-        return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]
-
-    def runs(self, size: Size, grid: Grid) -> Sequence[int]:
-        """The number of vision tokens in each of the runs that an image or video has in the text."""
-        return self.video_runs(grid) if isinstance(size, Clip) else (math.prod(grid) // self.merge_size**2,)
-
-    def seconds_per_step(self, size: Size) -> float:
-        """Seconds between two steps in time of a video's grid; 0 for an image."""
-        if not isinstance(size, Clip):
-            return 0.0
-        return self.temporal_patch_size * size.num_frames / (self.num_frames(size) * size.frames_per_second)
-
-    def text(self, size: Size) -> str:
-        """The text that replaces the mark of an image or video; it has the token once for each run."""
-        return self.video_text(size) if isinstance(size, Clip) else self.image_text
 
     @classmethod
     def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
@@ -275,10 +258,10 @@ class VisionFamily(Family, ABC):
 
     @abstractmethod
     def video_text(self, clip: Clip) -> str:
-        """As `text`, of a video."""
+        """The text that replaces a video's mark; it has the token once for each run."""
 
     def video_runs(self, grid: Grid) -> Sequence[int]:
-        """As `runs`, of a whole video: one for each step in time."""
+        """The vision tokens in each of the runs that a video has in the text: one for each step in time."""
         time, height, width = grid
         return (height * width // self.merge_size**2,) * time
 
