@@ -35,7 +35,7 @@ LONGER, SLOWER = 1.002, 1.1
 """What is reported of a row: its makespan over the other checkout's, and its planning time."""
 
 
-class Planner:
+class CheckoutPlanner:
     """A process that plans rows with one copy of the package."""
 
     def __init__(self, package: Path) -> None:
@@ -65,17 +65,17 @@ class Planner:
 
 
 @contextmanager
-def planner_of(checkout: Path) -> Iterator[Planner]:
+def planner_of(checkout: Path) -> Iterator[CheckoutPlanner]:
     """The planner of a copy of a checkout's package."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Planner(Path(shutil.copytree(checkout / "dhp_ray", Path(folder) / "dhp_ray")))
+        found = CheckoutPlanner(Path(shutil.copytree(checkout / "dhp_ray", Path(folder) / "dhp_ray")))
         try:
             yield found
         finally:
             found.close()
 
 
-def measured(found: Sequence[Planner], chosen: Sequence[int]) -> list[list[Figures]]:
+def measured(found: Sequence[CheckoutPlanner], chosen: Sequence[int]) -> list[list[Figures]]:
     """Figures of each planner for each row."""
     figures: list[list[Figures]] = [[] for _ in found]
     for row in chosen:

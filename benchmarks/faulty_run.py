@@ -52,7 +52,7 @@ NODE_AFTER_S = 30.0
 HEAD_CPUS, NODE_CPUS, RANKS = 1, 2, 2
 TOKENS, SAVE_EVERY = 512, 15
 SETTINGS = ["data.max_pixels=40000", f"planner.tokens_per_rank={TOKENS}", f"planner.max_sequence_tokens={TOKENS}",
-            "train.schedule=constant", "model.preset=small", "batch.global_samples=12",
+            "train.min_learning_rate_ratio=1", "model.preset=small", "batch.global_samples=12",
             "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60", f"cluster.num_workers={RANKS}",
             "run.steps=1000000", "planner.sync=step", "elastic.mirror_every_steps=1",
             f"checkpoint.every_steps={SAVE_EVERY}", "planner.encoder=group"]

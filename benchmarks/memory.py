@@ -3,7 +3,7 @@
     python benchmarks/memory.py
 
 In bf16, with recomputation, nothing frozen, images as large as `data.max_pixels` allows by default, packs of vision
-tokens throughout (which need most), 90 % of the device's memory, process groups as `comm.pool_groups=auto` keeps them.
+tokens throughout (which need most), 90 % of the device's memory, process groups as a run keeps them.
 A device of 64 GiB is reckoned as an NPU, one of 80 GiB as a GPU: their attention kernels differ in what they take.
 Modelled: none of these devices has been measured.
 """
@@ -35,7 +35,7 @@ NUM_DEVICES = (4, 8, 16, 32, 64, 128)
 def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> int:
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
-    groups = min(device.pool_groups("auto", memory_bytes), 2**num_devices - num_devices - 1)
+    groups = min(device.pool_groups(memory_bytes), 2**num_devices - num_devices - 1)
     shape, pixels = shape_of(name), Data().max_pixels
     largest = FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 NUM_RANKS = 2
 NUM_SAMPLES = {"real": 480, "synthetic": 256}
 """Of an epoch: it begins once or twice, so that starting to read anew counts for no more than in a run on real data."""
-SETTINGS = ("model=small", "train.schedule=constant", "checkpoint.every_steps=0", "elastic.mirror_every_steps=0",
+SETTINGS = ("model=small", "train.min_learning_rate_ratio=1", "checkpoint.every_steps=0",
+            "elastic.mirror_every_steps=0",
             f"cluster.num_workers={NUM_RANKS}", "cluster.cpus_per_worker=0.5")
 
 

@@ -32,7 +32,7 @@ from benchmarks.outages import NODE_CPUS, NUM_RANKS, losses_of, report  # noqa: 
 
 WORKER_CPUS = 1.3
 SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
-            "train.schedule=constant", "batch.global_samples=6",
+            "train.min_learning_rate_ratio=1", "batch.global_samples=6",
             f"cluster.cpus_per_worker={WORKER_CPUS}", "cluster.start_timeout_s=60", f"cluster.num_workers={NUM_RANKS}",
             "run.steps=1000000"]
 

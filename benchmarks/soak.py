@@ -41,7 +41,8 @@ from tests.integration.jobs import ledger, lines, losses  # noqa: E402
 from tests.integration.nodes import Nodes  # noqa: E402
 
 SETTINGS = ["data.max_pixels=40000", "planner.tokens_per_rank=512", "planner.max_sequence_tokens=512",
-            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "train.schedule=constant", "batch.global_samples=6",
+            "train.adam_eps=1e-6", "train.learning_rate=1e-3", "train.min_learning_rate_ratio=1",
+            "batch.global_samples=6",
             "cluster.cpus_per_worker=1.3", "cluster.start_timeout_s=60", "seed=5"]
 HEAD_CPUS, NODE_CPUS = 1, 3
 """No worker fits on the head, two fit on a node; what is left is for tasks that read data. Ray wants whole numbers."""

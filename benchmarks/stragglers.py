@@ -205,7 +205,7 @@ def pinned(arguments: argparse.Namespace) -> int:
     rates: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="dhp_ray_stragglers_") as folder:
         run = Run(Path(folder) / "run", *data_overrides(os.environ.get("DHP_RAY_TEST_DATA", ""), Path(folder)),
-                  "model=small", "train.schedule=constant", "checkpoint.every_steps=0",
+                  "model=small", "train.min_learning_rate_ratio=1", "checkpoint.every_steps=0",
                   "elastic.mirror_every_steps=0", "elastic.evict_below=0", "cluster.num_workers=2",
                   "cluster.cpus_per_worker=0.5", f"batch.global_samples={arguments.samples}",
                   "planner.tokens_per_rank=4096", "run.steps=100000")

@@ -31,10 +31,10 @@ CHOICES = ("model", "data", "cluster")
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is configured by: a dataclass of sections; the file that is read without `--config`; what refuses
-    values that the types admit; the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys
-    that exclude each other: one given on the command line takes the place of the other in a file. `keys`: a pattern of
-    those keys that the command uses. `own`: what it takes beside the schema, and reads itself.
+    """What configures a command: its sections, the file read without `--config`, what refuses values that types admit,
+    the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys of which one given on the
+    command line replaces the other of a file. `keys`: a pattern of the keys in use. `own`: what it takes beside the
+    schema.
     """
 
     name: str
@@ -56,9 +56,7 @@ UPLOADS = "working_dir_files"
 
 
 def keys_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Every key of a configuration, those in lists of sections included: its dotted name, the section that has it, and
-    its field.
-    """
+    """Every key, those in lists of sections too: its dotted name, its section, its field."""
     for item in fields(node):
         value, name = getattr(node, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
@@ -81,40 +79,29 @@ def check(config: Config) -> None:
     _check_values(config)
     check_device(config)
     if config.data.path and config.data.sources:
-        raise ConfigError(
-            f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: at most one "
-            "of the two"
-        )
+        raise ConfigError(f"data.sources: got {len(config.data.sources)} with data.path={config.data.path!r}; allowed: "
+                          "at most one of the two")
     if config.data.format != "synthetic" and not (config.data.path or config.data.sources):
         raise ConfigError(f"data.path: got nothing with data.format={config.data.format}; allowed: a file or folder")
     if bool(config.model.preset) == bool(config.model.path):
-        raise ConfigError(
-            f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: exactly one of "
-            "the two"
-        )
+        raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: "
+                          "exactly one of the two")
     if len(set(config.train.freeze)) == 2:
-        raise ConfigError(
-            "train.freeze: got vision and language; allowed: at most one of the two, or nothing is left to train"
-        )
+        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left "
+                          "to train")
     _check_lora(config)
     if config.train.expert_parallel not in ("auto", "1") and config.planner.sync == "step":
         raise ConfigError(f"train.expert_parallel: got {config.train.expert_parallel} with planner.sync=step, where "
                           "each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
-        raise ConfigError(
-            f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least cluster.num_workers "
-            f"({config.cluster.num_workers})"
-        )
+        raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
     if config.cluster.min_workers > config.cluster.num_workers:
-        raise ConfigError(
-            f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most cluster.num_workers "
-            f"({config.cluster.num_workers})"
-        )
+        raise ConfigError(f"cluster.min_workers: got {config.cluster.min_workers}; allowed: at most "
+                          f"cluster.num_workers ({config.cluster.num_workers})")
     if bool(config.eval.path) != bool(config.eval.every_steps):
-        raise ConfigError(
-            f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; allowed: both or "
-            "neither"
-        )
+        raise ConfigError(f"eval.every_steps: got {config.eval.every_steps} with eval.path={config.eval.path!r}; "
+                          "allowed: both or neither")
     if config.eval.generate and not config.eval.path:
         raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
     if not config.run.dir:
@@ -154,10 +141,8 @@ def _check_values(config: Config) -> None:
         if not source.path:
             raise ConfigError(f"data.sources[{index}].path: got nothing; allowed: a file or folder")
     if config.data.min_pixels > config.data.max_pixels:
-        raise ConfigError(
-            f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
-            f"({config.data.max_pixels})"
-        )
+        raise ConfigError(f"data.min_pixels: got {config.data.min_pixels}; allowed: at most data.max_pixels "
+                          f"({config.data.max_pixels})")
 
 
 def check_limits(node: Any) -> None:
@@ -167,13 +152,10 @@ def check_limits(node: Any) -> None:
 
 
 def check_device(config: Config) -> None:
-    """Refuse what the workers' device cannot do; if `cluster.device` is auto, call it again once the device is known.
-    """
+    """Refuse what the workers' device cannot do; call it again where `cluster.device=auto` is resolved."""
     if config.cluster.device == "cuda" and config.train.precision == "fp32":
-        raise ConfigError(
-            "train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has no fp32 kernel; "
-            "master weights stay fp32)"
-        )
+        raise ConfigError("train.precision: got 'fp32' with cluster.device=cuda; allowed: bf16 (attention there has "
+                          "no fp32 kernel; master weights stay fp32)")
 
 
 def texts(value: Any) -> list[str]:
@@ -185,9 +167,8 @@ def texts(value: Any) -> list[str]:
 
 def _check_value(dotted: str, value: Any, spec: Mapping[str, Any]) -> None:
     if any("://" in text and MASK in text and not isinstance(text, Uri) for text in texts(value)):
-        raise ConfigError(
-            f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its credentials"
-        )
+        raise ConfigError(f"{dotted}: got {value!r}, a URI as it is shown; allowed: the whole URI, with its "
+                          "credentials")
     if spec["path"] and "://" in value and "URI" not in spec["path"]:
         allowed = "a file" if spec["path"] == "output file" else f"a {spec['path']}"
         raise ConfigError(f"{dotted}: got {masked(value)}; allowed: {allowed} of this machine (URIs are not read)")
@@ -214,9 +195,7 @@ def _limits(spec: Mapping[str, Any]) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value as an error shows it, without the thousands of digits of a huge number (Python refuses to print
-    it).
-    """
+    """Return a value as an error shows it, without thousands of digits, which Python refuses to print."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return "a number of more than 18 digits"
     return repr(value)
@@ -228,11 +207,8 @@ def in_upload(folder: Path) -> bool:
 
 
 def upload_warning(key: str, folder: str, working_folder: Path) -> str:
-    """Return a warning if a key's folder or file is inside the upload of a submitted job: each node has its own copy of
-    that, and Ray deletes it. Empty if it is not.
-
-    The job's working folder shows this, not the fact that it was submitted: a job may have changed to a folder that
-    stays.
+    """Return a warning if a key's folder is inside the upload of a submitted job, which Ray deletes, as this process's
+    folder shows; else "".
     """
     if in_upload(working_folder) and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
         return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
@@ -248,9 +224,7 @@ def places(config: Any) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 def make_absolute(config: Config) -> None:
-    """Take relative paths from this process's folder, for a driver and workers that may run in other ones. Not where
-    all of them run in Ray's copies of a folder: what is in it is read from there.
-    """
+    """Take relative paths from this process's folder: driver and workers may run in others, if not in Ray's copies."""
     for _, section, item in places(config):
         value = getattr(section, item.name)
         if value and "://" not in value and item.metadata["path"] != "output file":
@@ -273,8 +247,7 @@ def local_path(name: str, text: str) -> Path:
 
 
 def check_place(name: str, value: str, kind: str) -> None:
-    """Refuse a file where a folder is wanted, and the reverse. What is absent, or behind a URI, is not looked at here.
-    """
+    """Refuse a file where a folder is wanted, and the reverse; not what is absent, or behind a URI."""
     if os.path.isfile(value) and "file" not in kind:
         raise ConfigError(f"{name}: {value} is a file; allowed: a {kind}")
     if os.path.isdir(value) and "folder" not in kind:
@@ -292,11 +265,8 @@ EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF 
 
 
 def load(argv: list[str], command: Command = TRAIN) -> Any:
-    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, an object of the command's
-    schema. URIs in it show no credentials (dhp_ray/credentials.py).
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
+    """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, of the command's schema; its
+    URIs show no credentials. ConfigError: one line with the key, its value and what is allowed.
     """
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
@@ -309,7 +279,7 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
                for group in command.choices if group in names]
     config = OmegaConf.structured(command.schema)
     for origin, layer in layers:
-        for dotted, value in _leaves(layer):
+        for dotted, value in leaves(layer):
             _set(command, config, dotted, value, origin)
     given = {name: text for name, text in pairs if name not in command.choices}
     for first, second in command.either:
@@ -346,9 +316,7 @@ def split_arguments(argv: list[str], default_file: Path) -> tuple[Path, list[str
 
 
 def dump(config: Config) -> str:
-    """Return the configuration as YAML, without credentials: `load(["--config", file])` returns it again, or asks for
-    them.
-    """
+    """Return the configuration as YAML, without credentials, for `load(["--config", file])`."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -414,9 +382,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(command: Command, name: str, text: str) -> Any:
-    """Return the value of an override, read as YAML, so that lists and numbers work; text for a string is taken as it
-    is.
-    """
+    """Return the value of an override, read as YAML; text for a string is taken as it is."""
     kind, _ = _keys(command.schema).get(name, (None, None))
     if not text:
         return [] if kind not in (int, float, str, bool) else "" if kind is str else None
@@ -430,13 +396,13 @@ def _value(command: Command, name: str, text: str) -> Any:
     return text if kind is str and not isinstance(value, str) and value is not None else value
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Dotted keys and values; lists count as values."""
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         dotted = f"{prefix}{name}"
         if isinstance(value, dict):
-            found += _leaves(value, f"{dotted}.")
+            found += leaves(value, f"{dotted}.")
         else:
             found.append((dotted, value))
     return found

@@ -54,9 +54,7 @@ def _without_options(text: str) -> str:
 
 
 def shown(text: str, most: int = MOST_SHOWN) -> str:
-    """What a person sees of a name or a reason that comes from the data: printable, without credentials, and at most
-    `most` characters.
-    """
+    """What a person sees of foreign text: printable, without credentials, of at most `most` characters."""
     line = printable(masked(text[: most + 2000]))  # a bound: a name may be a whole picture
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
@@ -76,9 +74,7 @@ class Uri(str):
 
 
 def concealed(value: Any) -> Any:
-    """Return a configuration's value: strings with credentials in them as Uri, also inside lists; everything else
-    unchanged.
-    """
+    """Return a configuration's value, with Uri for strings with credentials, also inside lists."""
     if isinstance(value, list):
         return [concealed(inner) for inner in value]
     return Uri(value) if isinstance(value, str) and MASK in _shown(value) and MASK not in value else value
@@ -90,7 +86,5 @@ def full_uri(uri: str) -> str:
 
 
 def _shown(uri: str) -> str:
-    """Return a whole URI without its credentials. A URI must not have spaces; if it has, they must not end the secret
-    early.
-    """
+    """Return a whole URI without its credentials; spaces, which it must not have, end no secret early."""
     return masked(re.sub(r"\s", "%20", uri)) if ":/" in uri else uri

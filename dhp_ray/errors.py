@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes in place of characters that a terminal obeys, or that hide or reorder others.
-    """
+    """The text on one line, with escapes for characters that a terminal obeys, or that hide or reorder others."""
     line = " ".join(text.split())
     return line if line.isprintable() else "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line)
 

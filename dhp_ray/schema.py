@@ -35,9 +35,8 @@ def key(
     number: str = "",
     path: str = "",
 ) -> Any:
-    """A field of the schema: its default, its line in `--help`, and the values that it admits. `number`: a string that
-    is one of the choices or such a number, one of NUMBERS. `path`: what it names, such as "folder or URI" or "output
-    file"; `~` in it is the user's home.
+    """A field of the schema: its default, its line in `--help`, and its allowed values. `number`: a choice or such a
+    number, of NUMBERS. `path`: what it names, such as "folder or URI"; `~` in it is the user's home.
     """
     metadata = {"text": text, "choices": choices, "minimum": minimum, "above": above, "maximum": maximum,
                 "below": below, "number": number, "path": path}
@@ -50,9 +49,7 @@ MONTH_S = 30 * 86400
 """Longest time to wait for anything: the clocks below count nanoseconds."""
 
 MAX_MIRROR_STEPS = 1000
-"""The most steps from one mirrored state to the next: workers remember the steps of all state versions between the last
-two.
-"""
+"""The most steps between mirrored states: workers remember those of all versions between the last two."""
 
 LARGEST = 1e30
 """The largest of numbers that are computed with in 32 bits."""
@@ -150,13 +147,9 @@ class Planner:
 
 @dataclass(kw_only=True)
 class Comm:
-    transport: str = key("pool", "pool: process groups of each plan; parent: one group of all ranks for all packs",
+    transport: str = key("pool", "pool: process groups of each plan, as many as 5 % of the device's memory hold, at "
+                         "most 64, and the parent group for further ones; parent: one group of all ranks for all packs",
                          choices=("pool", "parent"))
-    pool_groups: str = key(
-        "auto",
-        "most process groups to keep: a number, or auto (as many as 5 % of the device's memory hold, at most 64); "
-        "further groups of a plan use the parent group", choices=("auto",), number="whole number", minimum=1,
-    )
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)
 
 
@@ -164,12 +157,6 @@ class Comm:
 class Checkpoint:
     every_steps: int = key(20, "save a checkpoint every so many steps; 0: only at the end", minimum=0)
     keep: int = key(2, "how many of the newest checkpoints to keep", minimum=1)
-    scratch: str = key(
-        "",
-        "folder on each node from which checkpoints are uploaded to an object store; "
-        "empty: the system's temporary folder. Not used if run.dir is a folder",
-        path="folder",
-    )
 
 
 @dataclass(kw_only=True)
@@ -227,8 +214,8 @@ class Train:
     vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate",
                                       minimum=0, maximum=LARGEST)
     warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
-    schedule: str = key("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    min_learning_rate_ratio: float = key(0.1, "share of the peak at which the cosine ends", minimum=0, maximum=1)
+    min_learning_rate_ratio: float = key(0.1, "share of the peak at which the cosine after the warm-up ends; 1: the "
+                                         "learning rate stays at its peak", minimum=0, maximum=1)
     weight_decay: float = key(0.01, "AdamW's weight decay of matrices; biases and norms have none", minimum=0,
                               maximum=LARGEST)
     adam_beta1: float = key(0.9, "AdamW's first beta", minimum=0, below=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 import weakref
@@ -15,14 +16,12 @@ from typing import Any
 from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
 
 UPLOADING_SHARE = 0.05
-"""The largest share of the time that uploads of growing files may take, apart from those before a checkpoint is sealed.
-"""
+"""The most of the time that uploads of growing files may take, beside those before a checkpoint is sealed."""
 
 
 class UploadTimer:
-    """Tells when files that grow are to be uploaded again: `interval_s` after the last time, and later if that took so
-    long that uploads would take more than UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a
-    ledger has 2 GB.)
+    """Tells when files that grow are to be uploaded again: after `interval_s`, or later if uploads would take more than
+    UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a ledger has 2 GB.)
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -35,9 +34,7 @@ class UploadTimer:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Put this around an upload of all files. Only one that was due tells how long that takes: there may be nothing
-        new since the last.
-        """
+        """Put this around an upload of all files. How long one takes is known from those that were due."""
         begun_s, due = monotonic(), self.due
         yield
         self._ended_s = monotonic()
@@ -48,9 +45,8 @@ class UploadTimer:
 class SpooledLog:
     """A log of JSON objects, one per line, in `name` of a folder.
 
-    On a local folder `append` returns when the line is on the disk (if the disk is full, it waits a while for room). An
-    object store cannot append: there the lines are spooled in a local temporary file, and `flush` uploads it whole. A
-    last line that a crash cut short is dropped when the log is opened.
+    On a local folder a line is on the disk when `append` returns. An object store cannot append: lines are spooled in a
+    temporary file, which `flush` uploads whole. A last line that a crash cut short is dropped when the log is opened.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -96,9 +92,8 @@ class SpooledLog:
                 yield line
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep only the lines for which `keep` is True. The file is replaced at once, also if no line goes: a process
-        that still has it open, and is no longer to write into it, cannot reach the new one. Only one line at a time is
-        in memory.
+        """Keep only the lines for which `keep` is True, one in memory at a time. The file is always replaced: a process
+        that still has it open, and must not write any more, cannot reach the new one.
         """
         if not self._spooled:
             self._folder.before_writing()
@@ -135,18 +130,12 @@ class SpooledLog:
                 raise
 
     def _drop_torn_line(self) -> None:
-        if not self._path.exists():
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if not size:
             return
         with open(self._path, "r+b") as file:
-            end = size = file.seek(0, os.SEEK_END)
-            while end > 0:  # back to the last line's end, a block at a time
-                start = max(0, end - 65536)
-                file.seek(start)
-                found = file.read(end - start).rfind(b"\n")
-                if found >= 0:
-                    end = start + found + 1
-                    break
-                end = start
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                end = text.rfind(b"\n") + 1
             if end < size:
                 file.truncate(end)
                 os.fsync(file.fileno())

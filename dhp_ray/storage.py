@@ -1,9 +1,8 @@
-"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs.
+"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs. Logs
+that grow are in spooled_log.py.
 
-Other file systems that pyarrow.fs reaches by a URI (`hdfs://`) show a file before it is complete, so a crash may leave
-a run there that cannot be resumed.
-
-A Folder has whole files: read, write atomically, list, delete, copy in and out. Logs that grow are in spooled_log.py.
+Other file systems that pyarrow.fs reaches (`hdfs://`) show a file before it is complete: a crash may leave a run there
+that cannot be resumed.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 ROOM_PATIENCE_S = 20.0
 
 STORAGE_TIMEOUT_S = 2 * 3600.0
-"""Seconds that ranks wait for one another's files. A disk may be slow: the user sees the wait (`runtime/waits.py`), and
-`comm.timeout_s`, which is about networks, does not end it.
-"""
+"""Seconds that ranks wait for one another's files: a disk may be slow, and `comm.timeout_s` is about networks."""
 
 
 class StorageError(OSError):
@@ -47,9 +44,9 @@ class StorageError(OSError):
 class Folder:
     """A folder that is named by a local path or a URI; it exists once something has been written into it.
 
-    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name. A
-    Folder is pickled as its URI. `uri` shows no credentials. `before_writing` is called before each change of a file,
-    and may raise StorageError to prevent it.
+    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name.
+    `uri`, as which it is pickled, shows no credentials. `before_writing` is called before each change, and may raise
+    StorageError.
     """
 
     def __init__(self, uri: str) -> None:
@@ -179,9 +176,7 @@ def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
 
 
 def check_writable(file: Path) -> None:
-    """Raise OSError if a local file cannot be written, before the work whose result it is to hold. Leaves nothing
-    behind; folders that are missing above it may be made.
-    """
+    """Raise OSError if a local file cannot be written, before the work for it; leaves nothing behind."""
     if file.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if file.exists() and not os.access(file, os.W_OK):
@@ -194,9 +189,7 @@ def check_writable(file: Path) -> None:
 
 
 def retry_when_full(write: Callable[[], None]) -> None:
-    """Write something small, and wait for room if there is none: a save that fills the disk frees its room when it
-    fails.
-    """
+    """Write something small, and wait for room if there is none: a save that fills the disk frees it."""
     deadline = time.monotonic() + ROOM_PATIENCE_S
     while True:
         try:
@@ -208,9 +201,7 @@ def retry_when_full(write: Callable[[], None]) -> None:
 
 
 def append_whole(file: int, content: bytes) -> None:
-    """Add bytes to the end of an open file (its descriptor), all or none, so that what follows does not continue a
-    half-written line.
-    """
+    """Add bytes to the end of an open file, all or none: what follows must not continue half a line."""
     end = os.fstat(file).st_size
     try:
         done = os.write(file, content)  # in one write, so that writes of several threads do not mix
@@ -223,9 +214,7 @@ def append_whole(file: int, content: bytes) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `target`; when the block ends without an error, it is synced to the disk and
-    replaces `target`.
-    """
+    """Yield a temporary file; if the block ends without an error, it is synced and replaces `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -1,6 +1,4 @@
-"""The folders where files are kept that a later run of the same user would otherwise make again: the planner's machine
-code, tables of large data files.
-"""
+"""The folders of files that a user's later run would otherwise make again: machine code, tables of large data."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from pathlib import Path
 
 
 def cache_folders() -> list[Path]:
-    """Where to look for a kept file and where to keep it, in this order: the first that can be written. DHP_RAY_CACHE
-    alone if it is set; else dhp_ray in the user's cache folder, and one of this user in that of temporary files,
-    for a home that is absent or cannot be written.
+    """Where to look for a kept file, and to keep it, in this order: DHP_RAY_CACHE alone if it is set; else dhp_ray in
+    the user's cache folder, and a folder of this user's among temporary files, where the home cannot be written.
     """
     named = os.environ.get("DHP_RAY_CACHE")
     if named:
@@ -25,9 +22,7 @@ def cache_folders() -> list[Path]:
 
 
 def keep(name: str, write: Callable[[Path], object]) -> str | None:
-    """Let `write` make a file, and move it to this name (which may be below a folder) in the first cache folder that
-    takes it; None if one did, else why not. Nobody sees an unfinished file.
-    """
+    """Let `write` make a file, whole, in the first cache folder that takes it; None if one did, else why not."""
     refused = "the user has no cache folder"
     for folder in cache_folders():
         path = folder / name
@@ -49,9 +44,7 @@ def keep(name: str, write: Callable[[Path], object]) -> str | None:
 
 
 def _made_by_us(folder: Path) -> bool:
-    """Whether only this user can have put files there: others may write into the folder of temporary files, and kept
-    machine code is run.
-    """
+    """Whether only this user can have put files into a folder; machine code from there is run."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -29,7 +29,7 @@ KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
         r"|train\.(prec|freeze|lora|act)")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], signals: ShutdownSignals | None = None) -> int:
     from dhp_ray.config import TRAIN, ConfigError, help_text, load
 
     command = replace(TRAIN, name="jobs/measure.py", keys=KEYS, own=tuple(OWN))
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     try:
         own, rest = split(argv)
         config = load(rest, command)
-        return measure(config, own)
+        return measure(config, own, signals)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,7 +69,7 @@ def split(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def measure(config: Config, own: dict[str, str]) -> int:
+def measure(config: Config, own: dict[str, str], signals: ShutdownSignals | None) -> int:
     from dhp_ray.config import CONF, ConfigError, local_path
     from dhp_ray.runtime.job.preflight import check_measurement_here
     from dhp_ray.storage import check_writable
@@ -86,7 +86,6 @@ def measure(config: Config, own: dict[str, str]) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from dhp_ray.comm.device import choose
-    from dhp_ray.data.errors import DataError
     from dhp_ray.errors import first_line
     from dhp_ray.measure.fitting import MeasureError
     from dhp_ray.runtime.job.measuring import Request, measure_here
@@ -113,10 +112,8 @@ def measure(config: Config, own: dict[str, str]) -> int:
                     print(f"measuring {what} ({100 * share:.0f} % done)", flush=True)
                 said.add(what)
 
-            measured = measure_here(config, request, tell)
+            measured = measure_here(config, request, tell, signals)
         measured.write(target)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
     except (MeasureError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -129,4 +126,5 @@ def measure(config: Config, own: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda argv: ShutdownSignals("before the end").run(lambda: main(argv))))
+    signals = ShutdownSignals("before the end")
+    sys.exit(run_command(lambda argv: signals.run(lambda: main(argv, signals))))

@@ -144,8 +144,7 @@ PATHS = {name: item.metadata["path"] for name, _, item in places(Config())}
 
 def test_the_users_home_stands_in_every_path(bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert set(PATHS) == {"run.dir", "data.path", "data.image_root", "model.path", "planner.cost", "checkpoint.scratch",
-                          "eval.path"}
+    assert set(PATHS) == {"run.dir", "data.path", "data.image_root", "model.path", "planner.cost", "eval.path"}
     (tmp_path / "mine.yaml").write_text(Path(bare[1]).read_text())
     config = load(["--config=~/mine.yaml", "model.preset=", "eval.every_steps=1", *(f"{name}=~/x" for name in PATHS)])
     assert {getattr(section, item.name) for _, section, item in places(config)} == {str(tmp_path / "x")}
@@ -165,13 +164,12 @@ def test_a_uri_is_refused_where_none_is_read(bare: list[str], name: str) -> None
 def test_relative_paths_are_the_callers(bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = load([*bare, "data.sources=[{path: a/../b}]", "run.dir=runs/x", "planner.cost=measure", "eval.path=/c",
-                   "eval.every_steps=1", "checkpoint.scratch=d"])
+                   "eval.every_steps=1"])
     make_absolute(config)
     monkeypatch.chdir("/")
     assert config.run.dir == str(tmp_path / "runs" / "x")
     assert config.data.sources[0].path == str(tmp_path / "b")
     assert (config.planner.cost, config.eval.path, config.model.path) == ("measure", "/c", "")
-    assert config.checkpoint.scratch == str(tmp_path / "d")
     remote = load([*bare, "run.dir=s3://KEY:secret@bucket/run"])
     make_absolute(remote)
     assert full_uri(remote.run.dir) == "s3://KEY:secret@bucket/run"

@@ -42,20 +42,6 @@ class Accelerator:
         found, shown = len(glob.glob(self.files)), self._shown()
         return found if shown is None else min(found, len(shown))
 
-    def show_only(self, place: int) -> None:
-        """Hide all devices that this process sees but the one at `place`, as Ray does for a worker. Call it before
-        torch looks for devices.
-
-        Raises:
-            ValueError: it sees fewer.
-        """
-        if self.visible:
-            shown = self._shown()
-            if shown is not None and place >= len(shown):
-                raise ValueError(f"{self.visible}={os.environ[self.visible]!r} shows {len(shown)} devices; needed: "
-                                 f"{place + 1}")
-            os.environ[self.visible] = str(place) if shown is None else shown[place]
-
     def _shown(self) -> list[str] | None:
         """Return the devices that the environment shows, up to the first entry that names none; None: all."""
         listed = os.environ.get(self.visible)
@@ -65,7 +51,7 @@ class Accelerator:
                               (entry.strip() for entry in listed.split(","))))
 
     def torch_device(self) -> torch.device:
-        """Return the torch device, the only one that a rank sees (`show_only`)."""
+        """Return the torch device, the only one that a rank sees, because Ray shows it no other."""
         import torch
 
         return torch.device(self.name) if self.name == "cpu" else torch.device(self.name, 0)
@@ -118,10 +104,8 @@ class Accelerator:
         # otherwise each new buffer is written once more
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    def pool_groups(self, wanted: str, memory_bytes: int) -> int:
-        """Return the most process groups that the pool keeps (`comm.pool_groups`) on devices with this much memory."""
-        if wanted != "auto":
-            return int(wanted)
+    def pool_groups(self, memory_bytes: int) -> int:
+        """Return the most process groups that the pool keeps on devices with this much memory."""
         fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
         return max(1, min(POOL_GROUPS, fitting))
 

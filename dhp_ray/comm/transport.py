@@ -38,7 +38,7 @@ class GroupPool:
         self, capacity: int, timeout: timedelta, accelerator: Accelerator = CPU, progress: Progress | None = None
     ) -> None:
         if capacity < 0:
-            raise ValueError(f"comm.pool_groups: got {capacity}; allowed: at least 0")
+            raise ValueError(f"a pool of {capacity} groups; allowed: at least 0")
         self.timeout, self.accelerator = timeout, accelerator
         self.progress = progress or Progress(accelerator.torch_device())
         self.counters = dict.fromkeys(COUNTERS.values(), 0)

@@ -31,17 +31,15 @@ CONNECT_S = 1.5
 """Seconds that a raylet has to accept a connection: a packet may be lost, and is sent again after one second."""
 
 lost: set[str] = set()
-"""Nodes that this process was told are gone, seconds before Ray notices: its head gives a node several health checks.
-"""
+"""Nodes that this process was told are gone, seconds before Ray notices: its head waits for several health checks."""
 
 LOST = "lost"
 """In place of the name of a node that is gone: its server is not asked."""
 
 
 class BlockOrigin(NamedTuple):
-    """Where a block was made (empty: unknown), and how it is read again: `source` refers to the reader and to the items
-    that it read (ReadFragments, {number: item}), `item` is the number of the block's, and `rows` are the first of the
-    item's rows that the block has, and the one after the last.
+    """Where a block was made (empty: unknown), and how it is read again: `source` refers to (ReadFragments, {number:
+    item}), `item` is the block's number there, `rows` its first row of the item's and the one after its last.
     """
 
     node: str = ""
@@ -77,8 +75,7 @@ GONE = (RayActorError, ActorUnschedulableError, ObjectLostError)
 """A server died or cannot be started, or its answer was lost, most likely with its node."""
 
 _servers: dict[str, ActorHandle] = {}
-"""By node, the servers that this process has started or asked. A server lives as long as the process that started it.
-"""
+"""By node, the servers that this process has started or asked. They live as long as the process that started them."""
 
 
 def located(origins: Mapping[ray.ObjectRef, BlockOrigin]) -> dict[ray.ObjectRef, BlockOrigin]:
@@ -88,9 +85,7 @@ def located(origins: Mapping[ray.ObjectRef, BlockOrigin]) -> dict[ray.ObjectRef,
 
 
 def start_servers(nodes: Iterable[str] = ()) -> None:
-    """Start the servers of this node and of these. A server takes seconds to start, and the first block on its node
-    would wait for it.
-    """
+    """Start the servers of this node and of these, before a block waits for them: a start takes seconds."""
     for node in {_here(), *nodes}:
         start_server(node)
 
@@ -108,12 +103,9 @@ def start_server(node: str) -> ActorHandle:
 def fetch_columns(
     reference: ray.ObjectRef | None, origin: BlockOrigin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, BlockOrigin]:
-    """These columns of a block, without the rest of it, from the server of its node, which is started if there is none;
-    and the block itself. If its node is gone, or there is no block yet (None), that is another one, read in this
-    process: a server might have to be started first.
-
-    Raises:
-        DataError: the file of a block that is read again is gone or damaged.
+    """These columns of a block, from the server of its node, which is started if there is none; and the block. If its
+    node is gone, or there is no block yet (None), it is read in this process, sooner than a server would start.
+    DataError: its file is gone or damaged.
     """
     node = origin.node or _here()
     if reference is not None and node not in lost:
@@ -130,11 +122,7 @@ def fetch_columns(
 
 
 def read_again(origin: BlockOrigin, rows: Sequence[int] | None = None) -> pa.Table:
-    """These rows of a lost block (None: all), from its fragment.
-
-    Raises:
-        DataError: the file is gone or damaged.
-    """
+    """These rows of a lost block (None: all), from its fragment. DataError: the file is gone or damaged."""
     reader, items = ray.get(origin.source)
     own = range(*origin.rows)
     table: pa.Table = reader.block(items[origin.item], own if rows is None else [own[row] for row in rows])
@@ -144,9 +132,7 @@ def read_again(origin: BlockOrigin, rows: Sequence[int] | None = None) -> pa.Tab
 
 
 def fetch_rows(blocks: Sequence[BlockRows], encoded: EncodedGrids | None = None) -> Iterator[dict[str, Any]]:
-    """The rows in the form of `read_payloads`. Of images and videos on other nodes, only those that are encoded here
-    travel. Rows of a block whose node has no server any more are read again.
-    """
+    """The rows as of `read_payloads`; of images elsewhere only those encoded here travel. Lost rows are read again."""
     here = _here()
     elsewhere: dict[str, list[BlockRows]] = {}
     for block in blocks:

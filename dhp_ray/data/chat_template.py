@@ -37,10 +37,7 @@ DATE = "26 Jul 2024"
 
 class ChatTemplate:
     """Writes conversations with the template. It finds out what the template writes around an answer by applying it to
-    test conversations.
-
-    Raises:
-        DataError: the template rewrites earlier turns, or writes answers in different ways.
+    test conversations. DataError: the template rewrites earlier turns, or writes answers in different ways.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -60,27 +57,21 @@ class ChatTemplate:
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token,
-        without what the template writes before it.
-
-        Raises:
-            RowError: the template drops or changes a text, or adds an answer.
+        without what the template writes before it. RowError: the template drops or changes a text, or adds an answer.
         """
         text = self._text(turns, prompt=False)
         answers = sum(turn.role == "assistant" for turn in turns)
         if text.count(self._opening) != answers:
-            raise RowError(
-                f"the chat template writes {text.count(self._opening)} turns of the assistant; the conversation has "
-                f"{answers}"
-            )
+            raise RowError(f"the chat template writes {text.count(self._opening)} turns of the assistant; the "
+                           f"conversation has {answers}")
         spans, position = [], 0
         for turn in (turn for turn in turns if turn.role == "assistant"):
             start = text.index(self._opening, position) + len(self._opening)
             forms = ((before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip()))
             written = next((each for each in forms if text.startswith("".join(each) + self._closing, start)), None)
             if written is None:
-                raise RowError(
-                    "the chat template changes an answer; allowed: a template that writes it as it is, or stripped"
-                )
+                raise RowError("the chat template changes an answer; allowed: a template that writes it as it is, or "
+                               "stripped")
             before, form = written
             position = start + len(before + form + self._closing)
             if not before and form.startswith(self._prompted):
@@ -91,9 +82,7 @@ class ChatTemplate:
         return text, spans
 
     def prompt(self, turns: Sequence[Turn]) -> str:
-        """The text of the turns, followed by what the template writes before the assistant's next answer, an empty
-        thought included: as in `render`, it is not learned.
-        """
+        """The text of the turns and what the template writes before the next answer, an empty thought too."""
         text = self._text(turns, prompt=True)
         _check_all_there(turns, text)
         return text + self._thought[len(self._prompted) :]
@@ -106,9 +95,7 @@ class ChatTemplate:
         return text.partition("before")[2].partition("after")[0].endswith("\n")
 
     def _text(self, turns: Sequence[Turn], *, prompt: bool) -> str:
-        """The text of the turns. If the template writes a line break after an image, that of LLaVA's `<image>\\n` is
-        left out.
-        """
+        """The text of the turns, without the line break of LLaVA's `<image>\\n` if the template writes one itself."""
         if any(part.marked for turn in turns for part in turn.parts) and self._breaks_lines:
             turns = [replace(turn, parts=tuple(_without_breaks(turn.parts))) for turn in turns]
         return self._apply([turn.message() for turn in turns], prompt=prompt)
@@ -128,17 +115,14 @@ class ChatTemplate:
             answered = self._apply(messages, prompt=False)
             before, found, closing = answered.removeprefix(asked[-1]).partition(f"answer {number}")
             if not prompt.startswith(asked[-1]) or not answered.startswith(prompt) or not found:
-                raise DataError(
-                    "model.path: its chat template rewrites earlier turns; allowed: a template that only appends"
-                )
+                raise DataError("model.path: its chat template rewrites earlier turns; allowed: a template that only "
+                                "appends")
             frames.add((prompt[len(asked[-1]) :], before, closing.rstrip()))
         opening, _, rest = answered.removeprefix(asked[0]).partition("answer 0")
         prompted, before, closing = frames.pop()
         if frames or not opening or not prompted.startswith(opening) or not rest.startswith(closing):
-            raise DataError(
-                "model.path: its chat template writes answers in different ways; allowed: one opening and one end for "
-                "all"
-            )
+            raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and "
+                            "one end for all")
         return opening, prompted[len(opening) :], before[len(opening) :], closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
@@ -209,12 +193,7 @@ class SpelledTokens:
         return HiddenTokens(hidden, stand_in, tuple(tokens))
 
     def encode(self, text: str, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The int32 ids (L,) of a text that was rendered from the turns of `hidden`, and where in it each begins and
-        ends.
-
-        Raises:
-            RowError: the text has not each hidden token once.
-        """
+        """The int32 ids (L,) of a rendered text, and the begin and end of each in it. RowError: a token is missing."""
         pieces = text.split(hidden.stand_in) if hidden.tokens else [text]
         if len(pieces) != len(hidden.tokens) + 1:
             raise RowError(f"the chat template writes {len(pieces) - 1} of {len(hidden.tokens)} special tokens that "
@@ -234,9 +213,7 @@ class SpelledTokens:
         return np.asarray(ids, np.int32), starts, stops
 
     def _hidden(self, parts: Sequence[ContentPart], stand_in: str, tokens: list[str]) -> list[ContentPart]:
-        """The parts with stand-ins; the tokens are added to `tokens`. A template writes neighbouring texts as one, so
-        they are searched as one.
-        """
+        """The parts with stand-ins; adds to `tokens`. Neighbouring texts, which templates write as one, are joined."""
         found: list[ContentPart] = []
         for kind, group in groupby(parts, key=lambda part: part.kind):
             if kind != "text":

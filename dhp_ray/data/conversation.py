@@ -51,9 +51,7 @@ _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn; `kind` is text, image or video. `source`: where it comes from; None: the row's next one.
-    `marked`: an image or video that a mark in a text stands for.
-    """
+    """A piece of a turn: text, image or video. `source`: None: the row's next one. `marked`: by a mark in a text."""
 
     kind: str
     text: str = ""
@@ -63,9 +61,7 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn; `role` is system, user or assistant. The answers of tools are a turn of the user. `learned`: an answer
-    has labels.
-    """
+    """One turn; `role`: system, user (tools too) or assistant. `learned`: an answer has labels."""
 
     role: str
     parts: tuple[ContentPart, ...]
@@ -89,11 +85,7 @@ class Turn:
 
 
 def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a row, as stored, after that of its column `system`.
-
-    Raises:
-        RowError: there are none, or `system` holds no text.
-    """
+    """The stored turns of a row, after its `system`. RowError: there are none, or `system` is no text."""
     name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
     turns = fields.get(name) if name else None
     if isinstance(turns, str):
@@ -102,10 +94,8 @@ def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise RowError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(turns, list):
-        raise RowError(
-            "no conversations; allowed: conversations, a list of turns with from and value, or messages, with role and "
-            "content"
-        )
+        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, "
+                       "with role and content")
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
@@ -122,11 +112,8 @@ def stored_role(turn: Any) -> str:
 
 
 def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The turns of a conversation in either form.
-
-    Raises:
-        RowError: the conversation is empty, has an unknown role or no turn of the assistant that is learned, or begins
-            with the assistant; a turn of neither the user nor a tool shows an image; a text is not UTF-8.
+    """The turns of a conversation in either form. RowError: it is empty, has an unknown role, no answer that is
+    learned, or one first; neither the user nor a tool shows an image; a text is not UTF-8.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
@@ -147,11 +134,7 @@ def last_answer(turns: Sequence[Turn]) -> int:
 
 
 def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
-    """The assistant's own answer, and the other texts in the row's `answers`.
-
-    Raises:
-        RowError: `answers` holds something other than texts.
-    """
+    """The assistant's own answer, and the texts in the row's `answers`. RowError: these are no texts."""
     others: Any = fields.get("answers")
     others = [] if others is None else [others] if isinstance(others, str) else others
     if not isinstance(others, list) or not all(isinstance(text, str) for text in others):
@@ -160,11 +143,9 @@ def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
 
 
 def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
-    """The turns of a conversation in which the assistant may call `tools`: the system turn ends with their signatures.
-    If there is no system turn, they follow the template's default text.
-
-    `tools`: a list of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}, or such a
-    list as JSON text; nulls are treated as in calls.
+    """The turns with a system turn (else the template's default) that ends with the signatures of `tools`: a list, or
+    JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}; nulls as
+    in calls.
     """
     system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
     tools = _read(tools, "tools")
@@ -180,9 +161,7 @@ def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Tur
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row in which the number of marks (without a source of their own) differs from that of its images or
-    videos.
-    """
+    """Refuse a row with more or fewer marks (without a source of their own) than images or videos."""
     for mark, kind in MARKS.items():
         marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
         if marks != counts.get(kind, 0):
@@ -191,11 +170,7 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON text holds, which may be hostile.
-
-    Raises:
-        ValueError, RecursionError: it is not JSON, or holds too many values.
-    """
+    """What JSON text holds, which may be hostile. ValueError, RecursionError: it is no JSON, or too much."""
     count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
     if count > MOST_VALUES:
         raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
@@ -204,9 +179,8 @@ def parse_json(text: str | bytes) -> Any:
 
 def _turn(number: int, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
-        raise RowError(
-            f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role and content"
-        )
+        raise RowError(f"turn {number} holds {type(turn).__name__}; allowed: an object with from and value, or role "
+                       "and content")
     openai = turn.get("role") is not None and turn.get("from") is None
     role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
@@ -230,9 +204,8 @@ def _turn(number: int, turn: Any) -> Turn:
     result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
     _check_text(f"turn {number}", result.text)
     if result.media and result.role not in ("user", "tool"):
-        raise RowError(
-            f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of the user"
-        )
+        raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of "
+                       "the user")
     return result
 
 
@@ -253,10 +226,8 @@ def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
         if role != "tool":
             found += group
         elif not found or found[-1].role != "assistant":
-            raise RowError(
-                "a tool answers where the assistant has not called one; allowed: turns of tools after one of the "
-                "assistant"
-            )
+            raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one "
+                           "of the assistant")
         else:
             answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END))
                        for turn in group]
@@ -280,9 +251,7 @@ def _marked(text: str) -> list[ContentPart]:
 
 
 def _part(number: int, item: Any) -> ContentPart:
-    """One part of OpenAI's content: {"type": "text" | "image" | "image_url" | "video", ...}; keys with the value null
-    count as absent.
-    """
+    """One part of OpenAI's content, by its `type`; keys with the value null count as absent."""
     if isinstance(item, str):
         return ContentPart("text", item)
     if not isinstance(item, Mapping):
@@ -309,11 +278,9 @@ def _brief(value: Any) -> str:
 
 
 def calls_text(calls: Any) -> str:
-    """What the assistant writes to call tools: one call or several, as JSON text or objects.
-
-    A call is {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of one of OpenAI's tool_calls.
-    Keys with the value null count as absent, because a column of structs gives every call the arguments of all calls;
-    in JSON text they do not.
+    """What the assistant writes to call tools: one or several {"name": ..., "arguments": {...} or JSON text}, alone or
+    as the `function` of OpenAI's tool_calls, as objects or JSON text. In objects null counts as absent, because a
+    column of structs gives every call the arguments of all calls.
     """
     calls = _read(calls, "the call of a tool")
     return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))

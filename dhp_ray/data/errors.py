@@ -8,9 +8,7 @@ from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line, named_line
 
 MOST_BAD_ROWS = 1000
-"""So many bad rows in a row, or all rows of a smaller source, and the source cannot be used: whatever holds its images
-no longer answers, say.
-"""
+"""So many bad rows in a row, or a smaller source's all, make it unusable: its images no longer answer, say."""
 
 
 class DataError(ValueError):
@@ -25,9 +23,7 @@ class RowError(ValueError):
 
 
 def description(error: BaseException) -> str:
-    """What an error says about a file: the message of the system or of a reader; for other kinds, with the error's
-    name.
-    """
+    """What the system or a reader says about a file; of other errors also the name."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(error) if isinstance(error, (OSError, pa.ArrowException)) else named_line(error)
@@ -43,11 +39,7 @@ class BadRows:
         self.count = 0
 
     def take(self, sample_id: str, reason: str) -> None:
-        """Count the next row of the source; `reason`: why it is bad, empty if it can be used.
-
-        Raises:
-            DataError: it is the last of too many bad rows in a row.
-        """
+        """Count the next row; `reason`: why it is bad, if it is. DataError: it is one bad row too many."""
         self.count = self.count + 1 if reason else 0
         if self.count == min(MOST_BAD_ROWS, self.num_rows):
             what = ("has no usable row" if self.count == self.num_rows

@@ -1,7 +1,5 @@
-"""Evaluation: the question of a conversation is its last turn of the assistant, given all turns before it; its answer
-is scored by exact match and token F1 as SQuAD defines them, and by ANLS.
-
-With several references the best one counts. All scores are between 0 and 1.
+"""Evaluation: a conversation's last answer, given all turns before it, is scored by exact match and token F1 as SQuAD
+defines them, and by ANLS, between 0 and 1; of several references the best one counts.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to evaluate. The answer is generated from `prompt`; `prompt_text` is its text before images take
-    their tokens. `references` are the right answers. `whole` is the conversation as in training, with labels on every
-    turn of the assistant that is learned.
-
-    `images` are its encoded images and videos, in the order of the text; the prompt shows the first ones.
+    """A conversation to evaluate. The answer is generated from `prompt`, whose text is `prompt_text`; `references` are
+    right ones. `whole` is the conversation as in training. `images`: its encoded images and videos in order; the prompt
+    shows the first ones.
     """
 
     prompt_text: str
@@ -47,11 +43,7 @@ class Question:
 
 
 def read_question(row: Row, processor: Processor, image_root: str) -> Question:
-    """The question of a row. Reads only the headers of its images (see `image_size`).
-
-    Raises:
-        RowError: the row cannot be used, for example because it has no turn of the assistant.
-    """
+    """The question of a row, of whose images only headers are read. RowError: it cannot be used."""
     turns, images, sizes = read_contents(row, processor, image_root)
     last = last_answer(turns)
     shown = sum(len(turn.media) for turn in turns[:last])
@@ -60,11 +52,7 @@ def read_question(row: Row, processor: Processor, image_root: str) -> Question:
 
 
 def read_references(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
-    """The right answers by row id, for the rows that have some and can be used, of at most `max_bytes`.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """The right answers by id, of rows that can be used, of at most `max_bytes`. DataError: a file cannot be read."""
     found = {}
     for fragment in fragments:
         for row in read_texts(fragment, max_bytes):
@@ -121,8 +109,7 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def anls(prediction: str, reference: str) -> float:
-    """Normalised Levenshtein similarity; 0 if it is not above ANLS_THRESHOLD (arXiv 1907.00490, section 4.2). Case and
-    the amount of white space do not count.
+    """Normalised Levenshtein similarity but for case and white space; 0 if not above ANLS_THRESHOLD (1907.00490, 4.2).
     """
     found, wanted = (" ".join(text.lower().split()) for text in (prediction, reference))
     distance = edit_distance(found, wanted) / max(1, len(found), len(wanted))
@@ -135,8 +122,7 @@ def normalised(text: str) -> str:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest insertions, deletions and replacements of a character that turn one text into the other (Levenshtein).
-    """
+    """The fewest insertions, deletions and replacements of a character between two texts (Levenshtein)."""
     letters, places = _characters(second), np.arange(len(second) + 1)
     row = places.copy()
     for letter in _characters(first):
@@ -146,6 +132,5 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _characters(text: str) -> np.ndarray:
-    """(length,): the Unicode number of each character. This includes single surrogates of UTF-16, which JSON may hold.
-    """
+    """(length,): the number of each character, single surrogates of UTF-16 included, which JSON may hold."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -48,11 +48,9 @@ _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset within the fragment.
-
-    json, tar: `spans` are the byte ranges of the rows. parquet: the rows are those of `row_group` from `offset` on.
-    arrow: `spans` is the byte range of a record batch, and the rows are those from `offset` on. `num_bytes` is about
-    the stored size of the rows.
+    """Rows [first_row, first_row + num_rows) of a file, of about `num_bytes`; `names` replaces ids, by offset. json,
+    tar: `spans` are the byte ranges of the rows. parquet: the rows of `row_group` from `offset` on. arrow: those from
+    `offset` on of the record batch in `spans`.
     """
 
     path: str
@@ -97,11 +95,8 @@ class Fragments:
 
     @cached_property
     def digest(self) -> int:
-        """A number that tells whether a row is still where it was: of how the files are cut into fragments and rows,
-        and of the name, the size and samples of the content of each. A copy in another folder has the same.
-
-        Raises:
-            DataError: a file cannot be read.
+        """Tells whether rows are where they were: of fragments and rows, and of each file's name, size and samples of
+        content. A copy in another folder has the same. DataError: a file cannot be read.
         """
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
@@ -169,9 +164,7 @@ def load(key: str) -> pa.Table | None:
 
 
 def store(key: str, table: pa.Table) -> pa.Table:
-    """Store a table and return it mapped. If it cannot be written, return the table itself; the next start makes it
-    again.
-    """
+    """Store a table; returns it mapped, or as it is if it cannot be written."""
     def write(path: Path) -> None:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
@@ -184,10 +177,8 @@ def store(key: str, table: pa.Table) -> pa.Table:
 
 
 class UniqueIds:
-    """The ids that are taken. Real data sets repeat some, but a ledger needs a unique name for each row.
-
-    Ids are stored as 64-bit hashes, 12 to 24 bytes a row. If two ids had the same hash, the second would get a longer
-    name, as if it were taken.
+    """The ids that are taken, as 64-bit hashes: data sets repeat some, but a ledger needs a name for each row. An id
+    with the hash of another one gets a longer name, as if it were taken.
     """
 
     def __init__(self) -> None:
@@ -206,25 +197,19 @@ class UniqueIds:
         return name
 
     def rename(self, given: Iterable[Any], path: str, first: int) -> tuple[tuple[int, str], ...]:
-        """(offset, name) of the rows whose given id is missing or taken; `first` is the number of the first row in the
-        file.
-        """
+        """(offset, name) of the rows whose given id is missing or taken; `first`: the first row's number."""
         claimed = ((offset, self.claim(name, path, first + offset)) for offset, name in enumerate(given))
         return tuple((offset, name) for offset, name in claimed if name)
 
 
 def numbered(name: str, row: int) -> str:
-    """The name of a row that has none of its own, from another row's or a file's. Of a long name the end stays: files
-    of a set differ in it.
-    """
+    """The name of a row that has none, from another row's or a file's, of which the end stays."""
     number = f"#{row:06d}"
     return _UNFIT.sub("?", name)[len(number) - MOST_CHARACTERS:] + number
 
 
 class HashSet:
-    """Numbers from 1 to 2**64 - 1 in a table with linear probing, 8 bytes a slot; a Python set takes about a hundred
-    bytes an id.
-    """
+    """Numbers from 1 to 2**64 - 1, 8 bytes a slot (linear probing); a Python set takes about a hundred an id."""
 
     def __init__(self) -> None:
         self._slots, self._count = array("Q", bytes(8 * 2**10)), 0

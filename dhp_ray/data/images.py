@@ -31,11 +31,8 @@ _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 def image_size(data: bytes, max_pixels: int = MediaLimits().max_decoded_pixels) -> tuple[int, int]:
-    """(width, height) in pixels of an encoded image, upright by its EXIF orientation. Reads headers only, and decodes
-    pixels only of a PNG with metadata behind them.
-
-    Raises:
-        RowError: the header cannot be read, or gives more than `max_pixels` pixels, or grey of an unknown range.
+    """(width, height) in pixels of an encoded image, upright by EXIF, from its header; pixels only of a PNG with
+    metadata behind them. RowError: no header, more than `max_pixels` pixels, or grey of an unknown range.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -58,22 +55,16 @@ def image_size(data: bytes, max_pixels: int = MediaLimits().max_decoded_pixels) 
 
 
 def decode(data: bytes, family: VisionFamily) -> np.ndarray:
-    """Patches of an encoded image, float32 of shape (P, patch_dim), in the order of the model's own image processor.
-
-    Raises:
-        Exception: whatever Pillow raises on bytes that do not decode.
-    """
+    """Patches of an image, float32 (P, patch_dim), in its processor's order. Raises what Pillow raises."""
     image = decode_rgb(data, family.limits.max_decoded_pixels)
     values = family.image_processor(images=[image], return_tensors="np")["pixel_values"]
     return family.image_patches(values)
 
 
 def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
-    """The decoded image.
-
-    It is turned upright and converted to RGB, as `transformers.image_utils.load_image` does; but what is
-    transparent lies on white, as in serving engines, and of more than 8 bits of grey the upper 8 count, where that
-    would make everything from 255 on white.
+    """The decoded image, upright and in RGB, as by `transformers.image_utils.load_image`; but what is transparent lies
+    on white, as in serving engines, and of more than 8 bits of grey the upper 8 count, where all from 255 on would be
+    white.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > max_pixels:

@@ -1,9 +1,8 @@
-"""The index of a data set: one pass over its files, before any training, finds the fragments. The index is kept for
-later starts.
+"""The index of a data set: one pass over its files finds the fragments, and names rows whose id is missing or taken. It
+is kept for later starts.
 
-A fragment of parquet is a row group, or up to 256 rows of it; of JSON and of tar shards, up to 32 rows with their byte
-ranges, so that reading it touches no other row; of an Arrow stream, up to 32 rows of a record batch; those of the last
-three have at most about 256 MB. The pass also gives a unique name to every row whose id is missing or taken.
+A fragment is, of parquet, a row group or up to 256 rows of it; else up to 32 rows of at most about 256 MB: of JSON and
+tar shards with their byte ranges, so that reading it touches no other row, of an Arrow stream of one record batch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ KEPT_FROM_BYTES = 8 * 2**20
 
 NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
-"""If rows have at least this many bytes on average, they hold their images and videos themselves; if fewer, a few rows
-are read.
-"""
+"""Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -40,10 +37,7 @@ Progress = Callable[[int, int], None]
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
     """The fragments of `data.path`, files by name and rows in order. The index of much data is kept
-    (data/fragments.py).
-
-    Raises:
-        DataError: a file is missing, has another form, or lacks the columns that are needed.
+    (data/fragments.py). DataError: a file is missing, has another form, or lacks the columns that are needed.
     """
     files = _files(data)
     try:
@@ -68,9 +62,7 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 
 
 def check_form(data: Data) -> None:
-    """Refuse data whose first rows already show that there are none, that they have another form, or that they lack
-    columns. Takes milliseconds, whatever the size.
-    """
+    """Refuse data whose first rows show that there are none, or another form. Takes milliseconds."""
     image_root(data)
     for path, kind in _files(data):
         if list(islice(scan_file(path, kind, UniqueIds(), lambda position: None), 2)):
@@ -137,10 +129,8 @@ def data_files(data: Data) -> list[str]:
     suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
-        raise DataError(
-            f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
-            f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}"
-        )
+        raise DataError(f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
+                        f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}")
     return [os.path.join(path, name) for name in found]
 
 
@@ -161,9 +151,7 @@ def image_root(data: Data) -> str:
 
 
 def mean_file_bytes(fragments: Fragments, image_root: str) -> int:
-    """Mean bytes of the image and video files that a row names, over a few rows from everywhere in the set. What cannot
-    be read counts as 0.
-    """
+    """Mean bytes of the files that a row names, over a few rows from everywhere; 0 for what cannot be read."""
     if fragments.num_bytes.sum() >= MEDIA_WITHIN_BYTES * fragments.num_rows:
         return 0
     found = []

@@ -54,10 +54,8 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
 
     Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
     list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. A clip that
-    is one file has its own rate, whatever fps says.
-
-    Raises:
-        RowError: an image or video is missing or outside of the root, or the marks do not agree with the columns.
+    is one file has its own rate, whatever fps says. RowError: an image or video is missing or outside of the root, or
+    the marks do not agree with the columns.
     """
     stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
@@ -84,9 +82,7 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
 
 
 def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """The images or videos in a row's columns: `images` or else `image` (likewise for video), a single one or a list.
-    A column of nothing but nulls and empty texts has none.
-    """
+    """The images or videos in a row's columns (`images`, else `image`), but for nulls and empty texts."""
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
         values = column if isinstance(column, list) else [column]
         if any(unwrap(value, kind)[0] not in _EMPTY for value in values):
@@ -95,9 +91,7 @@ def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
-    """The name, the bytes or the frames of an image or video, which a mapping holds as a part of OpenAI's content does,
-    and how many frames come a second, if it says so.
-    """
+    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so."""
     rate = None
     while isinstance(value, Mapping):
         rate = value.get("fps") if value.get("fps") is not None else rate
@@ -134,11 +128,7 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
 
 
 def resolve(image_root: str, name: str) -> Path:
-    """The path of the file `name` below the root, with links followed. An absolute name is one below the root too.
-
-    Raises:
-        RowError: `name` is a URL, is too long, or leads out of the root.
-    """
+    """The path of a file below the root, after links. RowError: it is a URL, too long, or outside."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) or _DATA.match(name):
         raise RowError(f"{_short(name)} is a URL; allowed: a file name below data.image_root")
     if len(name) > _NAME_CHARACTERS:
@@ -173,9 +163,8 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
         value = _from_data_uri(value)
     if members is not None and isinstance(value, str):
         if value not in members:
-            raise RowError(
-                f"{_short(value)} is no member of the sample; it has {', '.join(sorted(members)[:6]) or 'none'}"
-            )
+            raise RowError(f"{_short(value)} is no member of the sample; it has "
+                           f"{', '.join(sorted(members)[:6]) or 'none'}")
         value = members[value]
     if isinstance(value, bytes):
         _check_size("it", len(value), max_file_bytes)
@@ -210,9 +199,8 @@ def _from_data_uri(text: str) -> bytes:
 
 def _check_size(name: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
-        raise RowError(
-            f"{_short(name)} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} (data.max_file_mb)"
-        )
+        raise RowError(f"{_short(name)} has {num_bytes / 2**20:.1f} MB; allowed: at most {limit / 2**20:g} "
+                       "(data.max_file_mb)")
 
 
 def _short(name: str) -> str:
@@ -223,10 +211,7 @@ def _short(name: str) -> str:
 
 def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
     """The bytes of a video whose frames are files: the encoded frames one after the other, behind a header with their
-    rate. They are used as a clip without loss.
-
-    Raises:
-        RowError: there is no frame, or the rate is none.
+    rate. They are used as a clip without loss. RowError: there is no frame, or the rate is none.
     """
     rate = frames_per_second
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= sys.float_info.max:
@@ -238,11 +223,7 @@ def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
 
 
 def unpack_frames(data: bytes) -> tuple[list[bytes], float]:
-    """The frames of a packed video, and how many come a second.
-
-    Raises:
-        RowError: the bytes are cut short.
-    """
+    """The frames of a packed video, and how many come a second. RowError: the bytes are cut short."""
     begin = len(FRAMES_MAGIC) + _FRAMES_HEADER.size
     try:
         rate, count = _FRAMES_HEADER.unpack_from(data, len(FRAMES_MAGIC))

@@ -19,11 +19,7 @@ TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 
 
 def family_in(folder: Path) -> type[Family]:
-    """The family of the model in a folder.
-
-    Raises:
-        DataError: config.json is missing or of another family.
-    """
+    """The family of the model in a folder. DataError: config.json is missing or of another family."""
     file = folder / "config.json"
     if not file.is_file():
         raise DataError(f"model.path: {folder} has no config.json; allowed: a local Hugging Face folder")
@@ -34,15 +30,11 @@ def family_in(folder: Path) -> type[Family]:
 
 
 def check_processor_files(folder: Path) -> None:
-    """Refuse a folder that lacks a file from which the processor is made, or whose tokenizer.json has token ids beyond
-    the model's embedding. Needs no transformers.
-    """
+    """Refuse a folder without a processor's files, or with token ids beyond the embedding. Needs no transformers."""
     check_byte_order_marks(folder)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        raise DataError(
-            f"model.path: {folder} has no tokenizer; allowed: a folder with "
-            f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}"
-        )
+        raise DataError(f"model.path: {folder} has no tokenizer; allowed: a folder with "
+                        f"{' or with '.join(' and '.join(names) for names in TOKENIZER_FILES)}")
     chat_template(folder)
     if (folder / "tokenizer.json").is_file():
         check_vocabulary(folder, _stored_ids(read_json(folder / "tokenizer.json")))
@@ -50,11 +42,7 @@ def check_processor_files(folder: Path) -> None:
 
 
 def chat_template(folder: Path) -> str:
-    """The template of a model's conversations: the processor's own, else the tokenizer's.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The template of a model's conversations: the processor's own, else the tokenizer's. DataError: there is none."""
     template = None
     if (file := folder / "chat_template.jinja").is_file():
         try:
@@ -65,10 +53,8 @@ def chat_template(folder: Path) -> str:
         if template is None and (folder / name).is_file():
             template = read_json(folder / name).get("chat_template")
     if not isinstance(template, str):
-        raise DataError(
-            f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, or one in "
-            "tokenizer_config.json"
-        )
+        raise DataError(f"model.path: {folder} has no chat template; allowed: chat_template.jinja, chat_template.json, "
+                        "or one in tokenizer_config.json")
     return template.removeprefix("\ufeff")  # a byte order mark, which would begin every prompt
 
 
@@ -89,11 +75,9 @@ def check_vocabulary(folder: Path, token_ids: Iterable[Any]) -> None:
     size = _number((text if isinstance(text, dict) else {}).get("vocab_size", tree.get("vocab_size")))
     needed = 1 + max((number for number in token_ids if isinstance(number, int)), default=-1)
     if 0 < size < needed:
-        raise DataError(
-            f"model.path: {folder}: its tokenizer has token ids up to {needed - 1}, which take {needed} rows of the "
-            f"model's embedding; it has {size} (vocab_size in config.json); allowed: a tokenizer that the embedding "
-            "holds, or a model saved after resize_token_embeddings"
-        )
+        raise DataError(f"model.path: {folder}: its tokenizer has token ids up to {needed - 1}, which take {needed} "
+                        f"rows of the model's embedding; it has {size} (vocab_size in config.json); allowed: a "
+                        "tokenizer that the embedding holds, or a model saved after resize_token_embeddings")
 
 
 def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
@@ -108,9 +92,7 @@ def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
 
 
 def own_pixels(folder: Path, most_pixels: int) -> int:
-    """The `data.max_pixels` that scales images as a folder's own image processor does, if `most_pixels` does not; else
-    0, also if the folder does not say.
-    """
+    """The `data.max_pixels` that scales images as a folder does if `most_pixels` does not; else 0."""
     settings = _image_tree(folder) or {}
     size: dict[str, Any] = settings["size"] if isinstance(settings.get("size"), dict) else {}
     tiles, height, width = (_number(tree.get(name)) for tree, name in (
@@ -123,10 +105,8 @@ def own_pixels(folder: Path, most_pixels: int) -> int:
 
 
 def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
-    """The settings of a folder's image processor, including those of its model that determine the patches.
-
-    Raises:
-        DataError: there are none, they are those of another processor, or they cut other patches than the model takes.
+    """The settings of a folder's image processor, including those of its model that determine the patches. DataError:
+    there are none, they are those of another processor, or they cut other patches than the model takes.
     """
     if not family.image_processors:
         return {}
@@ -155,11 +135,7 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
 
 
 def video_pixels(folder: Path) -> int:
-    """The most pixels of all frames of a video by a folder's video processor; 0: it does not say.
-
-    Raises:
-        DataError: it says something other than a number.
-    """
+    """The most pixels of all of a video's frames; 0: the folder does not say. DataError: it is no number."""
     file = folder / "video_preprocessor_config.json"
     size = read_json(file).get("size") if file.is_file() else None
     given = (size.get("longest_edge") if isinstance(size, dict) else None) or 0

@@ -58,9 +58,8 @@ class Share(NamedTuple):
 
 
 class EpochOrder:
-    """The order in which an epoch gives the rows of fragments. `sizes` and `num_bytes`, (fragments,) each, are their
-    numbers of rows and the bytes of these rows. At most `window_rows` rows of about `window_bytes` are open at a time,
-    and one fragment more.
+    """The order of an epoch's rows. `sizes`, `num_bytes`: (fragments,) rows and bytes of each. At most `window_rows`
+    rows of about `window_bytes` are open at a time, and one fragment more.
     """
 
     def __init__(
@@ -90,9 +89,7 @@ class EpochOrder:
         return np.minimum(begin + (stop - begin) * (np.arange(size) + chance) / size, np.nextafter(stop, begin))
 
     def start_at(self, num_rows: int) -> tuple[int, float, int]:
-        """How to continue after `num_rows` rows: return (position of the fragment to read from, place before which rows
-        are left out, number of further rows to leave out).
-        """
+        """After `num_rows` rows: the fragment to read from, the place before which rows are left out, how many more."""
         low, high = 0, len(self) - 1  # finds the last fragment with at most `num_rows` rows before its begin
         while low < high:
             middle = (low + high + 1) // 2
@@ -100,9 +97,8 @@ class EpochOrder:
         return self._first_open(low), float(self.begins[low]), num_rows - self._rows_until(low)
 
     def opening(self, num_rows: int) -> tuple[list[Share], int]:
-        """What is read first to continue after `num_rows` rows, and the position of the next fragment, which is read
-        whole as all after it. Whole fragments would take long before the first row, since many are open then: first
-        come FIRST_ROWS rows, then twice as many, and so on.
+        """What is read first after `num_rows` rows, and the position of the next fragment, read whole as all after it.
+        Of the many that are open then, FIRST_ROWS rows come first, then twice as many, and so on.
         """
         first, start, left_out = self.start_at(num_rows)
         stop = int(np.searchsorted(self.begins, start, side="right"))
@@ -148,9 +144,7 @@ def fragment_order(seed: int, epoch: int, num_fragments: int) -> np.ndarray:
 
 
 def _spread(numbers: np.ndarray, chance: np.random.Generator, halvings: int) -> np.ndarray:
-    """The numbers in a random order in which those of the first and of the second half alternate, and again within each
-    half.
-    """
+    """The numbers in a random order that alternates between both halves, and again within each."""
     if not halvings or len(numbers) < 2:
         return chance.permutation(numbers)
     middle = (len(numbers) + chance.integers(2)) // 2

@@ -1,8 +1,5 @@
 """Turns conversations into token ids, labels and grids, with the model's own tokenizer, chat template and image
-processor.
-
-This needs only the headers of images, because an image's tokens follow from its size. Nothing here imports torch until
-`Family.image_processor` is used.
+processor. Tokens follow from images' headers; nothing here imports torch until `Family.image_processor` is used.
 """
 
 from __future__ import annotations
@@ -42,11 +39,9 @@ character may take as many tokens as bytes.
 
 
 class Encoded(NamedTuple):
-    """A sequence as the model sees it: int32 ids and labels of length L (labels are not shifted; -100 is masked), and
-    the grids of its images.
-
-    A long video has several grids, one after the other in time. For each grid, `media` is the index of its image or
-    video in the text, and `seconds` is the duration of one step in time of a video (0: an image).
+    """A sequence as the model sees it: int32 ids and labels (L,) (not shifted; -100 is masked), and the grids of its
+    images. A long video has several, one after the other in time. For each, `media` is the index of its image or video,
+    `seconds` the duration of a step in time (0: an image).
     """
 
     input_ids: np.ndarray
@@ -76,11 +71,7 @@ class ProcessorSpec:
         return cls(model.preset, model.path, data.min_pixels, data.max_pixels, MediaLimits.of(data))
 
     def load(self) -> Processor:
-        """The processor of a preset (byte-level tokenizer), or of the model in a local folder.
-
-        Raises:
-            DataError: the folder lacks a file, or is of an unknown family.
-        """
+        """The processor of a preset, or of a folder. DataError: that lacks a file, or is of no known family."""
         if self.preset:
             kind = PRESETS[self.preset]
             family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
@@ -124,31 +115,20 @@ class Processor:
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
     def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation. `tools` are those that the assistant may call.
-
-        Raises:
-            RowError: roles, texts or tools cannot be encoded.
-        """
+        """The turns of a conversation; the assistant may call `tools`. RowError: they cannot be encoded."""
         turns = read_turns(conversation)
         return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
-        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in this
-        order.
-
-        Labels are the ids of the assistant's turns that are learned, with their end token, and -100 elsewhere.
-
-        Raises:
-            RowError: roles, marks or texts cannot be encoded.
+        """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in order.
+        Labels are the ids of learned answers, with their end token, else -100. RowError: it cannot be encoded.
         """
         turns = self.turns(conversation)
         check_counts(turns, Counter(_kind(size) for size in sizes))
         return self.encode_turns(turns, sizes)
 
     def encode_turns(self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS) -> Encoded:
-        """Like `encode`, for turns whose marks have been counted. A grid of a video has at most `slice_tokens` tokens,
-        or one step in time.
-        """
+        """Like `encode`, of counted marks; a video's grids have at most `slice_tokens` tokens, or one step."""
         media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         return self._encode(*self._template.render(hidden.turns), hidden, sizes, media)
@@ -156,9 +136,7 @@ class Processor:
     def encode_prompt(
         self, turns: Sequence[Turn], sizes: Sequence[Size], slice_tokens: int = SLICE_TOKENS
     ) -> tuple[str, Encoded]:
-        """The prompt for the assistant's next turn: the template's text, and its encoding as by `encode_turns`, without
-        labels.
-        """
+        """The prompt for the assistant's next turn: its text, and its encoding, without labels."""
         media = [self.family.written(size, slice_tokens) for size in sizes]
         hidden = self._spelled.hide(turns)
         text = self._template.prompt(hidden.turns)
@@ -187,17 +165,13 @@ class Processor:
     def _with_media(
         self, text: str, spans: Sequence[tuple[int, int]], sizes: Sequence[Size], written: Sequence[str]
     ) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The text with the template's marks replaced by what is `written` for each image and video, and the shifted
-        spans.
-        """
+        """The text with what is `written` in place of the template's marks, and the shifted spans."""
         if not self.family.marks:
             return text, spans
         found = list(re.finditer("|".join(f"(?P<{kind}>{mark})" for kind, mark in self.family.marks.items()), text))
         if [mark.lastgroup for mark in found] != [_kind(size) for size in sizes]:
-            raise RowError(
-                f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and videos, or "
-                "in another order"
-            )
+            raise RowError(f"{len(found)} image and video tokens after the chat template, for {len(sizes)} images and "
+                           "videos, or in another order")
         pieces, stop = [], 0
         for mark, new in zip(found, written):
             pieces += [text[stop : mark.start()], new]
@@ -208,8 +182,7 @@ class Processor:
                 [(start + shift, stop + shift) for (start, stop), shift in zip(spans, grown[before].tolist())])
 
     def save(self, folder: str | Path) -> None:
-        """Write every file that `AutoProcessor`, `AutoTokenizer` and `AutoImageProcessor` read from a model's folder.
-        """
+        """Write the files that transformers reads processor, tokenizer and image processor from."""
         target = Path(folder)
         self.tokenizer.chat_template = self.chat_template
         self.tokenizer.save_pretrained(str(target))
@@ -220,9 +193,7 @@ class Processor:
 
 
 def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(L,) whether each token, which begins and ends at these characters, has some and all of them lie in one of the
-    spans. The spans are ascending and do not overlap.
-    """
+    """(L,) whether a token has characters, all of them in one of the ascending spans."""
     begins, ends = np.array([(-1, -1), *spans], np.int64).T
     return (stops > starts) & (stops <= ends[np.searchsorted(begins, starts, side="right") - 1])
 

@@ -1,7 +1,5 @@
-"""The reading stage: turns rows of fragments into blocks of payload, of at most about MOST_BYTES each. It runs in Ray
-Data's tasks, and holds one block at a time.
-
-A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks the block.
+"""The reading stage, in Ray Data's tasks: turns rows of fragments into blocks of payload of about MOST_BYTES, one at a
+time. A row that cannot be used keeps its place in the block, with the reason in `error`, and never breaks it.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ class ReadFragments:
     max_image_tokens: int = 0
     prefix: str = ""
     answer_tokens: int = 0
-    """If above 0, rows are prompts for the last turn of the assistant, each with room for an answer of this many
-    tokens, and only this room has labels: see train/greedy.py.
-    """
+    """If above 0, rows are prompts for the last answer, with room for so many tokens, which alone has labels."""
     most_bytes: int = MOST_BYTES
     """A block is complete when its images and videos have so many bytes."""
 
@@ -97,9 +93,7 @@ class ReadFragments:
         return _block(records).take([sorted(rows).index(row) for row in rows])
 
     def _records(self, item: Mapping[str, Any], rows: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """The rows of an item, or these of them, in the order of the file. A file that is gone, damaged or changed ends
-        them with one that is UNREADABLE.
-        """
+        """The rows of an item, or these of them; UNREADABLE is the last, from a file that is gone or damaged."""
         processor, begin = _loaded(self.processor), 0
         parts: list[tuple[RowRange, int, Fragment]] = pickle.loads(item["parts"])
         for part, number, fragment in parts:
@@ -155,19 +149,13 @@ class ReadFragments:
         for number, grid in zip(encoded.media, encoded.grids):
             image_tokens = math.prod(grid) // processor.family.merge_size**2
             if self.max_image_tokens and image_tokens > self.max_image_tokens:
-                raise RowError(
-                    f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
-                    f"{self.max_image_tokens}"
-                )
+                raise RowError(f"image {number + 1} alone takes {image_tokens} tokens; a rank holds at most "
+                               f"{self.max_image_tokens}")
         return encoded._asdict() | {"text_tokens": encoded.text_tokens, "images": images}
 
 
 def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list[Turn], list[bytes], list[Size]]:
-    """The turns of a row, its encoded images and videos in the order of the text, and the size of each.
-
-    Raises:
-        RowError: the row cannot be used.
-    """
+    """The turns of a row, its encoded images and videos, and their sizes. RowError: it cannot be used."""
     if row.error:
         raise RowError(row.error)
     turns = processor.turns(stored_turns(row.fields), row.fields.get("tools"))

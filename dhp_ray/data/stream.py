@@ -55,19 +55,14 @@ _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNIN
                "ray.data._internal.progress": logging.ERROR}
 Cursor = dict[str, int]
 ORDER = 4
-"""The version of the row order in which a cursor is a position; it is raised when the same data and seed give another
-order.
-"""
+"""The version of the row order of cursors; to be raised when the same data and seed give another order."""
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Samples of one global batch.
-
-    `payload` maps a sample's id to the reference of its block and its row there; `origins` says of every block where it
-    was made, and how. `skipped` has the bad rows that were passed on the way, by id, with the reason in one line.
-    `cursor` is where the next batch begins; `Stream.restore` takes it. `rows` has the number of the source and the id
-    of every row, bad ones too, in the order of the stream.
+    """Samples of one global batch. `payload` maps an id to its block and row there, `origins` a block to where and how
+    it was made. `skipped`: the bad rows on the way, by id, with reasons. `cursor`: where the next batch begins. `rows`:
+    (source, id) of every row, bad ones too, in order.
     """
 
     epoch: int
@@ -91,10 +86,8 @@ class Stream:
     It makes batches and keeps the cursor; what a skipped row means for the run (`data.on_error`) is decided elsewhere.
     `answer_tokens`: see ReadFragments. With `data.sources` a sample's id begins with the number of its source and, from
     the second pass over that source on, ends with the number of the pass: `0/cat`, `1/dog~2`. (An id that ends like
-    that by itself has it in the first pass too.)
-
-    Raises:
-        DataError: the data cannot be used at all (found before anything is read).
+    that by itself has it in the first pass too.) DataError: the data cannot be used at all (found before anything is
+    read).
     """
 
     def __init__(self, data: Data, model: Model, seed: int, drop_last: bool = False, answer_tokens: int = 0) -> None:
@@ -111,20 +104,14 @@ class Stream:
         self._start(0, np.zeros(len(self.sources), np.int64))
 
     def limit(self, max_tokens: int, max_image_tokens: int = 0) -> None:
-        """Give samples of more tokens, or with a larger image, as bad rows (0: no limit); before the first row is asked
-        for, or before the stream goes to another place.
-        """
+        """Give samples of more tokens, or with a larger image, as bad rows (0: no limit), from the next start on."""
         for source in self.sources:
             source.reader = replace(source.reader, max_tokens=max_tokens, max_image_tokens=max_image_tokens)
 
     def next_batch(self, num_samples: int) -> GlobalBatch | None:
-        """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None); None when the epoch is
-        over.
-
-        Bad rows after the last sample belong to the batch too, so that no epoch ends with a batch without samples.
-
-        Raises:
-            DataError: a file is gone or damaged, or an epoch has no usable row.
+        """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None), None after it. Bad rows
+        behind the last sample belong to the batch, so that none is empty. DataError: a file is gone or damaged, or no
+        row usable.
         """
         stop = (self.epoch + 1) * self.num_rows
         if self._given.sum() == stop:
@@ -153,9 +140,7 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: the number of rows that each source has given since the first epoch; of
-        `data.path`, in this epoch.
-        """
+        """Where the next batch begins: rows given by each source since the start; of `data.path`, in this epoch."""
         cursor = {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows}
         if not self._mixes:
             cursor["row"] = int(self._given[0]) - self.epoch * self.num_rows
@@ -166,26 +151,18 @@ class Stream:
         return cursor
 
     def restore(self, cursor: Cursor) -> None:
-        """Continue at the cursor of a batch.
-
-        Raises:
-            DataError: the cursor is of other data, or of a version that gave the rows in another order.
-        """
+        """Continue at a batch's cursor. DataError: it is of other data, or of another order of rows."""
         if cursor.get("order") != ORDER:
-            raise DataError(
-                f"{self._where}: the saved run's version gave the rows in another order; allowed: another run.dir, or "
-                "that version of dhp_ray"
-            )
+            raise DataError(f"{self._where}: the saved run's version gave the rows in another order; allowed: another "
+                            "run.dir, or that version of dhp_ray")
         if cursor["num_rows"] != self.num_rows:
             raise DataError(f"{self._where}: {self.num_rows} rows, the saved run's had {cursor['num_rows']}; allowed: "
                             "the same data")
         for end, source in zip(self._ends, self.sources):
             if cursor[f"digest{end}"] != source.fragments.digest:
                 where = f"data.sources: {source.path}" if self._mixes else self._where
-                raise DataError(
-                    f"{where}: it has as many rows as the saved run's data, but other files, other contents or other "
-                    "row groups; allowed: the same data, or another run.dir"
-                )
+                raise DataError(f"{where}: it has as many rows as the saved run's data, but other files, other "
+                                "contents or other row groups; allowed: the same data, or another run.dir")
             source.file_bytes = cursor[f"file_bytes{end}"]
         epoch = cursor["epoch"]
         given = ([cursor[f"source{end}"] for end in self._ends] if self._mixes else
@@ -242,14 +219,9 @@ class StreamRow:
 
 
 class SourceStream:
-    """The rows of `data.path`, one after the other. Ray must be initialised.
-
-    Runs the reading stage within its limits, and gives the rows in the order of an epoch. Ids begin with `prefix`; with
-    a prefix, they also end with the number of the epoch from the second on. `share`: the part of the window that this
-    source has. `answer_tokens`: see ReadFragments.
-
-    Raises:
-        DataError: the data cannot be used at all (found before anything is read).
+    """The rows of `data.path`, in the order of an epoch; runs the reading stage within its limits. Ray must be
+    initialised. With a `prefix`, ids begin with it, and end with the number of the epoch from the second on. `share`:
+    of the window. `answer_tokens`: see ReadFragments. DataError: the data cannot be used at all.
     """
 
     def __init__(
@@ -261,8 +233,7 @@ class SourceStream:
         processor.load()  # raises here if the model folder has no tokenizer
         self.num_rows = self.fragments.num_rows
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
-        """About the mean bytes of the images and videos that a row names. The order depends on it, so cursors hold it.
-        """
+        """Mean bytes of images and videos that a row names. The order depends on it: cursors hold it."""
         self._window = math.ceil(data.shuffle_window * share), WINDOW_BYTES * share
         self.reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
@@ -275,11 +246,7 @@ class SourceStream:
         self.start(epoch=0, row=0)
 
     def take(self) -> None:
-        """Move past the row that `peek` returns.
-
-        Raises:
-            DataError: it is the last of too many bad rows in a row.
-        """
+        """Move past the row that `peek` returns. DataError: it is the last of too many bad rows in a row."""
         entry = self._entries.popleft()
         self.row += 1
         self._bad_rows.take(entry.sample.id, entry.error)
@@ -337,9 +304,7 @@ class SourceStream:
         return max(1, min(PART_FRAGMENTS, of_window), min(tasks, of_store))
 
     def _fetch(self) -> None:
-        """Take the next block's reference and the lengths of its rows. Rows that no row of a later share can precede
-        are then the next ones.
-        """
+        """Take the next block; rows that no row of a later share can precede are then the next ones."""
         try:
             while (found := next(self._parts[0], None)) is None:
                 self._parts.popleft()
@@ -370,10 +335,8 @@ class SourceStream:
                 self._entries.append(row)
 
     def _blocks(self, numbers: range, tasks: int) -> PartBlocks:
-        """Start to read these shares.
-
-        This is the only place that uses an internal call of Ray Data: public iterators would bring the blocks
-        themselves here.
+        """Start to read these shares, by an internal call of Ray Data: public iterators bring the blocks themselves
+        here.
         """
         shares = {number: self._share(number) for number in numbers}
         items = {}

@@ -47,8 +47,7 @@ SCHEMA = pa.schema([
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of a sample, which can be drawn with a title of any length, and the question and answer about them.
-    """
+    """The pictures of a sample, to be drawn with any title, and the question and answer about them."""
 
     sizes: list[tuple[int, int]]
     draw: Callable[[str], list[Image.Image]]
@@ -63,11 +62,7 @@ def parameters(data: PreparedData, seed: int) -> dict[str, Any]:
 
 
 def stored_parameters(path: str | Path) -> dict[str, Any] | None:
-    """The parameters of a file that `write` made; None if another program made it.
-
-    Raises:
-        DataError: the file is not parquet.
-    """
+    """The parameters of a file of `write`; None: another program made it. DataError: it is not parquet."""
     try:
         metadata = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError) as error:
@@ -76,10 +71,7 @@ def stored_parameters(path: str | Path) -> dict[str, Any] | None:
 
 
 def write(path: str | Path, data: PreparedData, seed: int, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Write `data.synthetic.num_samples` samples as parquet, atomically: the file appears when it is complete.
-
-    `progress` is called with the number of samples done.
-    """
+    """Write all samples as parquet, atomically; `progress` is called with the number that is done."""
     processor = ProcessorSpec("tiny", "", data.min_pixels, data.max_pixels).load()
     schema = SCHEMA.with_metadata({METADATA: json.dumps(parameters(data, seed)).encode()})
     # pictures are compressed already

@@ -48,12 +48,8 @@ av.logging.set_level(None)
 
 
 def decode_video(data: bytes, family: VisionFamily, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
-    """Patches, float32 of shape (P, patch_dim), of each range of steps in time of the video's grid, which was planned
-    with `num_steps` steps.
-
-    Raises:
-        ValueError: the decoded frames are not those that the container announced, or are damaged.
-        Exception: whatever PyAV raises on bytes that do not decode.
+    """Patches, float32 (P, patch_dim), of each range of steps in time of a grid planned with `num_steps`. ValueError,
+    or whatever PyAV raises: the frames are not those announced, or damaged.
     """
     temporal = family.temporal_patch_size
     with opened_video(data, family.limits) as decoder:
@@ -115,11 +111,8 @@ class VideoDecoder:
         self._stack.close()
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The frames with these numbers, uint8 (height, width, 3), each with its number. If decoding had to start
-        again, a frame may come twice: the later one counts. May be called only once.
-
-        Raises:
-            ValueError: the frames are not those that the container announced, or are damaged.
+        """(number, frame) of these frames, uint8 (height, width, 3); of one that comes twice the later counts. Call it
+        once. ValueError: the frames are not those that the container announced, or are damaged.
         """
         times = self._times()
         start = self._start(times, set(wanted))
@@ -132,9 +125,8 @@ class VideoDecoder:
         yield from self._from(0, {}, set(wanted))
 
     def _times(self) -> dict[int, int]:
-        """The number of the frame that is shown at each time; empty if the packets do not tell.
-
-        AVI has no such times. If frames have to be reordered but no packet is out of order, the times were made up.
+        """The number of the frame shown at each time; empty if packets do not tell, as in AVI, or times were made up:
+        frames have to be reordered and no packet is out of order.
         """
         shown = [packet.pts for packet in self._packets if _shows(packet)]
         if self._is_avi or None in shown or len(set(shown)) < len(shown):
@@ -182,9 +174,7 @@ class VideoDecoder:
             raise ValueError(f"frame {number} of the video is damaged")
         pixels: np.ndarray = _upright(frame.to_ndarray(format="rgb24"), self._matrix)
         if pixels.shape[:2] != (self.clip.height, self.clip.width):
-            raise ValueError(
-                f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says others"
-            )
+            raise ValueError(f"frame {number} has {frame.width}x{frame.height} pixels; the video's header says others")
         return pixels
 
 
@@ -224,12 +214,8 @@ def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
 
 
 def read_clip(data: bytes, limits: MediaLimits) -> Clip:
-    """The description of an encoded video. Reads the container's packets, or the headers of its frames; of a video
-    that may be turned it decodes one frame.
-
-    Raises:
-        RowError: the video or the header of a frame cannot be read, it is too long, or its frames are too large or
-            differ in size.
+    """The description of an encoded video, from packets or headers of its frames, and a frame if it may be turned.
+    RowError: it cannot be read, is too long, or its frames are too large or differ in size.
     """
     if data.startswith(FRAMES_MAGIC):
         return FrameFiles(data, limits).clip
@@ -254,9 +240,7 @@ def _clip(stream: Any, packets: Iterable[Any], limits: MediaLimits) -> Clip:
 def _rate_and_times(
     shown: Sequence[int | None], tick_s: Fraction | None, rate: float
 ) -> tuple[float, tuple[float, ...]]:
-    """Frames a second, and the times of frames that do not come at the rate which the container names. `shown`: when
-    each is shown, in ticks.
-    """
+    """Frames a second, and times that do not follow from that rate. `shown`: of each frame, in ticks."""
     known = sorted(tick for tick in shown if tick is not None)
     if tick_s is None or len(known) < max(2, len(shown)):
         return rate, ()
@@ -310,21 +294,15 @@ def _upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
 def _checked(clip: Clip, limits: MediaLimits) -> Clip:
     """The clip, unless it has no frame or no rate, is too long, or has frames that are too large."""
     if min(clip.width, clip.height, clip.num_frames) < 1 or not 0 < clip.frames_per_second < math.inf:
-        raise RowError(
-            f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "
-            f"{clip.frames_per_second:g} a second; allowed: at least one frame, and a rate"
-        )
+        raise RowError(f"a video of {clip.num_frames} frames of {clip.width}x{clip.height} pixels, "
+                       f"{clip.frames_per_second:g} a second; allowed: at least one frame, and a rate")
     if clip.width * clip.height > limits.max_decoded_pixels:
-        raise RowError(
-            f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} pixels "
-            "(by data.max_pixels)"
-        )
+        raise RowError(f"frames of {clip.width}x{clip.height} pixels; allowed: at most {limits.max_decoded_pixels} "
+                       "pixels (by data.max_pixels)")
     seconds = max(clip.num_frames / clip.frames_per_second, clip.num_frames / MAX_FRAMES_PER_SECOND)
     if seconds > limits.max_video_seconds:
-        raise RowError(
-            f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most {limits.max_video_seconds:g} s "
-            "(by data.max_frames and data.video_fps)"
-        )
+        raise RowError(f"a video of {seconds:.0f} s ({clip.num_frames} frames); allowed: at most "
+                       f"{limits.max_video_seconds:g} s (by data.max_frames and data.video_fps)")
     return clip
 
 
@@ -342,10 +320,8 @@ def _reading() -> Iterator[None]:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream.
-
-    The format is detected from the first bytes and passed to FFmpeg. If FFmpeg guessed, it would also accept playlists,
-    which name other files and URLs to open.
+    """The container and its first video stream. FFmpeg is told the format, by the first bytes: if it guessed, it would
+    also accept playlists, which name other files and URLs to open.
     """
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free"):
         kind = "mov"

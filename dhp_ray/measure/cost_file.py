@@ -108,10 +108,7 @@ def measured_cost(
     sessions: Sequence[MeasuredSession], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
 ) -> Measured:
     """Fit a cost to the measurements of all sessions. `memory` is that of the run which will use the cost; `derived`
-    has the communication constants that one rank cannot measure.
-
-    Raises:
-        MeasureError: too few packs.
+    has the communication constants that one rank cannot measure. MeasureError: too few packs.
     """
     (spec, results), main_sync = sessions[0], sessions[0].spec.sync
     seen = {session.spec.sync: observed(session.spec, session.results) for session in sessions}
@@ -152,17 +149,14 @@ def measured_cost(
 
 
 def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
-    """The packs on several ranks; in micro_batch those with images if there are any, as `fixed_of_micro_batch` is of
-    these.
-    """
+    """The packs on several ranks; in micro_batch those with images, if any (`fixed_of_micro_batch`)."""
     packs = [pack for pack in seen.packs if pack.degree > 1]
     of_images = [pack for pack in packs if pack.has_images and sync == "micro_batch"]
     return of_images or packs
 
 
 def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, dict[int, float]]:
-    """The bandwidths of the file, divided by the slowness of rings. Links that were not measured are as described, but
-    those across nodes are not faster than the measured ones inside.
+    """The bandwidths, divided by rings' slowness; unmeasured links as described, across nodes not faster than inside.
     """
     inside, across = (measured or known for measured, known in zip(links, links_of(derived.bandwidth_bytes_per_s)))
     if links.intra and not links.inter:

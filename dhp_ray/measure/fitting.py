@@ -74,9 +74,7 @@ class Observations:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a step before its first pack and after its last one: `fixed_s` of `sync=step`, `update_s` of
-        `sync=micro_batch`.
-        """
+        """Seconds of a step around its packs: `fixed_s` of `step`, `update_s` of `micro_batch`."""
         return float(np.median(self.rest_s))
 
     def median(self, values: Sequence[float] | np.ndarray) -> float:
@@ -130,9 +128,7 @@ def _add_packs(found: Observations, plan: Plan, times: Sequence[Sequence[dict[in
 
 
 class Fit(NamedTuple):
-    """Constants, and the mean relative error of each: over all measurements, weighted by the share that the constant
-    has in them. `predicted` and `measured`: seconds of each measurement.
-    """
+    """Constants, the mean relative error of each, weighted by its share, and seconds of each measurement."""
 
     constants: dict[str, float]
     errors: dict[str, float]
@@ -150,11 +146,7 @@ class Fit(NamedTuple):
 
 
 def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
-    """Fit the constants of compute to packs on single ranks.
-
-    Raises:
-        MeasureError: too few packs to separate the constants, or packs that take no longer for more tokens.
-    """
+    """Fit the constants of compute to packs on single ranks. MeasureError: these do not separate them."""
     amounts = np.array([pack.amounts[0] for pack in packs]).reshape(-1, len(TERMS))
     seconds = np.array([pack.busy_s for pack in packs])
     used = np.any(amounts > 0, axis=0)
@@ -210,12 +202,9 @@ def fit_ring(
     packs: Sequence[PackSeconds], compute: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None,
     known: Fit | None = None,
 ) -> Fit:
-    """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid that are as good as
-    the best one, the one with the least slowness, then the least overlap.
-
-    Args:
-        gathers_s: seconds that a micro-batch takes in addition to its packs; None: sync=step.
-        known: the fit of the other mode, which has the same slowness and overlap.
+    """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid as good as the best,
+    that with the least slowness, then overlap. `gathers_s`: seconds that a micro-batch adds to its packs; None:
+    sync=step. `known`: the other mode's fit, which has the same slowness and overlap.
     """
     degree = np.array([pack.degree for pack in packs], dtype=np.float64)
     whole = np.array([pack.together_s if gathers_s is None else max(pack.busy_s, pack.whole_s - gathers_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from math import prod
@@ -34,9 +34,7 @@ TIMES = 12
 
 @dataclass
 class Member:
-    """A rank of a world that exists only for measuring: the state of `stepper.engine` is useless afterwards. Every rank
-    calls each method alike.
-    """
+    """A rank that measures. Every rank calls each method alike; `stepper`'s state is useless afterwards."""
 
     rank: int
     spec: Spec
@@ -44,15 +42,11 @@ class Member:
     precision: str
     warm: bool = False
 
-    def measure(self, part: str, progress: Callable[[float], None] = lambda share: None) -> PartResult:
-        """Measure a part of PARTS. `progress` is called with the share of its rounds that are done."""
+    def measure(self, part: str) -> PartResult:
+        """Measure a part of PARTS."""
         if part == "exchanges":
             return PartResult(exchanged=self._exchanges())
-        rounds, found = self.spec.rounds(part), []
-        for number, plan in enumerate(rounds, 1):
-            found.append(self.repeats(plan))
-            progress(number / len(rounds))
-        return PartResult(rounds=found)
+        return PartResult(rounds=[self.repeats(plan) for plan in self.spec.rounds(part)])
 
     def repeats(self, plan: Plan) -> list[StepTiming]:
         """Run a round as often as there is time for, equally often on every rank."""
@@ -103,9 +97,7 @@ class Member:
 
 
 def payload_of(sample: Sample, adapter: LanguageModel, encoded_here: Sequence[bool]) -> Payload:
-    """Random tokens and patches for a sample: its images stand between pieces of the first half of its text; the second
-    half has labels, like an answer.
-    """
+    """Random tokens and patches for a sample: images between texts in its first half, labels in its second."""
     drawn = np.random.default_rng(sum(map(ord, sample.id)))
     # the lowest ids are plain text in all tokenizers here
     plain = min([adapter.vocabulary_size, *adapter.vision_token_ids])

@@ -53,8 +53,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What to measure, the same on all ranks: how they synchronise, the node of each rank (by number), what packs hold.
-    """
+    """What to measure, alike on all ranks: in which mode, on which nodes (by rank), with packs of which sizes."""
 
     sync: str
     nodes: tuple[int, ...]
@@ -95,9 +94,7 @@ class Spec:
         return []
 
     def plan_of(self, packs: Sequence[tuple[tuple[int, ...], Load]]) -> Plan:
-        """A plan of packs in this order. Packs of the same load have the same sequences and are in the same
-        micro-batch; their images are dealt out to the ranks in turn.
-        """
+        """A plan of packs in this order; those of one load share sequences and micro-batch, and deal out images."""
         samples: list[Sample] = []
         groups: list[Pack] = []
         rows: dict[Load, tuple[int, ...]] = {}
@@ -114,9 +111,7 @@ class Spec:
         return Plan("measured", self.sync, cluster, tuple(samples), tuple(groups), 0.0, 0.0)
 
     def _ring_loads(self, degree: int) -> list[Load]:
-        """Packs that show what rings add to their share of the compute: the exchange of keys and values and, with
-        images, the exchange of encoded features.
-        """
+        """Packs that show what rings add: exchanges of keys and values, and of encoded features."""
         every = 2 if degree > 2 else 1
         return [*text_loads(self.sizes, degree)[::every], *image_loads(self.sizes, degree)[::every]]
 

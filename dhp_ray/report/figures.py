@@ -1,4 +1,4 @@
-"""The pictures of a report as bytes: curves and bars as SVG. They contain no text of a sample."""
+"""The pictures of a report as bytes: curves, shares and histograms as SVG. They contain no text of a sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.report.gains import Gains
 
 MAX_BARS, MAX_MARKS = 80, 200
 Panel = tuple[str, tuple[float | None, float | None], dict[str, str]]
@@ -41,21 +40,6 @@ def curves_picture(lines: Sequence[dict[str, Any]], panels: Sequence[Panel]) -> 
             place.set(ylabel=words, ylim=limits)
             place.legend()
         place.set(xlabel="step")
-    return stream.getvalue()
-
-
-def gains_picture(gains: Gains) -> bytes:
-    """Modelled time of all compared batches by each planner, and the lower bound."""
-    planners = gains.planners()
-    with svg(10, 0.8 + 0.5 * len(planners)) as (axes, stream):
-        totals = [gains.total_s(name) for name in planners]
-        bars = axes.barh(planners, totals, color=["tab:blue"] + ["tab:gray"] * (len(planners) - 1))
-        axes.bar_label(bars, [f" {total:.4g} s" for total in totals])
-        axes.axvline(gains.lower_bound_s(), color="crimson", linestyle="--", label="lower bound")
-        axes.set(xlabel="time of the compared batches by the cost model, not measured [s]",
-                 xlim=(0, 1.15 * max(totals)))
-        axes.invert_yaxis()
-        axes.legend(loc="upper right")
     return stream.getvalue()
 
 

@@ -101,9 +101,7 @@ def _planned(problem: Problem, name: str) -> Plan | None:
 
 
 def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
-    """Indices of the batches that ran in one mode on clusters that are equal except for speeds: they share a static
-    layout.
-    """
+    """Indices of batches with one mode and one cluster, but for speeds: they share a static layout."""
     places: dict[tuple[ClusterSpec, str], list[int]] = {}
     for place, problem in enumerate(problems):
         places.setdefault((replace(problem.cluster, speeds=(1.0,) * problem.cluster.num_ranks), problem.sync),
@@ -112,9 +110,7 @@ def _on_equal_clusters(problems: Sequence[Problem]) -> list[list[int]]:
 
 
 def spread(items: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the items, evenly spaced: the last one first, and ordered so that every prefix of the result
-    is spread too.
-    """
+    """At most `limit` of the items, the last one first, so that each prefix is evenly spread."""
     count = min(limit, len(items))
     places = np.linspace(len(items) - 1, 0, count).round().astype(int).tolist()
     order = sorted(range(count), key=lambda number: number * GOLDEN % 1)  # neighbours are far apart in this order

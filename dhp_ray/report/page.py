@@ -142,8 +142,7 @@ def planning(run: RunFiles, gains: Gains) -> str:
     )
     if missing:
         note += f"<p class=note>Not for every batch, and so not shown: {text(', '.join(missing))}.</p>"
-    times = picture(figures.gains_picture(gains), "modelled time of each planner")
-    times += table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
+    times = table(("planner", "which is", "seconds, modelled", "of this run's", "idle"), rows, numbers=(2, 3, 4))
     return section("What planning gained", note + times + measured(run))
 
 
@@ -229,9 +228,7 @@ def picture(content: bytes, words: str) -> str:
 
 
 def text(value: Any) -> str:
-    """Any value as text of the page: escaped, without credentials, and without control characters that could hide
-    something.
-    """
+    """Any value as text of the page, escaped, without credentials and control characters."""
     plain = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
                     for sign in masked(str(value)))
     return html.escape(plain, quote=True)

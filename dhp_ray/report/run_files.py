@@ -37,17 +37,10 @@ class RunFiles:
 
 
 def read_run(folder: Folder) -> RunFiles:
-    """The files of the run in `folder`.
-
-    Raises:
-        ConfigError: no run has been started there.
-        StorageError: a file cannot be read or is damaged.
-    """
+    """The files of a run. ConfigError: there is none. StorageError: a file cannot be read or is damaged."""
     if not folder.exists(CONFIG_FILE):
-        raise ConfigError(
-            f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that jobs/train.py has "
-            "written"
-        )
+        raise ConfigError(f"run.dir: no run in {folder.uri} (it has no {CONFIG_FILE}); allowed: a folder that "
+                          "jobs/train.py has written")
     steps = [step for name in folder.names(PLANS_FOLDER) if (step := step_of(name, ".json")) is not None]
     return RunFiles(folder, folder.read(CONFIG_FILE).decode(errors="replace"), _lines(folder, METRICS_FILE),
                     _lines(folder, EVENTS_FILE), _lines(folder, SKIPPED_FILE), sorted(steps))

@@ -27,10 +27,8 @@ FIXED = "gainsboro"
 def draw_plan(
     plan: Plan, target: str | Path | IO[bytes], results: Sequence[StepResult] | None = None, told: str = "measured"
 ) -> None:
-    """Write the picture to `target`: a file whose ending names the format, or a stream, which gets a PNG.
-
-    `results`: of the step that ran the plan; they are drawn below it. Each half has its own time axis: seconds of the
-    cost model above, seconds of the clock below. `told`: where the results come from.
+    """Write the picture to `target`: a file whose ending names the format, or a stream, as PNG. `results`: of the step,
+    drawn below the plan, in seconds of the clock, not of the cost model; `told`: where they come from.
     """
     from matplotlib.figure import Figure
 

@@ -23,9 +23,8 @@ GAP_S = 2e-6
 def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     """The trace of one step, ready for json.dump: what was planned for each rank and what it measured.
 
-    Of a pack's exchanges only the total waiting time is known, so `exchange` is one slice at the end of the pack.
-    `wait` is time without a pack: before the first pack and between two (inputs are being put together), and after the
-    last one until all ranks are done. `update` is the reduction of the gradients and the update of the weights.
+    Only the sum of a pack's exchanges is known: `exchange` is one slice at its end. `wait`: before and between packs,
+    while inputs are put together, and until all ranks are done. `update`: reduction and update.
     """
     last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
                  default=0.0)

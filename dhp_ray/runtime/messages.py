@@ -26,12 +26,12 @@ class RunError(RuntimeError):
 
 class GroupError(RunError):
     """A worker died, raised or no longer answers. During training, a new generation forms; before, this ends the run.
-    `unresponsive`: the ranks that have just failed to answer a query.
+    `unresponsive`: the ranks that have just failed to answer a query. `rank`: whose own call failed (None: none did).
     """
 
-    def __init__(self, text: str, unresponsive: Sequence[int] = ()) -> None:
+    def __init__(self, text: str, unresponsive: Sequence[int] = (), rank: int | None = None) -> None:
         super().__init__(text)
-        self.unresponsive = tuple(unresponsive)
+        self.unresponsive, self.rank = tuple(unresponsive), rank
 
 
 def words_of(error: BaseException) -> str:
@@ -50,10 +50,10 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in one generation of the group, and the address of the rendezvous store. `replica_ranks`: the rank
-    that holds each rank's replica (empty: none). `pool_groups`: how many process groups every rank keeps (0: as many as
-    this rank's device holds). `mode`: how the ranks train where the configuration says auto (None: plainly, in `step`).
-    `nodes`: the node of each rank, by any name (empty: one node).
+    """A rank's place in one generation, and the address of the rendezvous store. `replica_ranks`: who holds each rank's
+    replica (empty: none). `pool_groups`: process groups that every rank keeps (0: as many as this device holds).
+    `mode`: how ranks train where the configuration says auto (None: plainly, in `step`). `nodes`: of each rank, by any
+    name (empty: one).
     """
 
     rank: int
@@ -78,9 +78,8 @@ class Membership:
 
 
 class StepOrder(NamedTuple):
-    """The order to all ranks to run the plan of a step, which they have prefetched. The samples in `placeholders` keep
-    their place with every label masked; the values are the reasons. `total_steps` is that of the learning rate
-    schedule. `mirrors`: the state is copied to other ranks after the step.
+    """The order to all ranks to run a step's plan, which they have prefetched. `placeholders`: samples whose labels are
+    all masked, with reasons. `total_steps`: of the learning rate schedule. `mirrors`: the state is copied afterwards.
     """
 
     step: int
@@ -125,12 +124,10 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's report on itself; without one, it is `dead`, or has not `answered`.
-
-    `generation` is the one that the worker is in or is entering. `call` is the call that its training thread runs
-    (empty: idle), `last_mark` the mark that it passed last, in words, `mark_id` the call with the number of that mark,
-    `waits_for_peers` whether it waits for its peers there. `error` is what it raised, unless a lost peer was the cause.
-    `ran` has its last steps, `steps` the last step that left each state version.
+    """A worker's report on itself; without one it is `dead`, or has not `answered`. `generation`: it is in, or
+    entering. `call`: of its training thread (empty: idle); `last_mark`: passed last, in words; `mark_id`: the call with
+    that mark's number. `error`: it raised, unless a peer's loss was the cause. `ran`: its last steps; `steps`: the last
+    step that left each state version.
     """
 
     generation: int = 0

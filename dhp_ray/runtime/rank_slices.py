@@ -1,8 +1,7 @@
 """How the ranks' slices of a plan are sent: in a form that stays fast with many ranks.
 
-Ray pickles an argument with cloudpickle, which calls Python for every object in it, and a frozen dataclass with slots
-calls Python once more: together this is most of the cost of sending a step. So a slice is sent as bytes that the C
-pickler writes, each dataclass as its class and its values. References to blocks are sent beside it, because Ray has to
+Ray's cloudpickle calls Python for every object, and a frozen dataclass with slots once more: most of the cost of
+sending a step. So a slice is bytes that the C pickler writes; references to blocks go beside it, because Ray has to
 count them.
 """
 
@@ -39,9 +38,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where the rows of samples are. `payload` maps a sample's id to the reference of its block and its row there,
-    `origins` a block to where it was made, and how (absent: unknown).
-    """
+    """Where rows are: `payload` maps a sample to its block and row, `origins` a block to where and how it was made."""
 
     payload: Mapping[str, tuple[ray.ObjectRef, int]]
     origins: Mapping[ray.ObjectRef, BlockOrigin]
@@ -57,9 +54,7 @@ class RowIndex:
 
 
 def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
-    """Return the packed slice of a rank, with the blocks that hold its rows, as `unpacked_slice` takes it. The
-    references are those of the blocks, followed by those of what the blocks were made from.
-    """
+    """Return the packed slice of a rank, and references to its blocks, then to what those were made from."""
     sources = list(dict.fromkeys(block.origin.source for block in blocks))
     place = {source: len(blocks) + number for number, source in enumerate(sources)}
     described = [(block.rows, block.origin.node, block.origin.item, block.origin.rows, place[block.origin.source])

@@ -196,7 +196,7 @@ class Strategy:
         """Return the memory model of a rank that trains the run's model in this mode."""
         config, ranks, world_size = self.config, self.ranks, num_ranks or self.ranks.size
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
-        pooled = device.pool_groups(config.comm.pool_groups, ranks.memory_bytes)
+        pooled = device.pool_groups(ranks.memory_bytes)
         num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
         sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
         memory = MemoryModel(ranks.shape, MemorySettings(

@@ -47,9 +47,7 @@ def said_at_s(said: int, long_s: float = LONG_S) -> float:
 
 
 class Waits:
-    """The waits of one thread. They may be nested; the innermost one is reported, by `say`, from a separate thread,
-    which `close` ends. Without `say` nothing is reported.
-    """
+    """The waits of one thread, nested or not; the innermost is reported by `say` (None: never), from another thread."""
 
     def __init__(self, say: Callable[[Notice], None] | None = None, look_s: float = LOOK_S,
                  clock: Callable[[], float] = monotonic) -> None:

@@ -74,9 +74,8 @@ KEPT = 2
 
 @dataclass
 class SimulatedGeneration:
-    """One membership: the slot and the node of each rank, in rank order. It began with the state after step `first` and
-    has that after step `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks
-    hold.
+    """One membership: slot and node of each rank. It began with the state after step `first` and has that after
+    `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks hold.
     """
 
     number: int
@@ -116,8 +115,7 @@ def generation_of(
 
 
 def held_by(survivors: Sequence[int], generation: SimulatedGeneration, time_s: float) -> list[list[HeldShards]]:
-    """The shard versions that each of these slots of a generation holds, with the copies that had arrived at `time_s`.
-    """
+    """The shard versions that each of these slots holds, with the copies that had arrived by `time_s`."""
     rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
     own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
     twice = set(sorted(step for step, arrived_s in generation.mirrored if arrived_s <= time_s)[-KEPT:])
@@ -152,12 +150,9 @@ class Recovery:
     _failures: Failures = field(default_factory=Failures)
 
     def changed(self, generation: SimulatedGeneration, now_s: float, slow: Collection[int]) -> Formed | None:
-        """The next generation if the membership changes between two steps: slots that are ready join, slow ones leave
-        to be replaced, each slot once at most (none where all restart together). If too few are left for the sequences
-        that wait, or fewer than `faults.min_workers`, the run waits for those that come back. None: nothing changes.
-
-        Raises:
-            PlanError: the run cannot go on.
+        """The next generation if the membership changes between two steps, else None: slots that are ready join, slow
+        ones leave once (not where all restart together). If too few are left for waiting sequences or
+        `faults.min_workers`, the run waits for others. PlanError: it cannot go on.
         """
         leaving = set(slow) - self._evicted if self.faults.policy == "elastic" else set[int]()
         if not leaving and not self._ready(now_s) and self._needed(generation.size) <= generation.size:
@@ -180,18 +175,12 @@ class Recovery:
         return formed, stands_s + self.faults.join_s, " and ".join(why)
 
     def recovered(self, generation: SimulatedGeneration, fault: Fault, now_s: float) -> Formed:
-        """The generation that follows a fault in a step.
-
-        Raises:
-            PlanError: the run cannot go on.
-        """
+        """The generation that follows a fault in a step. PlanError: the run cannot go on."""
         self._failed(generation.newest + 1)
         return self._after_fault(generation, fault, now_s, [])
 
     def lost_by(self, generation: SimulatedGeneration, fault: Fault) -> set[int]:
-        """The slots that a fault takes: members that are there (all of them, where all restart together), and with a
-        node also those that were to return.
-        """
+        """The slots that a fault takes of those that are there, and with a node those that were to return."""
         there = {*generation.slots} - (self._coming.keys() if self.faults.policy == "elastic" else set())
         match fault.kind:
             case "driver":
@@ -237,11 +226,7 @@ class Recovery:
         return formed, now_s, " and ".join([*why, f"{', '.join(seen)} lost"])
 
     def _failed(self, step: int) -> None:
-        """Count a generation that broke in a step, or while the next one formed.
-
-        Raises:
-            PlanError: that has happened too often.
-        """
+        """Count a generation that broke in a step or while it formed. PlanError: too often."""
         self._failures = self._failures.with_one(step, raised=False)
         if self._failures.hopeless(step):
             raise PlanError(f"step {step} has failed {self._failures.steps.count(step)} times")

@@ -1,6 +1,4 @@
-"""The described cluster: for any membership, how its ranks train, as a run there would decide (`runtime/strategy.py`),
-and what that costs.
-"""
+"""The described cluster: how the ranks of any membership train (`runtime/strategy.py`), and what that costs."""
 
 from __future__ import annotations
 
@@ -39,18 +37,15 @@ class SimulatedCluster:
     """The cluster of a simulation's settings, with a model on it."""
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
-        """`longest_tokens`: of the longest sequence. `batch`: the first batch, for which modes are compared.
-
-        Raises:
-            PlanError: a file is damaged, the state or an image does not fit on a device, the longest sequence does not
-                fit on all, or a node has no room for the activations that are moved there.
+        """`longest_tokens`: of the longest sequence. `batch`: by which modes are compared. PlanError: a file is
+        damaged, or state, image, longest sequence or moved activations do not fit.
         """
         cluster = settings.cluster
         self.settings = settings
         self.shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
         self.device = Device.load(CONF / "device" / f"{cluster.device}.yaml")
         self.memory_bytes = cluster.memory_gib * 2**30
-        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups("auto", int(self.memory_bytes))
+        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups(int(self.memory_bytes))
         self.place = cache(self._place)
         given = settings.train.tokens_per_rank
         strategy = Strategy(_config(settings, longest_tokens), self._ranks(self._nodes(cluster.num_ranks)),

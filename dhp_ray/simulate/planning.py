@@ -21,8 +21,7 @@ from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.simulate.settings import PlanningSettings
 
 LAYOUT_BATCHES = 8
-"""Number of the first batches for which `static` chooses its one layout; the batch with the longest sequence is added.
-"""
+"""The first batches for which `static` chooses its one layout, beside the one with the longest sequence."""
 
 LAST_RESORT_ITEM_S = 5e-6
 """As `planning.item_s`, of the planner that runs if a plan is late."""
@@ -42,11 +41,7 @@ class SimulatedPlanner:
 
     def plan(self, samples: Sequence[Sample], speeds: tuple[float, ...], pool: Sequence[tuple[int, ...]],
              name: str = "") -> Plan:
-        """Plan a batch. `name`: use this planner instead.
-
-        Raises:
-            PlanError: the planner cannot plan the batch on these ranks.
-        """
+        """Plan a batch. `name`: use this planner instead. PlanError: it cannot."""
         cluster = replace(self.cluster, speeds=speeds)
         if (name or self.name) == "static":
             if self._layout is None:
@@ -72,9 +67,7 @@ class Prepared(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """A plan, and when all ranks have it. `plan_wait_s`: how long they wait for it once they are free. `late`: it is
-    the last resort's.
-    """
+    """A plan, and when all have it. `plan_wait_s`: how long ranks wait. `late`: it is the last resort's."""
 
     plan: Plan
     ready_s: float
@@ -101,9 +94,7 @@ class SimulatedDispatcher:
         return Prepared(step, samples, plan, speeds, pool, begun_s, self._planner_free_s)
 
     def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
-        """The plan that is sent to the ranks, which are free from `free_s` on; `scale`: measured over predicted
-        seconds, once known.
-        """
+        """The plan that ranks get, which are free at `free_s`; `scale`: measured over predicted seconds."""
         sent_s, plan, late, begun = max(free_s, prepared.planned_s), prepared.plan, False, True
         if prepared.planned_s > free_s:
             resort = self.planner.plan(prepared.samples, prepared.speeds, prepared.pool, LAST_RESORT)

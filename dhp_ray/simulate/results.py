@@ -1,6 +1,4 @@
-"""What a simulation prints, a line for each planner, and what it writes to its folder: results.json, a picture of a
-step, and a trace for Perfetto.
-"""
+"""What a simulation prints, a line for each planner, and writes: results.json, a picture and a trace of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from dhp_ray.simulate.run import Simulated
 
 HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
         "groups", "idle", "waits s", "memory", "faults", "again")
-"""`of the first`: tokens per second relative to the first planner. `waits s`: total seconds of waiting for plans.
-`again`: steps that a fault undid.
-"""
+"""`of the first`: tokens/s over the first planner's. `waits s`: for plans, in all. `again`: steps that faults undid."""
 
 
 def text_of(summaries: Sequence[dict[str, Any]]) -> str:
@@ -42,11 +38,7 @@ def text_of(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def write_results(simulation: Simulated, folder: Path) -> list[Path]:
-    """Write everything; returns the files.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write everything; returns the files. OSError: the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
     files = [folder / "results.json"]

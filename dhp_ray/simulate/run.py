@@ -39,9 +39,7 @@ RECENT = 8
 
 
 class StepRecord(NamedTuple):
-    """A step that ran: when it began and when it ended, in seconds since the run began. `shares`: see
-    `SimulatedStep.shares`. `memory_bytes`: of the rank that held most.
-    """
+    """A step that ran. `shares`: see `SimulatedStep.shares`. `memory_bytes`: of the rank that held most."""
 
     step: int
     begin_s: float
@@ -68,9 +66,7 @@ class RunEvent(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """A run by one planner. `lost`: steps that a fault undid after they had run; they ran again. `first`: the first
-    step in full, for a picture.
-    """
+    """A run by one planner. `lost`: steps that a fault undid. `first`: the first step in full, for a picture."""
 
     planner: str
     steps: list[StepRecord] = field(default_factory=list)
@@ -202,9 +198,7 @@ class SimulatedRun:
         return self.dispatcher.begin(step, self.batches(step), speeds, now_s)
 
     def _fault_before(self, time_s: float) -> Fault | None:
-        """Take the next fault if it strikes before `time_s` and the run's end. Those that strike nobody are passed
-        over.
-        """
+        """Take the next fault that strikes somebody, if it does before `time_s` and the run's end."""
         time_s = min(time_s, self.settings.duration_s or time_s)
         while (fault := self.next_fault) and fault.time_s < time_s:
             self.next_fault = next(self.faults, None)
@@ -222,9 +216,7 @@ class SimulatedRun:
         return simulate_step(plan, problem, made=made)
 
     def _end_s(self, step: int, end_s: float) -> float:
-        """When a step ends whose work ends at `end_s`. One that is mirrored, or its generation's first, also waits for
-        the last copies.
-        """
+        """When a step ends: with its work, or with the last copies if it is mirrored or its generation's first."""
         waits = step == self.generation.first + 1 or self.mirroring.due(step)
         if waits and self.generation.mirrored:
             return max(end_s, self.generation.mirrored[-1][1])
@@ -301,9 +293,7 @@ class SimulatedRun:
         return True
 
     def _holds(self, num_ranks: int) -> bool:
-        """Whether this many ranks hold the sequences of the next two batches: one of them is planned while the other
-        runs.
-        """
+        """Whether so many ranks hold the next two batches: one is planned while the other runs."""
         step = self.generation.newest + 1
         last = step + 1 if self.settings.duration_s else min(step + 1, self.settings.num_batches)
         longest = max(sample.num_tokens for number in (step, last) for sample in self.batches(number))
@@ -340,11 +330,7 @@ class Simulated:
 
 
 def prepared(settings: Simulation) -> Simulated:
-    """Make the machine and the batches; nothing runs yet.
-
-    Raises:
-        ConfigError, PlanError: one line: what is wrong with the settings or a file, or what does not fit.
-    """
+    """Make the machine and the batches. ConfigError, PlanError: what is wrong, or does not fit."""
     shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
     if settings.train.freeze and not shape.vision:
         raise ConfigError(f"train.freeze: got {', '.join(settings.train.freeze)}, and {settings.model} is "

@@ -32,14 +32,11 @@ class Numbers:
     minimum: float = key(0.0, "the least one", minimum=0, maximum=1e12)
     maximum: float = key(1e12, "the largest one", minimum=0, maximum=1e12)
     bins: list[list[float]] = key([], "[[from, to, weight], ...]; numbers of a bin are equally likely")
-    path: str = key("", "JSON file with `bins_s`, in place of bins", path="file")
 
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Samples of one kind. With `path` they are rows of a CSV file: num_tokens and, if it has this column,
-    num_image_tiles, the number of image tiles (448 x 448 pixels, 256 tokens) among these tokens.
-    """
+    """Samples of one kind. With `path` they are texts of as many tokens as the rows of a CSV file say (num_tokens)."""
 
     name: str = key("", "what its samples' ids begin with")
     weight: float = key(1.0, "how many samples are its, beside the other sources", above=0, maximum=1e9)
@@ -209,11 +206,7 @@ class Simulation:
 
 
 def load_simulation(argv: list[str]) -> Simulation:
-    """The simulation that `argv` (`--config FILE` and `key=value`) asks for.
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """The simulation that `argv` asks for. ConfigError: one line: the key, its value, what is allowed."""
     settings: Simulation = load(argv, SIMULATE)
     return settings
 
@@ -263,11 +256,7 @@ def _check_faults(settings: Simulation) -> None:
 
 
 def load_workload(name: str) -> WorkloadSettings:
-    """A workload of conf/workload; a mixture stays one (`sources_of` resolves it).
-
-    Raises:
-        ConfigError: one line with the key, its value and what is allowed.
-    """
+    """A workload of conf/workload; a mixture stays one. ConfigError: one line, as above."""
     _named("workload", name, "workload")
     file = CONF / "workload" / f"{name}.yaml"
     found: WorkloadFile = load([], Command("jobs/simulate.py", WorkloadFile, file, check_limits, {}))
@@ -276,9 +265,7 @@ def load_workload(name: str) -> WorkloadSettings:
 
 def sources_of(settings: WorkloadSettings) -> list[tuple[float, SourceSettings]]:
     """(share of the samples, source) of each source, including those of a mixture's parts; the shares sum to 1.
-
-    Raises:
-        ConfigError: neither or both of sources and mixture are given, or a source says too little.
+    ConfigError: neither or both of sources and mixture are given, or a source says too little.
     """
     if bool(settings.sources) == bool(settings.mixture):
         given = "both" if settings.sources else "neither"
@@ -312,8 +299,8 @@ def _check_source(source: SourceSettings) -> None:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: at most {MOST_PICTURES}")
         if numbers.kind == "lognormal" and not numbers.mean > 0:
             raise ConfigError(f"{where}: {name}: got mean {numbers.mean:g}; allowed: above 0 with kind lognormal")
-        if numbers.kind == "bins" and not numbers.path:
-            check_bins(numbers.bins, f"{where}: {name}")
+        if numbers.kind == "bins":
+            _check_bins(numbers.bins, f"{where}: {name}")
     if not source.path and source.text_tokens == Numbers():
         raise ConfigError(f"{where}: text_tokens: got nothing; allowed: a distribution, or a path with rows")
     for count, sizes in (("images", ("image_width", "image_height")),
@@ -324,7 +311,7 @@ def _check_source(source: SourceSettings) -> None:
                     raise ConfigError(f"{where}: {size}: got nothing with {count}; allowed: a distribution")
 
 
-def check_bins(bins: object, where: str) -> None:
+def _check_bins(bins: object, where: str) -> None:
     """Refuse anything but a list of [from, to, weight]."""
     fits = isinstance(bins, list) and bins and all(
         isinstance(row, list) and len(row) == 3 and all(isinstance(number, int | float) for number in row)
@@ -334,11 +321,7 @@ def check_bins(bins: object, where: str) -> None:
 
 
 def file_of(settings: WorkloadSettings, name: str) -> str:
-    """The path of a file that a workload names.
-
-    Raises:
-        ConfigError: the name is relative, and no folder is given.
-    """
+    """The path of a file that a workload names. ConfigError: the name is relative, and no folder is given."""
     folder = settings.folder or os.environ.get(DATA_FOLDER, "")
     if os.path.isabs(name):
         return name

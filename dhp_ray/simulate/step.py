@@ -95,10 +95,8 @@ class SimulatedStep:
 def simulate_step(
     plan: Plan, problem: Problem, *, made: Sequence[tuple[int, ...]] = (), stretch: np.ndarray | None = None
 ) -> SimulatedStep:
-    """Run a plan on the ranks of `problem`, which is the plan's batch with the true costs and speeds.
-
-    `made`: the plan's process groups that do not exist yet, in plan order. `stretch`: by group, the factor by which its
-    compute is longer than the cost says.
+    """Run a plan on the ranks of `problem`, its batch with the true costs and speeds. `made`: its process groups that
+    do not exist yet. `stretch`: by group, the factor by which its compute is longer than the cost says.
     """
     factor = np.ones(len(plan.groups)) if stretch is None else stretch
     cost, work = problem.cost, work_of(plan)
@@ -140,9 +138,7 @@ def simulate_step(
 def _times(
     plan: Plan, group: np.ndarray, planned_s: np.ndarray, own_s: np.ndarray
 ) -> tuple[PackTimes, np.ndarray]:
-    """The times of each group, and the seconds that its exchanges add: as planned, but longer by what the busiest
-    member computes longer. `group`, `planned_s` and `own_s`: by row of work.
-    """
+    """The times of each group: as planned, and what its busiest member computes longer; what exchanges add."""
     planned = PackTimes.of(plan.groups)
     expected_s, busiest_s = np.zeros((2, len(plan.groups)))
     np.maximum.at(expected_s, group, planned_s)

@@ -9,12 +9,11 @@ A batch depends only on the seed and its own number, so runs of other lengths ha
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +24,7 @@ from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import Grid, Sample
 from dhp_ray.schema import ConfigError, Data
-from dhp_ray.simulate.settings import (
-    Numbers,
-    SourceSettings,
-    WorkloadSettings,
-    check_bins,
-    file_of,
-    sources_of,
-)
-
-TILE_PIXELS, TILE_TOKENS = 448, 256
-"""The side and the tokens of the image tiles that CSV files count: those of InternVL."""
+from dhp_ray.simulate.settings import Numbers, SourceSettings, WorkloadSettings, file_of, sources_of
 
 FRAMES_PER_SECOND = 30.0
 """The frame rate of a video, before frames are taken from it."""
@@ -44,9 +33,7 @@ PIXELS, TENTH_S = 8, 0.1
 """The steps in which sides of images and lengths of videos are drawn: many are then equal, and are cut only once."""
 
 LOOKED_AT = 32
-"""The first batches, whose longest sequence determines what the ranks must hold; a longer sequence of a later batch is
-left out, as with `data.on_error=skip`.
-"""
+"""The first batches, whose longest sequence ranks must hold; longer ones of later batches are left out."""
 
 REDRAWS = 100
 """The most draws of a batch; each draws anew the samples that were too long."""
@@ -59,41 +46,21 @@ class Drawn(NamedTuple):
     sizes: tuple[Size, ...]
 
 
-class Rows(NamedTuple):
-    """A CSV file's columns."""
-
-    num_tokens: np.ndarray
-    num_tiles: np.ndarray
-
-
 class Workload:
     """Samples of a workload for the models of a family."""
 
     def __init__(self, settings: WorkloadSettings, family: str) -> None:
-        """`family`: that of a ModelShape; one that is unknown is text-only.
-
-        Raises:
-            ConfigError: one line with the key, its value and what is allowed.
-        """
+        """`family`: a ModelShape's; an unknown one is text-only. ConfigError: a setting cannot be used."""
         shares, self._sources = zip(*sources_of(settings))
         self._shares = np.array(shares)
         self._settings = settings
         self._family = FAMILIES.get(family, Family)
-        self._files: dict[str, Any] = {}
-        for source in self._sources:
-            if source.path:
-                self._files[source.path] = _rows(file_of(settings, source.path))
-            for name, numbers in vars(source).items():
-                if isinstance(numbers, Numbers) and numbers.path:
-                    self._files[numbers.path] = _bins(file_of(settings, numbers.path), f"{source.name}: {name}")
+        self._lengths = {source.path: _lengths(file_of(settings, source.path))
+                         for source in self._sources if source.path}
         self._cut = cache(self._cut_up)
 
     def batch(self, number: int, num_samples: int, seed: int = 0) -> list[Sample]:
-        """The samples of a batch.
-
-        Raises:
-            ConfigError: too many samples are longer than `max_tokens` in all draws, or the family refuses an image.
-        """
+        """The samples of a batch. ConfigError: too few are short enough, or the family refuses an image."""
         random = np.random.default_rng([seed, number])
         found: list[Sample] = []
         for _ in range(REDRAWS):
@@ -112,17 +79,14 @@ class Workload:
 
     def _drawn(self, source: SourceSettings, count: int, random: np.random.Generator) -> Iterator[Drawn]:
         if source.path:
-            rows: Rows = self._files[source.path]
-            chosen = random.integers(len(rows.num_tokens), size=count)
-            return (Drawn(max(1, tokens - TILE_TOKENS * tiles), _tiled(tiles)) for tokens, tiles in
-                    zip(rows.num_tokens[chosen].tolist(), rows.num_tiles[chosen].tolist()))
-        text = np.maximum(1, np.rint(self._numbers(source.text_tokens, count, random))).astype(np.int64)
-        num_images, num_videos = (np.rint(self._numbers(numbers, count, random)).astype(np.int64)
+            return (Drawn(tokens, ()) for tokens in random.choice(self._lengths[source.path], count).tolist())
+        text = np.maximum(1, np.rint(drawn_numbers(source.text_tokens, count, random))).astype(np.int64)
+        num_images, num_videos = (np.rint(drawn_numbers(numbers, count, random)).astype(np.int64)
                                   for numbers in (source.images, source.videos))
-        width, height = (self._numbers(numbers, int(num_images.sum()), random)
+        width, height = (drawn_numbers(numbers, int(num_images.sum()), random)
                          for numbers in (source.image_width, source.image_height))
         images: list[Size] = list(zip(_in_steps(width, PIXELS), _in_steps(height, PIXELS)))
-        seconds, wide, high = (self._numbers(numbers, int(num_videos.sum()), random)
+        seconds, wide, high = (drawn_numbers(numbers, int(num_videos.sum()), random)
                                for numbers in (source.video_seconds, source.video_width, source.video_height))
         frames = _in_steps(seconds * FRAMES_PER_SECOND, round(TENTH_S * FRAMES_PER_SECOND))
         clips: list[Size] = [Clip(*size, FRAMES_PER_SECOND)
@@ -130,9 +94,6 @@ class Workload:
         image, clip = ([0, *accumulate(counts.tolist())] for counts in (num_images, num_videos))
         return (Drawn(tokens, (*images[image[place] : image[place + 1]], *clips[clip[place] : clip[place + 1]]))
                 for place, tokens in enumerate(text.tolist()))
-
-    def _numbers(self, numbers: Numbers, count: int, random: np.random.Generator) -> np.ndarray:
-        return drawn_numbers(numbers, self._files.get(numbers.path, numbers.bins), count, random)
 
     def _sample(self, source: SourceSettings, drawn: Drawn, batch: int, place: int) -> Sample:
         name = f"{source.name}-{batch}-{place}"
@@ -180,8 +141,8 @@ class Batches:
         return self._workload.batch(step, self._num_samples, self._seed)
 
 
-def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random: np.random.Generator) -> np.ndarray:
-    """`count` numbers of a distribution, within its bounds. `bins`: the bins that it names."""
+def drawn_numbers(numbers: Numbers, count: int, random: np.random.Generator) -> np.ndarray:
+    """`count` numbers of a distribution, within its bounds."""
     if numbers.kind == "constant":
         found = np.full(count, numbers.mean)
     elif numbers.kind == "normal":
@@ -190,7 +151,7 @@ def drawn_numbers(numbers: Numbers, bins: list[list[float]], count: int, random:
         variance = math.log1p((numbers.deviation / numbers.mean) ** 2)
         found = random.lognormal(math.log(numbers.mean) - variance / 2, math.sqrt(variance), count)
     else:
-        low, high, weight = np.array(bins, dtype=np.float64).T
+        low, high, weight = np.array(numbers.bins, dtype=np.float64).T
         chosen = random.choice(len(weight), count, p=weight / weight.sum())
         found = random.uniform(low[chosen], high[chosen])
     return np.clip(found, numbers.minimum, numbers.maximum)
@@ -202,36 +163,15 @@ def _in_steps(values: np.ndarray, step: int) -> list[int]:
     return found
 
 
-def _tiled(num_tiles: int) -> tuple[Size, ...]:
-    """The size of an image that InternVL cuts into this many tiles; if it is cut, one of them is the whole image."""
-    if not num_tiles:
-        return ()
-    cells = max(1, num_tiles - 1)
-    rows = next(rows for rows in range(math.isqrt(cells), 0, -1) if cells % rows == 0)
-    return ((TILE_PIXELS * (cells // rows), TILE_PIXELS * rows),)
-
-
-def _rows(path: str) -> Rows:
+def _lengths(path: str) -> np.ndarray:
+    """(rows,) the column num_tokens of a CSV file."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
-        tokens = np.array([int(line["num_tokens"]) for line in lines], dtype=np.int64)
-        tiles = np.array([int(line.get("num_image_tiles") or 0) for line in lines], dtype=np.int64)
+            tokens = np.array([int(line["num_tokens"]) for line in csv.DictReader(file)], dtype=np.int64)
     except (OSError, UnicodeDecodeError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise ConfigError(f"workload: {path} cannot be read: {error.__class__.__name__}: {first_line(error)}; allowed: "
                           "a CSV file with whole numbers in the column num_tokens") from None
-    if not len(tokens) or tokens.min() < 1 or tiles.min() < 0:
+    if not len(tokens) or tokens.min() < 1:
         raise ConfigError(f"workload: {path} has no rows, or less than 1 token in one; allowed: rows with num_tokens "
                           "of at least 1")
-    return Rows(tokens, tiles)
-
-
-def _bins(path: str, where: str) -> list[list[float]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            bins: list[list[float]] = json.load(file)["bins_s"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"workload: {path} cannot be read: {error.__class__.__name__}: {first_line(error)}; allowed: "
-                          "a JSON file with bins_s") from None
-    check_bins(bins, f"{where}: {path}")
-    return bins
+    return tokens

@@ -96,5 +96,5 @@ def test_groups_have_the_pools_timeout() -> None:
 
 
 def test_a_negative_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"comm.pool_groups: got -1"):
+    with pytest.raises(ValueError, match=r"a pool of -1 groups"):
         GroupPool(-1, TIMEOUT)

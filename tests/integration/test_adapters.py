@@ -31,7 +31,7 @@ STEPS = 20
 def test_adapters_of_a_strangers_model(preset: str, nlvr: list[str], test_data: Path, tmp_path: Path) -> None:
     given = tmp_path / "given"
     write(given, preset)
-    common = [*nlvr, "model.preset=", f"model.path={given}", "data.max_pixels=20000", "train.schedule=constant",
+    common = [*nlvr, "model.preset=", f"model.path={given}", "data.max_pixels=20000", "train.min_learning_rate_ratio=1",
               "planner.max_sequence_tokens=768", "train.lora.rank=4", "train.lora.alpha=8", "train.learning_rate=3e-3"]
     train(tmp_path / "alone", *common, f"run.steps={STEPS}", "cluster.num_workers=1", "planner.tokens_per_rank=4096",
           "checkpoint.every_steps=0")

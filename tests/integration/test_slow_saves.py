@@ -14,7 +14,7 @@ from tests.data.samples import picture, talk, write_rows
 from tests.integration.jobs import lines, losses, train
 
 SETTINGS = ["data=llava", "cluster.device=cpu", "cluster.num_workers=2", "planner.tokens_per_rank=256",
-            "batch.global_samples=2", "train.schedule=constant", "elastic.evict_below=0", "run.steps=24",
+            "batch.global_samples=2", "train.min_learning_rate_ratio=1", "elastic.evict_below=0", "run.steps=24",
             "checkpoint.every_steps=8", "comm.timeout_s=20"]
 
 SLOW_S = 25.0

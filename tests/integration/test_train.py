@@ -54,7 +54,7 @@ def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(
     ray_cluster: None, nlvr: list[str], tmp_path: Path
 ) -> None:
     common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=320", "planner.max_sequence_tokens=768",
-              "train.schedule=constant", "checkpoint.every_steps=0"]
+              "train.min_learning_rate_ratio=1", "checkpoint.every_steps=0"]
     train(tmp_path / "step", *common, "run.steps=8")
     train(tmp_path / "micro_batch", *common, "run.steps=6", "planner.sync=micro_batch")
     assert {"1", "2", "3"} <= {degree for line in lines(tmp_path / "micro_batch", "metrics.jsonl")
@@ -68,7 +68,7 @@ def test_micro_batch_gives_the_losses_of_step_and_goes_on_with_step(
 @pytest.mark.slow
 def test_a_run_goes_on_wherever_its_parameters_lie(ray_cluster: None, nlvr: list[str], tmp_path: Path) -> None:
     common = [*nlvr, "cluster.num_workers=3", "planner.tokens_per_rank=256", "planner.max_sequence_tokens=768",
-              "train.schedule=constant", "checkpoint.every_steps=0"]
+              "train.min_learning_rate_ratio=1", "checkpoint.every_steps=0"]
     train(tmp_path / "whole", *common, "run.steps=9")
     ways = ("micro_batch", "step", "micro_batch", "step")
     for begun, steps, sync in zip((0, 2, 4, 6), (2, 4, 6, 9), ways, strict=True):

@@ -9,10 +9,9 @@ import pytest
 import dhp_ray.measure.member as member_module
 from dhp_ray.comm.device import CPU
 from dhp_ray.config import load
-from dhp_ray.measure.member import MESSAGE_BYTES
+from dhp_ray.measure.member import MESSAGE_BYTES, Member
 from dhp_ray.measure.rounds import PartResult, Sizes, Spec
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.measuring import member_with
 from dhp_ray.runtime.worker.rank import Rank
 from tests.engine_values import full_parameters
 from tests.measure.known_world import spec
@@ -34,7 +33,7 @@ def measured(
     found = {}
     for part in parts:
         with mock.patch.object(member_module, "REPEATED_S", member_module.REPEATED_S if part == "packs" else 0.0):
-            found[part] = member_with(member, of).measure(part)
+            found[part] = Member(rank, of, member.stepper, config.train.precision).measure(part)
     after = full_parameters(member.engine)
     moved = max((float((after[name] - value).abs().max()) for name, value in before.items()), default=0.0)
     member.close()

@@ -88,7 +88,7 @@ def test_modelled_and_measured_are_told_apart(tmp_path: Path) -> None:
 
 def test_pictures_are_in_the_page_and_whole(content: str) -> None:
     pictures = [attributes["src"] or "" for tag, attributes in Elements(content).found if tag == "img"]
-    assert len(pictures) == 7
+    assert len(pictures) == 6
     for source in pictures:
         kind, _, code = source.partition(";base64,")
         body = base64.b64decode(code)

@@ -53,7 +53,7 @@ def test_help_names_every_key() -> None:
     ("model=gpt", "model: got 'gpt'; allowed: internvl3_1b, "),
     ("cluster.device=b300", "cluster.device: got 'b300'; allowed: a100, "),
     ("cluster=mine", "cluster: got 'mine'; allowed: a100, ascend_910b, h100, l40s"),
-    ("workload=mine", "workload: got 'mine'; allowed: ai2d, "),
+    ("workload=mine", "workload: got 'mine'; allowed: caption_heavy, "),
     ("faults=mine", "faults: got 'mine'; allowed: elastic, none, restart"),
     ("planners=[dhp,best]", "planners: got 'best'; allowed: dhp, "),
     ("planners=[]", "planners: got []; allowed: some of"),

@@ -15,8 +15,7 @@ def test_warm_up_then_half_a_cosine():
 
 
 def test_constant_stays_at_the_peak():
-    assert [learning_rate_factor(step, 6, 2, "constant", 0.1)
-            for step in range(1, 7)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+    assert [learning_rate_factor(step, 6, 2, minimum=1.0) for step in range(1, 7)] == [1 / 3, 2 / 3, 1, 1, 1, 1]
 
 
 def test_without_warm_up_the_first_step_has_the_peak():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import SYNCS, TRANSPORTS
+from dhp_ray.comm import device
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan
 from tests.packs import PRESETS, TEXT_PRESETS
@@ -64,9 +65,13 @@ def test_more_groups_than_the_pool_holds(
     world = World(num_ranks, sync, "pool")
     plans = [random_plan(seed, world) for seed in range(first, first + 3)]
     assert max(len(plan.process_groups()) for plan in plans) > 2
-    pools = check(reference, world, plans, "comm.pool_groups=2")
+    pools = check(reference, world, plans, before=keep_two_groups)
     assert pools[0]["evictions"] > 0
     assert pools[0]["overflows"] > 0
+
+
+def keep_two_groups() -> None:
+    device.POOL_GROUPS = 2
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])

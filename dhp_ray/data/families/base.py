@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 MAX_ASPECT_RATIO = 200
 VIDEO_PIXELS = 25_165_824
-"""The most pixels of all frames of a video, if the family bounds them and the folder does not say: the published value
-of Qwen3-VL.
-"""
+"""The most pixels of all frames of a video if the folder does not say: the published value of Qwen3-VL."""
 SLICE_TOKENS = 1024
 """The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
 of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting.
@@ -54,9 +52,7 @@ Size = tuple[int, int] | Clip
 
 
 class Medium(NamedTuple):
-    """A whole image or video: its patches (P, patch_dim), the grid that they fill, and the seconds of a step in time
-    (0: an image).
-    """
+    """A whole image or video: patches (P, patch_dim), their grid, seconds of a step in time (0: an image)."""
 
     patches: np.ndarray
     grid: Grid
@@ -64,9 +60,8 @@ class Medium(NamedTuple):
 
 
 class Written(NamedTuple):
-    """How an image or video stands in a sequence: the `text` in place of its mark, which has the token of images or
-    videos once for each of its `runs` of vision tokens (their lengths); the grids of its `pieces`; and the `seconds`
-    between two steps in time of a video (0: an image).
+    """How an image or video is written: the `text` in place of its mark, with a token for each of its `runs` of vision
+    tokens (their lengths); the grids of its `pieces`; the `seconds` between steps in time of a video (0: an image).
     """
 
     text: str
@@ -77,11 +72,9 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tokens, and how it turns images and videos into text and grids: here of a text-only model, which has
-    none of them.
-
-    `settings`: those of the image processor. An image or a frame has between `min_pixels` and `max_pixels`; all frames
-    of a video have at most `video_pixels`, if the family bounds them.
+    """A family's tokens, and how it turns images and videos into text and grids: here text-only. `settings`: of the
+    image processor. An image or a frame has `min_pixels` to `max_pixels`; all frames of a video at most `video_pixels`,
+    if the family bounds them.
     """
 
     settings: Mapping[str, Any] = field(repr=False)
@@ -119,9 +112,7 @@ class Family:
 
     @classmethod
     def byte_tokenizer(cls) -> PreTrainedTokenizerFast:
-        """The tokenizer of its presets, in which every byte of UTF-8 text is one token, whose id is the byte. Special
-        tokens have the ids from 256 on.
-        """
+        """The tokenizer of its presets: a token for each byte, with its id; special tokens from 256 on."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -138,11 +129,7 @@ class Family:
 
     @classmethod
     def token_ids(cls, tokenizer: Any) -> dict[str, int]:
-        """Ids of its tokens, by purpose.
-
-        Raises:
-            DataError: the tokenizer lacks one.
-        """
+        """Ids of its tokens, by purpose. DataError: the tokenizer lacks one."""
         vocabulary = tokenizer.get_vocab()
         for token in cls.tokens.values():
             if token not in vocabulary:
@@ -156,12 +143,7 @@ class Family:
         return int(self.settings.get("merge_size", 1))
 
     def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
-        """How an image or video of this size is written. A piece of a video has at most `slice_tokens` tokens, or one
-        step in time.
-
-        Raises:
-            RowError: the family refuses it.
-        """
+        """How an image or video is written, in pieces of `slice_tokens` tokens or a step. RowError: it is refused."""
         raise RowError(f"{'a video' if isinstance(size, Clip) else 'an image'}; allowed: text, which is all that the "
                        "model takes")
 
@@ -174,14 +156,12 @@ class Family:
 
     @classmethod
     def model_settings(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings that a model's configuration (config.json) holds, alone or in addition to the processor's files.
-        """
+        """The settings that a model's config.json holds, alone or beside the processor's files."""
         return {}
 
     @classmethod
     def plain(cls, name: str, value: Any) -> Any:
-        """The value of a setting in the form used here: some files have a pair of equal numbers instead of one number.
-        """
+        """The value of a setting: some files have a pair of equal numbers instead of one number."""
         if not name.endswith("_size"):
             return value
         return int(value[0] if isinstance(value, (list, tuple)) and len(set(value)) == 1 else value)
@@ -235,44 +215,21 @@ class VisionFamily(Family, ABC):
 
     def written(self, size: Size, slice_tokens: int = SLICE_TOKENS) -> Written:
         grid = self.grid(size)
-        return Written(self.text(size), self.runs(size, grid), self.pieces(size, grid, slice_tokens),
-                       self.seconds_per_step(size))
+        if not isinstance(size, Clip):
+            return Written(self.image_text, (math.prod(grid) // self.merge_size**2,), [grid], 0.0)
+        steps, rows, columns = grid
+        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))  # a video is cut in time
+        return Written(self.video_text(size), self.video_runs(grid),
+                       [(min(length, steps - first), rows, columns) for first in range(0, steps, length)],
+                       self.temporal_patch_size * size.num_frames / (self.num_frames(size) * size.frames_per_second))
 
     def grid(self, size: Size) -> Grid:
-        """Patches (time or tiles, height, width) of an image or of a whole video.
-
-        Raises:
-            RowError: the family refuses it.
-        """
+        """Patches (time or tiles, height, width) of an image or of a whole video. RowError: the family refuses it."""
         if not isinstance(size, Clip):
             return self.image_grid(*size)
         rows, columns = self.frame_size(size)
         return (-(-self.num_frames(size) // self.temporal_patch_size), rows // self.patch_size,
                 columns // self.patch_size)
-
-    def pieces(self, size: Size, grid: Grid, slice_tokens: int = SLICE_TOKENS) -> list[Grid]:
-        """The grids into which an image or a video is cut: a video is cut in time, into pieces of at most
-        `slice_tokens` tokens or of one step in time.
-        """
-        if not isinstance(size, Clip):
-            return [grid]
-        steps, rows, columns = grid
-        length = max(1, slice_tokens * self.merge_size**2 // (rows * columns))
-        return [(min(length, steps - first), rows, columns) for first in range(0, steps, length)]
-
-    def runs(self, size: Size, grid: Grid) -> Sequence[int]:
-        """The number of vision tokens in each of the runs that an image or video has in the text."""
-        return self.video_runs(grid) if isinstance(size, Clip) else (math.prod(grid) // self.merge_size**2,)
-
-    def seconds_per_step(self, size: Size) -> float:
-        """Seconds between two steps in time of a video's grid; 0 for an image."""
-        if not isinstance(size, Clip):
-            return 0.0
-        return self.temporal_patch_size * size.num_frames / (self.num_frames(size) * size.frames_per_second)
-
-    def text(self, size: Size) -> str:
-        """The text that replaces the mark of an image or video; it has the token once for each run."""
-        return self.video_text(size) if isinstance(size, Clip) else self.image_text
 
     @classmethod
     def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
@@ -301,10 +258,10 @@ class VisionFamily(Family, ABC):
 
     @abstractmethod
     def video_text(self, clip: Clip) -> str:
-        """As `text`, of a video."""
+        """The text that replaces a video's mark; it has the token once for each run."""
 
     def video_runs(self, grid: Grid) -> Sequence[int]:
-        """As `runs`, of a whole video: one for each step in time."""
+        """The vision tokens in each of the runs that a video has in the text: one for each step in time."""
         time, height, width = grid
         return (height * width // self.merge_size**2,) * time
 
@@ -313,15 +270,12 @@ def check_shape(height: int, width: int) -> None:
     """Refuse a picture whose longer side is more than 200 times its shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
-        raise RowError(
-            f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most {MAX_ASPECT_RATIO}"
-        )
+        raise RowError(f"an image of {width}x{height} pixels has the aspect ratio {ratio:g}; allowed: at most "
+                       f"{MAX_ASPECT_RATIO}")
 
 
 def patches(frames: np.ndarray, temporal_patch_size: int, patch_size: int, merge_size: int) -> np.ndarray:
-    """Cut frames (T, 3, H, W), T a multiple of `temporal_patch_size`, into patches (P, 3 x temporal_patch_size x
-    patch_size x patch_size).
-    """
+    """Cut frames (T, 3, H, W) into patches (P, 3 x temporal_patch_size x patch_size x patch_size)."""
     time, channels, height, width = frames.shape
     cut = frames.reshape(time // temporal_patch_size, temporal_patch_size, channels, height // patch_size // merge_size,
                          merge_size, patch_size,

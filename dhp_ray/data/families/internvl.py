@@ -1,6 +1,4 @@
-"""InternVL: an image is cut into tiles of one size, followed by the whole image as one more tile if there are several;
-a video has one tile per frame.
-"""
+"""InternVL: tiles of one size, and of several also the whole image as a tile; a video has a tile per frame."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ class InternVLFamily(VisionFamily):
 
     @property
     def num_tiles(self) -> tuple[int, int]:
-        """The least and the most tiles into which an image is cut: at most those of its processor, and with the tile of
-        the whole image no more pixels than allowed.
-        """
+        """The least and most tiles of an image: its processor's, and with the whole no more pixels than allowed."""
         most = max(1, min(int(self.settings["max_patches"]), self.max_pixels // math.prod(self.tile) - 1))
         return min(int(self.settings["min_patches"]), most), most
 

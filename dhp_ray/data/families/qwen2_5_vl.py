@@ -151,12 +151,7 @@ class Qwen25VLFamily(VisionFamily):
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, near the picture's aspect ratio, with pixels between the bounds
-    (Qwen2-VL, section 2.1).
-
-    Raises:
-        RowError: the aspect ratio is above 200.
-    """
+    """(height, width) in multiples of `factor`, between the bounds (Qwen2-VL, 2.1). RowError: ratio above 200."""
     check_shape(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:

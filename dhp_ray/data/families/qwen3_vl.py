@@ -1,6 +1,4 @@
-"""Qwen3-VL: a time stamp before each step in time of a video, whose frames are scaled by the pixels of all frames
-together.
-"""
+"""Qwen3-VL: a time stamp before each step in time of a video; frames are scaled by the pixels of all together."""
 
 from __future__ import annotations
 

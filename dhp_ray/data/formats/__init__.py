@@ -37,11 +37,7 @@ def file_kind(path: str) -> str:
 
 
 def scan_file(path: str, kind: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
-    """The fragments of one file, in the order of its rows.
-
-    Raises:
-        DataError: the file is damaged, has another form, or lacks the columns that are needed.
-    """
+    """The fragments of one file. DataError: it is damaged, has another form, or lacks columns."""
     try:
         yield from FILE_FORMATS[kind].scan(path, names, progress)
     except DataError:
@@ -54,11 +50,8 @@ def read_rows(
     fragment: Fragment, wanted: Sequence[int] | None = None, max_bytes: int = MediaLimits().max_file_bytes,
     media: bool = True
 ) -> Iterator[Row]:
-    """The wanted rows of a fragment (their numbers in it, ascending; None: all), one after the other. Reads no other
-    rows, except those before them in a row group of parquet. A row of more than `max_bytes` is a bad row, and not read.
-
-    Raises:
-        OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
+    """The wanted rows of a fragment (ascending numbers; None: all), one after the other, reading few others. A row of
+    more than `max_bytes` is a bad row, not read. OSError, pyarrow.ArrowException: the file is gone, damaged or changed.
     """
     numbers, names = range(fragment.num_rows) if wanted is None else wanted, dict(fragment.names)
     stored = FILE_FORMATS[fragment.kind].read(fragment, numbers, max_bytes, media)
@@ -68,11 +61,7 @@ def read_rows(
 
 
 def read_texts(fragment: Fragment, max_bytes: int) -> list[Row]:
-    """Like `read_rows`, but without the bytes of images and videos: for code that goes through a whole set.
-
-    Raises:
-        DataError: the file is gone or damaged.
-    """
+    """Like `read_rows`, without images and videos, for a whole set. DataError: the file is gone or damaged."""
     try:
         return list(read_rows(fragment, None, max_bytes, media=False))
     except Exception as error:  # readers raise errors of many kinds on foreign bytes

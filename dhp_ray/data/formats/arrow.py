@@ -32,11 +32,7 @@ SUFFIXES = (".arrow",)
 
 
 def saved_files(path: str) -> list[str]:
-    """The files of a saved set, in its order: Arrow streams, or parquet.
-
-    Raises:
-        DataError: the set has several splits, its rows are ordered by an index, or it has no file.
-    """
+    """The files of a saved set, in order. DataError: it has several splits, an index of rows, or no file."""
     splits = _read(os.path.join(path, "dataset_dict.json"))
     if splits is not None:
         names = [str(name) for name in splits.get("splits", [])]
@@ -46,26 +42,22 @@ def saved_files(path: str) -> list[str]:
     state = _read(os.path.join(path, "state.json"))
     if state is not None:
         if state.get("_indices_files") or state.get("_indices_data_files"):
-            raise DataError(
-                f"data.path: {path} orders its rows by an index; allowed: a set saved after flatten_indices()"
-            )
+            raise DataError(f"data.path: {path} orders its rows by an index; allowed: a set saved after "
+                            "flatten_indices()")
         names = [os.path.basename(str(entry.get("filename", ""))) for entry in state.get("_data_files", [])
                  if isinstance(entry, dict)]
         missing = next((name for name in names if not os.path.isfile(os.path.join(path, name))), None)
         if missing is not None or not names:
-            raise DataError(
-                f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of save_to_disk"
-            )
+            raise DataError(f"data.path: {path}: state.json names {missing or 'no file'}; allowed: a whole folder of "
+                            "save_to_disk")
         return [os.path.join(path, name) for name in names]
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
                    if name.endswith(".parquet"))
     found = [file for file in files
              if not any(part.startswith(".") for part in os.path.relpath(file, path).split(os.sep))]
     if not found:
-        raise DataError(
-            f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow files), or "
-            "one with .parquet files"
-        )
+        raise DataError(f"data.path: {path} is no saved set; allowed: a folder of save_to_disk (state.json and .arrow "
+                        "files), or one with .parquet files")
     return found
 
 

@@ -36,9 +36,8 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
 
         yield from cut_fragments(path, "json", rows(), names)
     if num_rows and not has_conversations:
-        raise DataError(
-            f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations (or messages)"
-        )
+        raise DataError(f"data.path: {path}: no row has conversations; allowed: rows with id, image and conversations "
+                        "(or messages)")
 
 
 def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool) -> Iterator[Row]:
@@ -111,6 +110,5 @@ def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:
 
 def _check_gap(gap: bytes, path: str, position: int, *, first_row: bool) -> None:
     if gap.strip() != (b"" if first_row else b","):
-        raise DataError(
-            f"data.path: {path} is not JSON: expected an object at byte {position}, found {gap.strip()[:40]!r}"
-        )
+        raise DataError(f"data.path: {path} is not JSON: expected an object at byte {position}, found "
+                        f"{gap.strip()[:40]!r}")

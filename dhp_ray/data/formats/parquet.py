@@ -35,11 +35,9 @@ STREAM_BYTES = 2**20
 """Parquet is read in parts of this many bytes, not a whole column of a row group at once."""
 
 READ_BYTES, READ_REPEATED_BYTES = 4 * 2**20, 128 * 2**20
-"""Rows that are read at a time have about so many bytes, and at most so many where all repeat the largest values of
-their columns' dictionaries.
+"""Rows that are read at a time have about so many bytes, and at most so many if each has all that its columns with
+dictionaries hold.
 """
-
-DICTIONARY_PAGE = 2  # by its header
 
 MOST_COMPRESSED = 64
 """A column of a row group may be so many times as large as it is in the file, or have MOST_BYTES."""
@@ -52,7 +50,7 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
             first = 0
             for group in range(file.num_row_groups):
                 about = file.metadata.row_group(group)
-                ids = _ids(file, path, group)
+                ids = _ids(file, group)
                 parts = max(1, -(-about.num_rows // ROWS_OF_ROW_GROUP))
                 ends = [about.num_rows * (part + 1) // parts for part in range(parts)]  # of almost equal size
                 for offset, end in zip([0, *ends], ends):
@@ -73,12 +71,12 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
         columns = [name for name in (ROW_COLUMNS if media else TEXT_COLUMNS) if name in file.schema_arrow.names]
         wanted = [fragment.offset + number for number in numbers]
         if (error := _swollen(file, fragment.row_group, columns)):
-            given = list(islice(_ids(file, fragment.path, fragment.row_group), fragment.offset + fragment.num_rows))
+            given = list(islice(_ids(file, fragment.row_group), fragment.offset + fragment.num_rows))
             yield from (Row(given[row], {}, error) for row in wanted)
             return
         first = done = 0
         # The rows before the fragment have to be decoded too; those after the last wanted one are not read.
-        for batch in _batches(file, fragment.path, fragment.row_group, columns):
+        for batch in _batches(file, fragment.row_group, columns):
             while done < len(wanted) and wanted[done] < first + batch.num_rows:
                 yield read_row(batch, wanted[done] - first, max_bytes)
                 done += 1
@@ -91,21 +89,21 @@ def _opened(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(path, buffer_size=STREAM_BYTES, pre_buffer=False)  # else whole columns are read ahead
 
 
-def _ids(file: pq.ParquetFile, path: str, group: int) -> Iterator[Any]:
+def _ids(file: pq.ParquetFile, group: int) -> Iterator[Any]:
     """The given ids of a row group's rows; None where there are none that can be read."""
     if "id" not in file.schema_arrow.names or _swollen(file, group, ["id"]):
         yield from [None] * file.metadata.row_group(group).num_rows
         return
-    for batch in _batches(file, path, group, ["id"]):
+    for batch in _batches(file, group, ["id"]):
         yield from given_ids(batch)
 
 
-def _batches(file: pq.ParquetFile, path: str, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches(file: pq.ParquetFile, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """These columns of a row group, few rows at a time."""
     about = file.metadata.row_group(group)
     chunks = _chunks(about, columns)
     mean = sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, about.num_rows)
-    repeated = sum(_dictionary_bytes(path, chunk) for chunk in chunks)
+    repeated = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.has_dictionary_page)
     at_once = min(ROWS_OF_ROW_GROUP, READ_BYTES // max(1, mean), READ_REPEATED_BYTES // max(1, repeated))
     yield from file.iter_batches(max(1, at_once), row_groups=[group], columns=columns)
 
@@ -124,27 +122,3 @@ def _swollen(file: pq.ParquetFile, group: int, columns: list[str]) -> str:
             return (f"column {chunk.path_in_schema} of the row group has {unpacked:.0f} MB, stored as {stored:.1f}; "
                     f"allowed: at most {MOST_COMPRESSED} times as much as stored, or {MOST_BYTES / 2**20:g} MB")
     return ""
-
-
-def _dictionary_bytes(path: str, chunk: pq.ColumnChunkMetaData) -> int:
-    """The bytes of a stored column's dictionary, which stand only in the header of its first page. The header begins
-    with the kind of the page and its bytes; each number has a byte before it, which says what it is.
-    """
-    with open(path, "rb") as file:
-        file.seek(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
-        header = iter(file.read(16))
-    kind, num_bytes = ((next(header, 0), _number(header))[1] for _ in range(2))
-    return num_bytes if kind == DICTIONARY_PAGE else 0
-
-
-def _number(header: Iterator[int]) -> int:
-    """The number that begins here: 7 bits a byte, lowest first, with a bit that says that more follow, and the sign
-    last.
-    """
-    number = shift = 0
-    for byte in header:
-        number |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            break
-    return number >> 1

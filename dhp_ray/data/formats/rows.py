@@ -110,10 +110,9 @@ def check_columns(schema: pa.Schema, path: str) -> None:
     """Refuse a file whose columns hold no conversations, or media of a wrong type."""
     present = [name for name in CONVERSATION_COLUMNS if name in schema.names]
     if not present:
-        raise DataError(
-            f"data.path: {path} has no column conversations or messages (it has {', '.join(schema.names)}); "
-            "allowed: id, image or images, video or videos, conversations or messages"
-        )
+        raise DataError(f"data.path: {path} has no column conversations or messages (it has "
+                        f"{', '.join(schema.names)}); allowed: id, image or images, video or videos, conversations or "
+                        "messages")
     for name in present:
         kind = schema.field(name).type
         turns = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -122,16 +121,12 @@ def check_columns(schema: pa.Schema, path: str) -> None:
             and not pa.types.is_string(kind)
             and not pa.types.is_large_string(kind)
         ):
-            raise DataError(
-                f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and value, or role "
-                "and content), or JSON text"
-            )
+            raise DataError(f"data.path: {path}: column {name} holds {kind}; allowed: a list of structs (from and "
+                            "value, or role and content), or JSON text")
     for name in MEDIA_COLUMNS:
         if name in schema.names and not _holds_media(schema.field(name).type, name.removesuffix("s")):
-            raise DataError(
-                f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, string, struct "
-                "with bytes or path, or a list of these"
-            )
+            raise DataError(f"data.path: {path}: column {name} holds {schema.field(name).type}; allowed: bytes, "
+                            "string, struct with bytes or path, or a list of these")
 
 
 def _holds_media(stored: pa.DataType, kind: str) -> bool:

@@ -54,11 +54,7 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 
 def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
-    """(key, start, stop) of every sample, from the headers of the members alone.
-
-    Raises:
-        DataError: the file is not an uncompressed tar file, or ends early.
-    """
+    """(key, start, stop) of every sample, by headers alone. DataError: this is no uncompressed tar file."""
     try:
         with tarfile.open(path, "r:") as archive:
             current, start, stop = None, 0, 0
@@ -76,17 +72,12 @@ def scan_samples(path: str, progress: Callable[[int], None]) -> Iterator[tuple[s
             if current is not None:
                 yield current, start, stop
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(
-            f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: uncompressed tar"
-        ) from None
+        raise DataError(f"data.path: {path} is not a tar file that can be read: {first_line(error)}; allowed: "
+                        "uncompressed tar") from None
 
 
 def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The row in a sample's part of the tar file, and its images and videos by the names that the row may use.
-
-    Raises:
-        RowError: a member is refused, or none holds a row.
-    """
+    """A sample's row, and its images and videos by name. RowError: a member is refused, or there is no row."""
     texts: dict[str, bytes] = {}
     media: dict[str, bytes] = {}
     shown: dict[str, list[str]] = {"images": [], "videos": []}
@@ -97,10 +88,8 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             extension = split_name(member.name)[1]
             kind = extension.rpartition(".")[2].lower()
             if kind in PICKLES:
-                raise RowError(
-                    f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, images and "
-                    "videos"
-                )
+                raise RowError(f"member {member.name} is a pickle, which can run code when read; allowed: json, txt, "
+                               "images and videos")
             if not member.isreg() or member.issparse():
                 raise RowError(f"member {member.name} is a link or another special file; allowed: plain files")
             if kind not in ("json", "txt", *IMAGES, *VIDEOS):

@@ -1,6 +1,4 @@
-"""Commits finished steps: skipped samples, metrics and, last, the ledger. Seals checkpoints. The measures of a step are
-pure functions of its plan and the ranks' reports.
-"""
+"""Commits finished steps, measures them by pure functions of plan and reports, and seals checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Commits:
     _noted_step: int = 0
 
     def recovered(self, finished: Sequence[FinishedStep], evaluated_at: Callable[[int], dict[str, float]]) -> None:
-        """Commit the steps that the previous generation had finished, once the state after them has its replicas and
-        survives another loss. `evaluated_at`: evaluates after a step if that is due.
-        """
+        """Commit what the previous generation had finished, once the state after it has its replicas."""
         if finished:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
@@ -48,16 +44,12 @@ class Commits:
             self.commit(replace(step, evaluated=evaluated))
 
     def commit(self, finished: FinishedStep) -> None:
-        """Record a finished step: skipped samples, metrics, ledger, and then the curves. Refuse one in which a rank ran
-        another plan than the one that is written down.
-        """
+        """Record a finished step; refuse one in which a rank ran another plan than the one written down."""
         session, records, plan = self.session, self.session.records, finished.plan
         for result in finished.results:
             if result.plan_id != finished.plan_id:
-                raise RunError(
-                    f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is of "
-                    f"{finished.plan_id}"
-                )
+                raise RunError(f"step {finished.step}: rank {result.rank} ran plan {result.plan_id}; the plan file is "
+                               f"of {finished.plan_id}")
         work = work_of(plan)
         metrics = step_metrics(plan, finished.results, finished.step_time_s, session.current.number, finished.late,
                                finished.placeholders)
@@ -114,10 +106,8 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> None:
-        """Wait for the saves under way; the results of all steps so far have been noted. After one that failed all
-        ranks replace its group: no rank is in another collective here.
-
-        A rank that is not done STORAGE_TIMEOUT_S after another raises GroupError. (All ranks end a save together.)
+        """Wait for the saves under way. After one that failed all ranks replace its group: no rank is in another
+        collective here. A rank that is STORAGE_TIMEOUT_S behind another raises GroupError.
         """
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
@@ -130,8 +120,7 @@ class Commits:
             group.call("renew_state_group")
 
     def save_last(self) -> None:
-        """Save the state after the last step if no checkpoint has it: that save broke with the group, or was not due.
-        """
+        """Save the state after the last step if no checkpoint has it: that save broke, or was not due."""
         self.finish_saves()
         last_step = self.session.records.last_step
         if last_step and self.session.checkpoints.newest_step() < last_step:
@@ -200,9 +189,7 @@ class Commits:
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
-    """Return the seconds from the first start of a pack or encoder phase to the last end of one; each rank's times
-    count from its own start of the step.
-    """
+    """Return the seconds from the first start of a pack or encoder phase to the last end, each on its rank's clock."""
     times = _times(results)
     return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
 
@@ -219,8 +206,8 @@ def _times(results: Sequence[StepResult]) -> list[PackTime]:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """Return the median relative error of the predicted seconds of the ranks' packs and images (`work`), at the speeds
-    that the plan knew, against the measured seconds without waiting; None if nothing was measured.
+    """Return the median error of the seconds of packs and images predicted at the plan's speeds; None: nothing
+    measured.
     """
     measured_s = busy_s_of(work, results)
     cost = CostModel.from_json(plan.inputs["cost"])
@@ -241,9 +228,7 @@ def step_metrics(
     plan: Plan, results: Sequence[StepResult], step_time_s: float, generation: int, late: bool = False,
     placeholders: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl. `placeholders`: samples that could not be used. Without valid tokens: no loss
-    (NaN).
-    """
+    """Return the line of metrics.jsonl. `placeholders`: unusable samples. Without valid tokens: no loss (NaN)."""
     first, trained = results[0], trained_samples(plan, results, placeholders)
     return {
         "step": first.step,
@@ -270,9 +255,8 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the metrics of a step whose images were encoded apart from its packs, else nothing: the seconds of the
-    slowest rank, without waiting, before the packs and after them; the longest sum of both over the mean sum; the bytes
-    of features sent to other ranks.
+    """Return, for a step with images apart from its packs, the slowest rank's seconds before and after them, without
+    waiting, the longest sum of both over the mean sum, and the bytes of features sent to other ranks.
     """
     if not plan.vision.apart:
         return {}
@@ -288,9 +272,7 @@ def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return, for a step with packs that moved activations to host memory: how many did, the largest share of layers,
-    and the bytes moved on all ranks.
-    """
+    """Return, if packs moved activations to the host: how many, the largest share of layers, bytes of all ranks."""
     shares = [group.offload for group in plan.groups if group.offload]
     if not shares:
         return {}
@@ -299,8 +281,7 @@ def offload_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]
 
 
 def recomputation_metrics(plan: Plan) -> dict[str, Any]:
-    """Return, for a step with packs that recomputed layers: how many did, and the mean share of layers over all tokens.
-    """
+    """Return, if packs recomputed layers: how many did, and the mean share of layers over all tokens."""
     num_packs = sum(group.recomputed > 0 for group in plan.groups)
     if not num_packs:
         return {}

@@ -42,10 +42,8 @@ ANSWERS_S = 0.1
 
 @dataclass
 class DispatchedStep:
-    """A planned batch under way to the workers.
-
-    `prefetches` return the samples that could not be decoded; a thread collects them from Ray into `answers` while the
-    previous step runs. `late`: the plan is the last resort's, because the planner's own was not ready in time.
+    """A planned batch under way to the workers. `prefetches` return the samples that could not be decoded; a thread
+    collects them from Ray into `answers`. `late`: the plan is the last resort's.
     """
 
     step: int
@@ -107,8 +105,7 @@ class FinishedStep:
 
 @dataclass
 class Planning:
-    """One step's planning, shared by the planning thread and the driver, with the speeds, pool and cost as it begins.
-    """
+    """One step's planning, shared by planning thread and driver: speeds, pool and cost are those of its begin."""
 
     step: int
     speeds: tuple[float, ...]
@@ -158,8 +155,7 @@ class BatchReader:
         return thread
 
     def reading(self, step: int) -> Future[GlobalBatch | None]:
-        """Return a future of a step's batch, done at once if it has been taken: the thread may be reading a later one.
-        """
+        """Return a future of a step's batch, done if it has been taken: the thread may read a later one."""
         if step not in self.batches:
             assert self._thread is not None
             return self._thread.submit(self._batch, step)
@@ -168,8 +164,7 @@ class BatchReader:
         return taken
 
     def _batch(self, step: int) -> GlobalBatch | None:
-        """The batch of a step: one that an earlier membership had taken, or the stream's next; None past the last step.
-        """
+        """A step's batch: an earlier membership's, or the stream's next; None past the last step."""
         if 0 < self.config.run.steps < step:
             self.at_end = True
             return None
@@ -255,8 +250,7 @@ class Dispatcher:
         return self.ranks_for(longest)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
-        """Plan a step's batch and send it out; None past the last step, for want of ranks, or when the run is to end.
-        """
+        """Plan and send a step's batch; None past the last step, for want of ranks, or when the run is to end."""
         self.begin(step)
         return self.take(step)
 
@@ -312,9 +306,7 @@ class Dispatcher:
             self._planning.claim()
 
     def stop(self) -> dict[int, GlobalBatch]:
-        """Stop planning and return the batches taken from the stream. Waits for a batch that is being read, unless the
-        run is to end; never for a plan.
-        """
+        """Stop planning; returns the batches taken. Waits for one that is being read, unless the run ends."""
         self._end_planning()
         idle = self.reader.end()
         if idle:
@@ -329,9 +321,7 @@ class Dispatcher:
         return self.batches, self.reader.hand_over()
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
-        """Collect the samples that cannot be used, with reasons, before the step starts. StoppingError: the run is to
-        end.
-        """
+        """Collect the samples that cannot be used, with reasons. StoppingError: the run is to end."""
         merged: dict[str, str] = {}
         wait([dispatched.answers], timeout=ANSWERS_S)
         if dispatched.answers.done() and not dispatched.answers.exception():
@@ -345,9 +335,7 @@ class Dispatcher:
         return dict(sorted(merged.items()))
 
     def _end_planning(self) -> None:
-        """Stop planning once a plan that is being sent has been sent: if its file were written later, it would replace
-        the file of the step's next plan.
-        """
+        """Stop planning, after a plan that is being sent: its file would replace that of the step's next plan."""
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:

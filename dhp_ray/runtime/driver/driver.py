@@ -52,8 +52,7 @@ class Driver:
         self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool,
         lease: Lease | None = None,
     ) -> None:
-        """`workers` by slot; `takes_over`: they hold the state of a run whose driver was lost. `lease`: of its folder.
-        """
+        """`workers` by slot; `takes_over`: they have the state of a run whose driver is lost. `lease`: its folder's."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
@@ -141,7 +140,6 @@ class Driver:
         change, self.leaving, self.copies = "", {}, (0, [])
         first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         session.report_mode()
-        session.report_compiling()
         running = self._launch(session, first)
         while running:
             step = running.dispatched.step
@@ -183,9 +181,7 @@ class Driver:
         return change
 
     def _dispatched(self, dispatch: Callable[[int], DispatchedStep | None], step: int) -> DispatchedStep | None:
-        """Return a step; None if there is none, or if its batch cannot be read or planned, which is reported once the
-        step before is committed and saved.
-        """
+        """Return a step; None if there is none, or its batch fails, which is told after the step before."""
         try:
             return None if self.refused else dispatch(step)
         except (DataError, PlanError) as error:
@@ -230,9 +226,7 @@ class Driver:
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
 
     def _count_bad_rows(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
-        """Count the bad rows of a step's batch, with those that do not decode (`failures`); once, if it is launched
-        again. A source that has too many of them raises DataError.
-        """
+        """Count the bad rows of a step's batch, once, `failures` to decode included. DataError: too many."""
         if dispatched.step <= self.counted_step:
             return
         self.counted_step = dispatched.step

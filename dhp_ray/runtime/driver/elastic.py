@@ -100,8 +100,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class SurvivingState:
-    """The state to go on from: `version` of `generation`. The worker at `place` supplies the shards of `owners[place]`.
-    """
+    """The state to go on from: `version` of `generation`; the worker at `place` supplies `owners[place]`."""
 
     generation: int
     version: int
@@ -112,10 +111,8 @@ def surviving_state(
     held: Sequence[Sequence[HeldShards]], known: Collection[int] | None = None
 ) -> SurvivingState | None:
     """Return the highest version of which every shard survives complete, from what each worker holds; None if there is
-    none. `known`: the versions of which somebody knows the step that left them; others do not count, such as those that
-    measuring of costs leaves. None: all are known.
-
-    If several workers hold a shard, the one that supplies the fewest so far supplies it.
+    none. `known`: the versions that count, of which somebody knows the step that left them (None: all). Of several
+    workers with a shard, the one that supplies the fewest so far supplies it.
     """
     sizes = {shards.generation: shards.world_size for found in held for shards in found}
     best: SurvivingState | None = None
@@ -136,9 +133,8 @@ def surviving_state(
 
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return for each rank the rank that holds the replica of its shard: on another node if there is one, spread as
-    evenly as possible. So after the loss of any one rank, or of any one of several nodes, every shard is still held by
-    its owner or its replica rank. Empty for one rank.
+    """Return for each rank the rank that holds its shard's replica: on another node if there is one, spread evenly, so
+    that no loss of a rank or of one of several nodes takes both. Empty for one rank.
     """
     if len(nodes) < 2:
         return ()

@@ -1,5 +1,4 @@
-"""Evaluation on held-out samples: passes over `eval.path`, planned and run like training batches, without gradients.
-One pass computes the loss; a second one, if configured, answers the prompts and scores the answers.
+"""Evaluation on held-out samples: passes over `eval.path`, planned and run like training batches, for loss and answers.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ def open_held_out(config: Config) -> HeldOut | None:
 
 
 class HeldOutEvaluation:
-    """Evaluates for one membership of the group; does nothing without held-out samples. Batches have
-    `batch.global_samples` samples for any number of ranks, and their sums are added in order.
-    """
+    """Evaluates for one membership. Batches have `batch.global_samples` samples for any number of ranks."""
 
     def __init__(self, held_out: HeldOut | None, training: Dispatcher, image_limit: int, tell: Tell) -> None:
         """`training`: the membership's dispatcher. `image_limit`: the most tokens of an image; 0: any."""
@@ -70,12 +67,9 @@ class HeldOutEvaluation:
                 dispatcher.stop()
 
     def when_due(self, step: int) -> dict[str, float]:
-        """After every `eval.every_steps` steps return `eval_loss`, the mean loss over the valid tokens of all held-out
-        samples, and the mean scores if answers are generated; after other steps nothing. The loss or the scores are
-        missing if no sample has any, if a sample needs more ranks than there are, or if the run is to end before all
-        samples are done.
-
-        Call it between two steps: the ranks run it in the order of calls.
+        """After every `eval.every_steps` steps return `eval_loss`, the mean over the valid tokens of all held-out
+        samples, and the mean scores if answers are generated. Either is missing if no sample has any, a sample needs
+        more ranks than there are, or the run is to end. Call it between two steps.
         """
         self._number = 0
         if self.losses is None or step % self.config.eval.every_steps:
@@ -105,8 +99,8 @@ class HeldOutEvaluation:
     def _run_pass(
         self, dispatcher: Dispatcher, step: int, method: str, what: str
     ) -> list[tuple[list[str], Any]] | None:
-        """Run `method` of all ranks on all batches of a dispatcher. Returns for each batch the ids of its samples (""
-        for one that could not be used) and the result of rank 0; None if the pass is not complete.
+        """Run `method` of all ranks on all batches. Returns each batch's sample ids ("": unusable) and rank 0's result;
+        None: not complete.
         """
         dispatcher.reader.stream.start_epoch(0)
         dispatcher.batches.clear()

@@ -48,8 +48,8 @@ NOMINAL_FROM = 0.85
 """At this speed and above, a rank counts as one of nominal speed, so that plans do not follow noise."""
 
 GRAIN = 0.05
-"""Lower speeds are rounded for the planner to multiples of this from one half up, of half of this from one quarter up,
-and so on: a very slow rank would hold up all others if it were taken to be a little faster than it is.
+"""Lower speeds are rounded for the planner to multiples of this from one half up, of half of it from one quarter up,
+and so on.
 """
 
 SLOW_BELOW = 0.7
@@ -188,9 +188,9 @@ class CostRefits:
         return with_factors(self.prior, self.factors)
 
     def enter(self, prior: CostModel, least_error: float = 0.0) -> CostModel:
-        """Begin a generation whose costs are `prior`; returns the costs in force. They are refitted from a typical
-        error of `least_error` on; inf: never. Observations are kept if the constants are the same as before; if costs
-        are refitted, factors are kept even if they are not, because they describe the device.
+        """Begin a generation whose costs are `prior`, refitted from a typical error of `least_error` on (inf: never);
+        returns the costs in force. Observations are kept if the constants are the same; factors are kept even if not:
+        they describe the device.
         """
         on = math.isfinite(least_error)
         if self._recorded and on:
@@ -209,9 +209,7 @@ class CostRefits:
             self._recorded = dict(terms), None if prior is None else dict(prior)
 
     def observe(self, work: Work, busy_s: np.ndarray) -> Refit | None:
-        """Take in a step's packs, except those that wait for copies to host memory, because that wait is unknown;
-        returns the refit if anything has changed.
-        """
+        """Take in a step's packs but those that wait for copies to the host; returns the refit if there is one."""
         if not self.on or self.prior is None:
             return None
         busy_s = np.where(work.waits_s > 0, np.nan, busy_s)
@@ -254,10 +252,8 @@ RECENT_COPIES = 8
 
 
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
-    """Return the steps from one copy of the state to the next, if a copy takes `copy_s` and a step `step_s` seconds.
-
-    The `current` number is kept while copies take no more than COPY_SHARE. It falls by a third or more, to a number
-    that is still enough if copies take half as long again: times that vary a little do not change it to and fro.
+    """Return the steps from one copy of the state to the next. `current` is kept while copies take no more than
+    COPY_SHARE; it falls by a third or more, to a number that still suffices if copies take half as long again.
     """
     share = copy_s / (COPY_SHARE * step_s)
     needed, ample = (min(MAX_MIRROR_STEPS, max(1, math.ceil(room * share))) for room in (1.0, 1.5))
@@ -350,10 +346,8 @@ class Expectation:
 
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
-    """Return the seconds that ranks may wait for a plan before the last resort is taken: what they would lose by
-    running that instead. Waiting and loss then cost at most twice what the best choice would have cost.
-
-    `last_resort_s`, `expected_s`: predicted makespans of the last resort and of the plan that is waited for. `scale`:
-    measured over predicted seconds; None while no step has been measured: then the driver waits without end.
+    """Return the seconds that ranks may wait for a plan: what they would lose by running the last resort instead, so
+    that waiting and loss cost at most twice the best choice. `scale`: measured over predicted seconds; None: wait
+    without end.
     """
     return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))

@@ -66,10 +66,9 @@ def by_node(members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
 
 
 class WorkerGroup:
-    """Worker actors, in rank order once they have been described.
-
-    Before a run trains, an error waits a little for the death that explains it. Once it trains (`look_s` is set),
-    errors are raised at once, and after `look_s` seconds without a result the workers' health is checked.
+    """Worker actors, in rank order once described. Before a run trains, an error waits for the death that explains it.
+    Once it trains (`look_s` is set), errors are raised at once, and health is checked after `look_s` seconds without a
+    result.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], waits: Waits | None = None) -> None:
@@ -135,9 +134,7 @@ class WorkerGroup:
         origins: Sequence[Any],
         step: int,
     ) -> list[ray.ObjectRef]:
-        """Let all workers enter a generation after `step`, which trains in `mode`, each from its origin (FromCheckpoint
-        or FromMemory); the calls return their state versions.
-        """
+        """Let all workers enter a generation after `step` in `mode`; the calls return their state versions."""
         return [
             member.actor.join.remote(
                 Membership(rank, self.size, generation, *store, tuple(replica_ranks), pool_groups, mode,
@@ -168,13 +165,10 @@ class WorkerGroup:
         """Return the results by rank. While all workers make progress, they may take as long as they need.
 
         With `end_stuck`, a stuck worker is ended at once: the thread that is stuck may not be the training thread, the
-        only one that a poll sees.
-
-        Raises:
-            GroupError: a rank died, raised, no longer answers, stands still for `stuck_s` without waiting for others,
-                or has no result `behind_s` after another has one; the message names it, with its own error if it has
-                one. Or all ranks wait for one another.
-            StoppingError: `stopping` gives a reason to end the run before all results have arrived.
+        only one that a poll sees. GroupError: a rank died, raised, no longer answers, stands still for `stuck_s`
+        without waiting for others, or has no result `behind_s` after another has one; the message names it, with its
+        own error if it has one. Or all ranks wait for one another. StoppingError: `stopping` gives a reason to end the
+        run before all results have arrived.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
@@ -195,15 +189,13 @@ class WorkerGroup:
             for call, value in zip(ready, _values(ready)):
                 rank = pending.pop(call)
                 if isinstance(value, RayError):
-                    raise GroupError(self._root_cause(rank, value, pending))
+                    raise self._root_cause(rank, value, pending)
                 results[rank] = value
                 first_s = min(first_s, monotonic())
         return [results[rank] for rank in range(len(results))]
 
     def wait(self, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait for `pending`, which does not call the workers, or until `enough` returns True. Once the run trains,
-        health is checked every IDLE_LOOK_S seconds, and a dead rank raises GroupError.
-        """
+        """Wait for `pending`, or until `enough`; once the run trains, a rank that dies raises GroupError."""
         last = monotonic()
         while not pending.done() and not enough():
             wait([pending], timeout=0.005)
@@ -214,10 +206,9 @@ class WorkerGroup:
                 last = monotonic()
 
     def poll_health(self, unresponsive: Collection[int] = ()) -> list[Status]:
-        """Query the health of every worker, by rank; answers that take longer than SURVEY_S are given up. Workers of a
-        node of which none answers at once are dead if it is gone, which Ray may learn later; `unresponsive` ranks,
-        which have just failed to answer a query, get less time. Neither if no rank answers: then this process itself
-        may have been held up, or cut off.
+        """Query the health of every worker, by rank, for at most SURVEY_S; `unresponsive` ranks, which have just failed
+        to answer, get less time. Workers of a node of which none answers at once are dead if it is gone, which Ray may
+        learn later. If no rank answers, this process itself may have been held up.
         """
         calls = self.start("status")
         late = set(ray.wait(calls, num_returns=len(calls), timeout=AGAIN_S)[1])
@@ -232,10 +223,8 @@ class WorkerGroup:
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
 
-    def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> str:
-        """Return the cause of the error of a rank's call: before training, a peer's death if there is one; else the
-        error itself.
-        """
+    def _root_cause(self, rank: int, error: RayError, pending: Mapping[ray.ObjectRef, int]) -> GroupError:
+        """Return the cause of a rank's error: before training a peer's death if there is one, else itself."""
         deadline, left = monotonic() + (GRACE_S if self.look_s is None else 0.0), list(pending)
         while left and not _died(error) and (left_s := deadline - monotonic()) > 0:
             ready, left = ray.wait(left, num_returns=1, timeout=left_s)
@@ -243,8 +232,9 @@ class WorkerGroup:
                 if _died(value):  # others that raise do so as a consequence of the first
                     rank, error = pending[call], value
         if _died(error):
-            return self.words(rank, Condition.DEAD)
-        return f"rank {rank} ({self.members[rank].place}): {words_of(getattr(error, 'cause', None) or error)}"
+            return GroupError(self.words(rank, Condition.DEAD), rank=rank)
+        words = words_of(getattr(error, "cause", None) or error)
+        return GroupError(f"rank {rank} ({self.members[rank].place}): {words}", rank=rank)
 
 
 class _HealthMonitor:

@@ -96,12 +96,10 @@ def reconfigure(
     session: Session, pending: PendingWorkers, cause: str, broken: bool, leaving: Mapping[int, Condition],
     unresponsive: Sequence[int] = (),
 ) -> Sequence[FinishedStep]:
-    """Replace the current generation of `session` with the next one; returns the steps that are finished and not
-    committed. `cause`: why, for the user; `broken`: the group's collectives have failed; `leaving`: ranks to be
-    replaced although they work; `unresponsive`: ranks that have just failed to answer a query.
-
-    GroupError: the new generation broke too; call again. RunError: the run cannot go on; one line. StoppingError: the
-    run is to end, and the newest checkpoint holds all that could be saved.
+    """Replace the current generation with the next one; returns the steps that are finished and not committed. `cause`:
+    why, for the user; `broken`: collectives have failed; `leaving`: ranks to be replaced although they work;
+    `unresponsive`: ranks that have just failed to answer. GroupError: the new generation broke too; call again.
+    RunError: the run cannot go on. StoppingError: it is to end, and all is saved.
     """
     moments = {"begun": perf_counter()}
     if broken:
@@ -336,6 +334,8 @@ def take_over(
             return
         except GroupError as error:
             tell(Notice(f"one more is lost: {error}"))
+            if error.rank is not None:  # it may live, and would fail again
+                _lose(group, group.members[error.rank], tell)
 
 
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
@@ -344,18 +344,21 @@ def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
     begun = any(status.generation for _, status in seen)
     for member, status in seen:
         if status.dead or not status.answered:
-            ray.kill(member.actor)
-            group.members.remove(member)
-            tell(Replace(member.slot))
+            _lose(group, member, tell)
         elif begun and not status.generation:
             group.members.remove(member)
             pending.offer(member.slot, member.actor)
 
 
+def _lose(group: WorkerGroup, member: WorkerHandle, tell: Tell) -> None:
+    ray.kill(member.actor)
+    group.members.remove(member)
+    tell(Replace(member.slot))
+
+
 @dataclass
 class _Newcomer:
-    """`loads_since_s`: when its process had started; None before, and once it has loaded. `num_reports`: how often that
-    was reported."""
+    """`loads_since_s`: when its process had started; None before, and once it has loaded."""
 
     member: WorkerHandle
     described: ray.ObjectRef
@@ -400,9 +403,8 @@ class PendingWorkers:
         return taken
 
     def report(self, on_failure: Callable[[int, str], object] = lambda slot, why: None) -> None:
-        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once for the
-        first in a row, then after 2, 4, 8 and so on up to LONGEST_S seconds. Call it again and again. `on_failure` is
-        called with the slot and the reason of each that failed.
+        """Report newcomers that load for long, and ask for others in the slots of those that failed: at once, then
+        after 2, 4, 8, ... up to LONGEST_S seconds. Call it again and again. `on_failure` gets slot and reason.
         """
         now = monotonic()
         for newcomer in self._coming:
@@ -443,9 +445,7 @@ class PendingWorkers:
 
 @dataclass
 class DrainingNodes:
-    """The nodes that Ray is about to take away, after a preemption notice or because somebody drains them, at most
-    DRAINING_LOOK_S old. Ray starts nothing new on them.
-    """
+    """The nodes that Ray is about to take away, at most DRAINING_LOOK_S old. It starts nothing new on them."""
 
     _ids: frozenset[str] = frozenset()
     _asked_s: float = field(default_factory=lambda: monotonic() - DRAINING_LOOK_S)
@@ -458,9 +458,7 @@ class DrainingNodes:
 
 
 def leaving_ranks(session: Session, draining: DrainingNodes) -> dict[int, Condition]:
-    """Return the ranks that should leave although they work: too slow, or on a node that Ray is taking away. If the
-    replacement is just as slow, the node is the cause: the worker stays and gets less work.
-    """
+    """Return the ranks that should leave: too slow (unless their replacement was too), or on a node that is drained."""
     drained = draining.ids()
     return {rank: Condition.SLOW for rank in session.current.meter.no_good()
             if session.group.members[rank].slot not in session.history.evicted_slots} | {

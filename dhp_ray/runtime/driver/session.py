@@ -34,9 +34,6 @@ HANG_LAYERS = 60  # a rank may stand still for as long as so many layers should 
 LOOKS_PER_HANG = 8
 """The number of health checks in `elastic.hang_s` seconds while a step runs."""
 
-COMPILING_TOLD_S = 15.0
-"""Compiling is reported if it took longer than this; reading the machine code from its cache takes less."""
-
 
 @dataclass
 class Generation:
@@ -54,7 +51,6 @@ class History:
     """What has happened to the run so far, over all generations."""
 
     stream_lost: bool = False  # the stream's position says nothing about the next step
-    compiling_told: bool = False
     mirroring_told: bool = False
     mode_told: Mode | None = None  # of the generation that was reported last
     failures: Failures = field(default_factory=Failures)
@@ -80,7 +76,7 @@ class Session:
     stream: Stream
     held_out: HeldOut | None
     total_steps: int
-    compiled: Future[float]  # done once the planner's loops are, with the seconds that took
+    compiled: Future[float]  # done once the planner's loops are compiled, or read from their cache
     tell: Tell
     first_batch: Sequence[Sample] = ()  # of the run; empty if no modes are to be compared
     stop_reason: Callable[[], str] = lambda: ""
@@ -118,14 +114,11 @@ class Session:
 
     @property
     def pool_groups(self) -> int:
-        """How many process groups every rank keeps: `comm.pool_groups`, or what all devices hold."""
-        device = ACCELERATORS[self.group.members[0].described["device"]]
-        return device.pool_groups(self.config.comm.pool_groups, self.group.memory_bytes)
+        """How many process groups every rank keeps: what all devices hold."""
+        return ACCELERATORS[self.group.members[0].described["device"]].pool_groups(self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """Return how long a rank may stand still in a step: as long as many layers take; `comm.timeout_s` while
-        unknown.
-        """
+        """Return how long a rank may stand still in a step: as many layers, or `comm.timeout_s` if unknown."""
         scale = self.history.scale
         if not scale.ratios:
             return self.config.comm.timeout_s
@@ -143,8 +136,7 @@ class Session:
     def enter(
         self, generation: int, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
     ) -> None:
-        """Start planning for `generation`, first the `batches` that an earlier one left and those that `reader` takes.
-        """
+        """Start planning for `generation`: the `batches` left by an earlier one, then those of `reader`."""
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
@@ -173,16 +165,6 @@ class Session:
             self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
         self.current.evaluation = HeldOutEvaluation(
             self.held_out, self.current.dispatcher, strategy.largest_admitted, self.tell)
-
-    def report_compiling(self) -> None:
-        """Report once how long compiling the planner's loops took, or reading them from their cache."""
-        if self.compiled.done() and not self.history.compiling_told:
-            self.history.compiling_told = True
-            seconds = self.compiled.result()
-            self.records.event("planner_compiled", seconds=round(seconds, 3))
-            if seconds > COMPILING_TOLD_S:
-                self.tell(Notice(f"the planner was compiled in {seconds:.1f} s; the machine code is kept for later "
-                                 "runs"))
 
     def report_mode(self) -> None:
         """Report which mode was chosen and why: at the start, and if a later generation's mode is another one."""

@@ -226,8 +226,7 @@ def _opening(session: Session, last_step: int) -> tuple[str, ...]:
 
 
 def saves_ahead(done: int, total: int, every: int) -> int:
-    """Return the checkpoints that a run will write after `done` of `total` steps: every `every` steps, and at the end.
-    """
+    """Return how many checkpoints a run writes after `done` of `total` steps: every `every`, and at the end."""
     if done >= total:
         return 0
     return (total // every - done // every + (total % every > 0)) if every else 1
@@ -237,7 +236,7 @@ def check_room(
     members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
 ) -> None:
     """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time,
-    beyond the `num_present` whole ones; without it, each node needs room for its parts of one.
+    beyond the `num_present` whole ones; without it, each node needs room for its parts of one, in TMPDIR.
     """
     if not num_ahead:
         return
@@ -246,24 +245,20 @@ def check_room(
     if run_folder is not None:  # one file system for all; the checkpoint under way is added to those kept
         count = min(num_ahead, config.checkpoint.keep + 1 - min(num_present, config.checkpoint.keep))
         if count * whole_bytes > min(free):
-            raise RunError(
-                f"run.dir: {run_folder} has {gib(min(free))} free, and the next {count} checkpoints of "
-                f"{gib(whole_bytes)} each need {gib(count * whole_bytes)} "
-                f"(checkpoint.keep={config.checkpoint.keep} and the one being written); "
-                "make room, lower checkpoint.keep, or choose another run.dir"
-            )
+            raise RunError(f"run.dir: {run_folder} has {gib(min(free))} free, and the next {count} checkpoints of "
+                           f"{gib(whole_bytes)} each need {gib(count * whole_bytes)} "
+                           f"(checkpoint.keep={config.checkpoint.keep} and the one being written); make room, lower "
+                           "checkpoint.keep, or choose another run.dir")
         return
     ranks_of = Counter(member.described["node_id"] for member in members)
     for member, free_bytes in zip(members, free):
         count = ranks_of[member.described["node_id"]]
         need = count * math.ceil(whole_bytes / len(members))
         if need > free_bytes:
-            folder, node_id = config.checkpoint.scratch or "the folder for temporary files", member.described["node_id"]
-            raise RunError(
-                f"checkpoint.scratch: {folder} on node {node_id} has {gib(free_bytes)} free, and the parts of its "
-                f"{count} ranks in a checkpoint need {gib(need)} before they are uploaded; "
-                "make room, or name another folder"
-            )
+            raise RunError(f"run.dir: the folder for temporary files on node {member.described['node_id']} has "
+                           f"{gib(free_bytes)} free, and the parts of its {count} ranks in a checkpoint need "
+                           f"{gib(need)} before they are uploaded; make room, or name another folder in TMPDIR when "
+                           "Ray starts there")
 
 
 def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile | None, str]:
@@ -281,26 +276,14 @@ def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile 
 
 
 def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
-    """Measure costs on the workers, in a generation of their own, and write them to the run folder. The workers' state
-    is useless afterwards: they join the run's first generation as if they had just started.
-    """
+    """Measure costs on the workers, in a generation of their own, and write them to the run folder."""
     group, folder, strategy = session.group, session.records.folder, session.strategy
     session.tell(Notice(f"measuring costs on {group.size} workers, for {COST_FILE} (planner.cost=measure)"))
-    with group.waits.on("the workers to load the model and to meet"):
-        group.collect(group.join(generation, session.store, (), session.pool_groups, mode,
-                                 [FromCheckpoint()] * group.size, 0))
-    results: dict[str, Sequence[PartResult]] = {}
-    spec: Spec
-    for number, part in enumerate(PARTS, 1):
-        with group.waits.on(f"costs to be measured ({part}, {number} of {len(PARTS)})"):
-            found = group.call("measure", part, int(session.config.planner.tokens_per_rank))
-        spec = found[0][0]
-        if found[0][1] is not None:
-            results[part] = [result for _, result in found]
-    group.call("leave")
+    found = measured_session(group, session.store, generation, session.pool_groups, mode,
+                             int(session.config.planner.tokens_per_rank))
     try:
-        measured = cost_file.measured_cost([cost_file.MeasuredSession(spec, results)], strategy.origin(mode),
-                                           strategy.memory(mode), strategy.cost(mode), model_name(session.config))
+        measured = cost_file.measured_cost([found], strategy.origin(mode), strategy.memory(mode), strategy.cost(mode),
+                                           model_name(session.config))
     except MeasureError as error:
         raise RunError(f"planner.cost: got measure; {error}") from None
     text = measured.text()
@@ -312,3 +295,25 @@ def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:
     session.tell(Notice(f"costs measured: packs are off by {100 * errors['median']:.1f} % in the median; kept in "
                         f"{COST_FILE}"))
     return CostFile.parsed(yaml.safe_load(text), COST_FILE)  # rounded as later starts read it
+
+
+def measured_session(
+    group: WorkerGroup, store: tuple[str, int], generation: int, pool_groups: int, mode: Mode, tokens_per_rank: int,
+    parts: Sequence[str] = PARTS, tell: Callable[[str, int], object] = lambda part, done: None,
+) -> cost_file.MeasuredSession:
+    """Let the workers measure in a generation of their own; their state is useless afterwards. `tell` is called with
+    each part that begins, and the number of those before it.
+    """
+    with group.waits.on("the workers to load the model and to meet"):
+        group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
+    results: dict[str, Sequence[PartResult]] = {}
+    spec: Spec
+    for number, part in enumerate(parts):
+        tell(part, number)
+        with group.waits.on(f"costs to be measured ({part}, {number + 1} of {len(parts)})"):
+            found = group.call("measure", part, tokens_per_rank)
+        spec = found[0][0]
+        if found[0][1] is not None:
+            results[part] = [result for _, result in found]
+    group.call("leave")
+    return cost_file.MeasuredSession(spec, results)

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,14 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 
-from dhp_ray.config import ConfigError, in_upload, make_absolute, upload_warning
+from dhp_ray.config import upload_warning
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import Fragment, Fragments
 from dhp_ray.data.index import held_out, image_root, index_fragments
 from dhp_ray.data.model_folder import own_pixels
 from dhp_ray.errors import first_line
 from dhp_ray.runtime.evaluate.predictions import Answer, Display, Predictions, summary_line
-from dhp_ray.runtime.job.head import connect, disconnect
-from dhp_ray.runtime.job.job import actor_options, bundle_of, rendezvous_store, reserve
+from dhp_ray.runtime.job.job import actor_options, bundle_of, on_cluster, rendezvous_store, reserve
 from dhp_ray.runtime.job.preflight import device_of
 from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.runtime.messages import Notice, RunError, words_of
@@ -35,44 +35,22 @@ MAX_RESTARTS = 3
 
 def evaluate(config: Evaluation, signals: ShutdownSignals) -> int:
     """Evaluate as configured, or until a signal; return the exit status. Failures are one line on standard error."""
-    waits = Waits(_say)
-    try:
-        if warning := upload_warning("eval.output", config.eval.output, Path.cwd()):
+    for warning in (upload_warning("eval.output", config.eval.output, Path.cwd()), pixels_warning(config)):
+        if warning:
             _say(Notice(warning))
-        if not in_upload(Path.cwd()):
-            make_absolute(config)
-        if warning := pixels_warning(config):
-            _say(Notice(warning))
-        with waits.on("the Ray cluster"):
-            connect()
-        signals.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        _run(config, waits)
-    except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
-        signals.tell()
-        return 1
-    except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    finally:
-        signals.over()
-        waits.close()
-        disconnect()
-    return 0
+    return on_cluster(config, _say, signals, partial(_run, config))
 
 
 def pixels_warning(config: Evaluation) -> str:
     """A line if images are scaled otherwise than the model's folder says; else empty."""
-    try:
-        own = own_pixels(Path(config.model.path), config.data.max_pixels)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
+    own = own_pixels(Path(config.model.path), config.data.max_pixels)
     if not own:
         return ""
     return (f"images have at most {config.data.max_pixels} pixels (data.max_pixels), those of the model's own "
             f"processor {own}: data.max_pixels={own} shows them as it does")
 
 
-def _run(config: Evaluation, waits: Waits) -> None:
+def _run(config: Evaluation, waits: Waits) -> int:
     started = time.monotonic()
     data = held_out(config.data, config.eval.path)
     try:
@@ -115,11 +93,11 @@ def _run(config: Evaluation, waits: Waits) -> None:
         remove_placement_group(room)
     assert predictions
     _report(predictions, config, time.monotonic() - started)
+    return 0
 
 
 def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
-    """Yield the answers as they arrive. A group takes as many samples at a time as it has workers, and then the next.
-    """
+    """Yield answers as they arrive. A group takes as many samples at a time as it has workers."""
     samples, free = _samples(fragments), list(range(len(groups)))
     group_of: dict[Any, int] = {}  # the group of each call under way
     while True:

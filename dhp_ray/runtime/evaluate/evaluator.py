@@ -46,11 +46,9 @@ NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, ()
 
 
 class Evaluator:
-    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU and in bf16 elsewhere. An actor that Ray has
-    restarted loads the model with its first sample.
-
-    Actors that `join` a group hold the model together, each a shard of every layer. They run in lockstep: each answers
-    a sample of its own or takes part without one, and those that finish early keep taking part in the others' passes.
+    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU, else bf16. One that Ray has restarted loads
+    it with its first sample. Actors that `join` a group each hold a shard of every layer and run in lockstep; those
+    without a sample, or that end early, take part in the others' passes.
     """
 
     def __init__(self, config: Evaluation, image_root: str) -> None:
@@ -193,9 +191,8 @@ def media_in(question: Question, processor: Processor) -> list[Medium]:
 
 
 def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the model of a folder by transformers alone. Nothing is downloaded, and no code in the folder is run.
-    ModelError: its configuration is not one, it has no weights, or it is open which are meant. RunError: it does not
-    load, or weights are missing.
+    """Load the model of a folder by transformers alone, without downloads or code of the folder. ModelError: it is no
+    model, has no weights, or several sets of them. RunError: it does not load, or weights are missing.
     """
     weight_files(path)
     model_class = FAMILIES[read_config(path).model_type].model_class

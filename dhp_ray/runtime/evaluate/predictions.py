@@ -16,8 +16,8 @@ from dhp_ray.runtime.messages import RunError
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for sample `number` of the file. `prediction` is None if nothing was generated; `loss_sum` is over the
-    `num_valid_tokens` of all assistant turns. `error`: why there is no answer.
+    """The result for sample `number`; `loss_sum` is over the valid tokens of all assistant turns. `error`: why there is
+    none.
     """
 
     number: int

@@ -14,9 +14,7 @@ from dhp_ray.runtime.messages import Message, Notice, RunFinished, RunStarted, S
 
 
 class Console:
-    """Shows the driver's messages on `stream`, each whole: any thread may call this. None: there is no output, as in a
-    process that was started with it closed.
-    """
+    """Shows the driver's messages on `stream`, each whole, from any thread; None: output was closed at the start."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

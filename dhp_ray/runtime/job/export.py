@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,12 +45,11 @@ def export_checkpoint(
     files = layout.files_of(adapter, 1)
     on_progress(0, len(files))
     with ExitStack() as stack:
-        values = StoredValues(f"{run.uri}/{name}", _local(run, name, config, stack), shapes, everything,
+        values = StoredValues(f"{run.uri}/{name}", _local(run, name, stack), shapes, everything,
                               untrained_weights(adapter))
         with storage_errors(f"out: {out}", "cannot be made"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            place = Path(tempfile.mkdtemp(prefix=f".{out.name}_", dir=out.parent))
-            os.chmod(place, 0o777 & ~_umask())
+            place = out.with_name(f".{out.name}_{uuid.uuid4().hex}")
+            place.mkdir(parents=True)
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         done = 0
 
@@ -68,23 +67,13 @@ def export_checkpoint(
     return sum(file.num_bytes for file in files)
 
 
-def _local(run: Folder, name: str, config: Config, stack: ExitStack) -> Path:
+def _local(run: Folder, name: str, stack: ExitStack) -> Path:
     """Return the folder of the checkpoint's files on this machine."""
-    local = run.local_path()
-    if local is not None:
+    if local := run.local_path():
         return local / name
-    scratch = Path(config.checkpoint.scratch or tempfile.gettempdir())
-    with storage_errors(f"checkpoint.scratch: {scratch}", "cannot be made"):
-        scratch.mkdir(parents=True, exist_ok=True)
-        fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=scratch)))
+    fetched = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dhp_ray_")))
     for file in run.names(name):
         run.download(f"{name}/{file}", fetched / file)
     if not (fetched / ".metadata").exists():
         raise StorageError(f"{run.uri}/{name}: its files are gone; allowed: another checkpoint")
     return fetched
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

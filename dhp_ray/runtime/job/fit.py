@@ -161,9 +161,7 @@ def current_trial() -> str:
 
 
 def callers_folder(trial: str) -> Path:
-    """Return the folder that relative paths are taken from: this process's own, or, in a trial, the one that its
-    process began in; Ray Tune has changed to a folder that is deleted.
-    """
+    """Return the folder of relative paths: this process's; a trial's first one, as Ray Tune has left it."""
     return Path(os.environ.get(ORIGINAL_FOLDER, ".") if trial else ".")
 
 
@@ -189,11 +187,9 @@ class Trial:
         """The trial's reservation, which must match the configuration."""
         room, wanted = ray.util.get_current_placement_group(), bundles_of(self.config)
         if room is None or room.bundle_specs != wanted:
-            raise ConfigError(
-                f"the trial reserves {room.bundle_specs if room else 'no bundles'}; allowed, for "
-                f"cluster.num_workers={self.config.cluster.num_workers}: tune.with_resources(trial, "
-                "dhp_ray.resources(...)) with the same overrides"
-            )
+            raise ConfigError(f"the trial reserves {room.bundle_specs if room else 'no bundles'}; allowed, for "
+                              f"cluster.num_workers={self.config.cluster.num_workers}: tune.with_resources(trial, "
+                              "dhp_ray.resources(...)) with the same overrides")
         return room
 
     def resume(self) -> None:

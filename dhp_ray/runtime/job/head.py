@@ -1,6 +1,4 @@
-"""The head of the Ray cluster: which one a run would join, whether it answers, joining and leaving it. Ray takes
-seconds to import, so it is imported only on joining.
-"""
+"""The head of the Ray cluster: finds, joins and leaves it. Imports Ray, which takes seconds, only to join."""
 
 from __future__ import annotations
 
@@ -18,9 +16,8 @@ from dhp_ray.schema import ConfigError
 
 LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0",
                   "RAY_task_events_report_interval_ms": "0", "RAY_idle_worker_killing_time_threshold_ms": "60000"}
-"""Settings of a cluster that is started here. With Ray's niceness of 15, any other process can hold up a rank, and that
-rank the others; Ray's dashboard, metrics and task events, which nobody looks at there, take time from the ranks. So
-would the start of a process that reads: Ray ends one that is idle for a second, here for a minute.
+"""Settings of a cluster that is started here. With Ray's niceness of 15 any process can hold up a rank, and so all;
+dashboard, metrics, task events, and a new process where an idle one ends after a second, take time from ranks.
 """
 
 HEAD_PATIENCE_S = 5.0
@@ -134,8 +131,6 @@ def _knock(address: str, named_by: str) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         stale = ("" if named_by == "RAY_ADDRESS" else
                  "; such a file outlives its head: `ray stop`, or deleting it, clears it")
-        raise RunError(
-            f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; "
-            "allowed: a running head (`ray start --head`), its address in RAY_ADDRESS, "
-            "or RAY_ADDRESS=local for a cluster of this machine alone"
-        ) from None
+        raise RunError(f"no Ray cluster at {address}, which {named_by} names: {first_line(error)}{stale}; allowed: a "
+                       "running head (`ray start --head`), its address in RAY_ADDRESS, or RAY_ADDRESS=local for a "
+                       "cluster of this machine alone") from None

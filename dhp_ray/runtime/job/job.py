@@ -1,11 +1,10 @@
-"""The process of the submitted job: it hosts the rendezvous store, owns the workers, which outlive a driver actor,
-restarts the driver, and shows the run.
-"""
+"""The submitted job's process: hosts the rendezvous store, owns the workers, restarts the driver, shows the run."""
 
 from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,24 +37,34 @@ MAX_DRIVERS = 20
 def train(config: Config, lease: Lease, signals: ShutdownSignals) -> int:
     """Train as configured, or until a signal; return the exit status. Failures are one line on standard error."""
     console = Console(sys.stdout)
-    waits = Waits(console.show)
     signals.say = lambda text: console.show(Notice(text))
+
+    def work(waits: Waits) -> int:
+        last = run(config, lease, console, waits, signals, leaves=True)
+        if last.error:
+            print(f"error: {last.error}", file=sys.stderr)
+        return last.status
+
+    return on_cluster(config, console.show, signals, work)
+
+
+def on_cluster(config: Config, say: Callable[[Notice], None], signals: ShutdownSignals, work: Callable[[Waits], int]
+               ) -> int:
+    """Join the cluster, and return the exit status of `work`, or of a signal that ends it, or of an error, which is one
+    line on standard error. `say` shows waits.
+    """
+    waits = Waits(say)
     try:
         if not in_upload(Path.cwd()):
             make_absolute(config)
         with waits.on("the Ray cluster"):
             connect()
         signals.take_signals()  # ray.init installs its own SIGTERM handler, which exits at once
-        last = run(config, lease, console, waits, signals, leaves=True)
-        if last.error:
-            print(f"error: {last.error}", file=sys.stderr)
-        return last.status
+        return work(waits)
     except (KeyboardInterrupt, SystemExit):  # the latter comes from Ray's handler
-        console.close()
         signals.tell()
         return 1
     except (ConfigError, RunError) as error:
-        console.close()
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
@@ -69,8 +78,8 @@ def run(
     lent: PlacementGroup | None = None, *, leaves: bool
 ) -> RunFinished:
     """Train on the cluster that this process has joined; return how the run ended. `lent`: see `WorkerPool`. `leaves`:
-    this process leaves the cluster and ends. That ends the workers, when their output is no longer shown: one that
-    still imports prints a traceback. ConfigError, RunError: the run cannot begin, or its drivers die; one line.
+    this process leaves the cluster, which ends the workers, without the traceback of one that still imports.
+    ConfigError, RunError: one line.
     """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
@@ -91,10 +100,8 @@ def run(
             if last:
                 return last
             lost = lost + 1 if console.steps == steps else 1
-        raise RunError(
-            f"the driver actor died {MAX_DRIVERS} times without a step in between; "
-            "start the same command again to go on from the newest checkpoint"
-        )
+        raise RunError(f"the driver actor died {MAX_DRIVERS} times without a step in between; start the same command "
+                       "again to go on from the newest checkpoint")
     finally:
         console.close()
         if not leaves:
@@ -158,8 +165,7 @@ def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int
 
 
 def resolve_device(config: Config) -> Accelerator:
-    """Return the device of the workers, or the best kind that the cluster has; refuse one that cannot do what is asked.
-    """
+    """Return the device of the workers, or the cluster's best kind; refuse one that cannot do what is asked."""
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name
     check_device(config)
@@ -177,9 +183,9 @@ def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int]
 
 
 class WorkerPool:
-    """The slots below cluster.num_workers share one reservation, granted as a whole or not at all; each slot up to
-    cluster.max_workers has its own, granted when the cluster grows. `lent`: a reservation made by someone else, whose
-    bundles from the second on are for the first slots; it is not removed here.
+    """The slots below cluster.num_workers share one reservation, granted as a whole; each up to cluster.max_workers has
+    its own, granted when the cluster grows. `lent`: somebody else's, whose bundles from the second on are for the first
+    slots.
     """
 
     def __init__(
@@ -243,8 +249,7 @@ def actor_options(config: Config, accelerator: Accelerator, room: PlacementGroup
 
 
 def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> PlacementGroup:
-    """Reserve room for `cluster.num_workers` workers, as a whole, or refuse to start after `cluster.start_timeout_s`.
-    """
+    """Reserve room for all workers, as a whole, or refuse to start after `cluster.start_timeout_s`."""
     cluster = config.cluster
     room = placement_group([bundle] * cluster.num_workers, strategy="PACK")
     with waits.on(f"room for {cluster.num_workers} workers"):
@@ -254,9 +259,7 @@ def reserve(config: Config, bundle: dict[str, float], waits: Waits) -> Placement
         have = ray.cluster_resources()
         wanted = ", ".join(f"{amount * cluster.num_workers:g} {name}" for name, amount in bundle.items())
         found = ", ".join(f"{have.get(name, 0.0):g} {name}" for name in bundle)
-        raise RunError(
-            f"cluster.num_workers={cluster.num_workers}: needs {wanted}; "
-            f"the cluster has {found} in all (some may be in use), "
-            f"and no more came within {cluster.start_timeout_s:g} s; lower cluster.num_workers or add nodes"
-        )
+        raise RunError(f"cluster.num_workers={cluster.num_workers}: needs {wanted}; the cluster has {found} in all "
+                       f"(some may be in use), and no more came within {cluster.start_timeout_s:g} s; lower "
+                       "cluster.num_workers or add nodes")
     return room

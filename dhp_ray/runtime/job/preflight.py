@@ -70,8 +70,6 @@ def check_here(config: Config) -> None:
         _check_cost(config.planner.cost)
     if config.run.dir.partition("://")[0] not in STORES:
         _check_run_folder(config)
-    elif config.checkpoint.scratch:
-        _check_writable("checkpoint.scratch", os.path.join(config.checkpoint.scratch, "checkpoint"))
 
 
 def check_evaluation_here(config: Evaluation) -> None:
@@ -175,10 +173,8 @@ def check_room(config: Config, here: dict[str, float]) -> None:
     if resource and not here[resource]:
         lack = (f"{kind.visible}={os.environ[kind.visible]!r} shows none" if kind.visible in os.environ
                 else f"this machine has no {kind.files}")
-        raise ConfigError(
-            f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with such devices "
-            "(its head in RAY_ADDRESS)"
-        )
+        raise ConfigError(f"cluster.device: got {cluster.device!r}; {lack}; allowed: cpu, auto, or a Ray cluster with "
+                          "such devices (its head in RAY_ADDRESS)")
     needs = {"CPU": cluster.cpus_per_worker * cluster.num_workers}
     if resource:
         needs[resource] = 1.0 * cluster.num_workers
@@ -186,10 +182,9 @@ def check_room(config: Config, here: dict[str, float]) -> None:
         if amount > here[name] + 1e-6:
             fit = int(here[name] / (cluster.cpus_per_worker if name == "CPU" else 1) + 1e-6)
             fewer = f"at most {fit}, or " if fit else ""
-            raise ConfigError(
-                f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this machine has "
-                f"{here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in RAY_ADDRESS)"
-            )
+            raise ConfigError(f"cluster.num_workers: got {cluster.num_workers}; they need {amount:g} {name}, this "
+                              f"machine has {here[name]:g}; allowed: {fewer}a Ray cluster with more nodes (its head in "
+                              "RAY_ADDRESS)")
 
 
 def device_of(name: str, resources: dict[str, float]) -> Accelerator:
@@ -207,8 +202,7 @@ def _check_model(path: str) -> None:
 
 
 def _family(config: Config) -> type[Family]:
-    """Return the model's family; refuse an unknown preset, and in `train` parts and experts that it does not have.
-    """
+    """Return the model's family; refuse an unknown preset, and parts and experts that it does not have."""
     if config.model.preset and config.model.preset not in PRESETS:
         raise ConfigError(f"model.preset: got {config.model.preset!r}; allowed: {', '.join(sorted(PRESETS))}")
     family = family_in(Path(config.model.path)) if config.model.path else PRESETS[config.model.preset]

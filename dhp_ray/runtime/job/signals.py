@@ -24,9 +24,8 @@ LEAVE_S = 3.0
 
 
 class ShutdownSignals:
-    """What the signals to this process ask for, and who is told. They are received twice: by the main thread, between
-    two of its instructions, and by a thread that reads them from a pipe, because foreign code may block the main thread
-    for minutes.
+    """What the signals to this process ask for, and who is told. Both the main thread and one that reads them from a
+    pipe receive them: foreign code may block the main thread for minutes.
     """
 
     def __init__(self, before: str = "before the first step") -> None:

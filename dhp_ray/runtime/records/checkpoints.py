@@ -1,8 +1,7 @@
 """The checkpoints under run.dir: which are whole, which one is the newest, and which may be deleted.
 
-A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, so a folder without one is
-half-written. The manifest names the generation whose files count: files that an earlier generation left, or is still
-writing, are not read, and are deleted once the manifest is written.
+A checkpoint is a folder `checkpoints/step_000020/`; its `manifest.json` is written last, and names the generation whose
+files count: those of others are not read, and go once it is written.
 """
 
 from __future__ import annotations
@@ -55,18 +54,16 @@ class Checkpoints:
         try:
             return Manifest(**json.loads(self.folder.read(name)))
         except (ValueError, TypeError):
-            raise StorageError(
-                f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run has written, or "
-                "no such folder"
-            ) from None
+            raise StorageError(f"{self.folder.uri}/{name}: not the manifest of a checkpoint; allowed: one that a run "
+                               "has written, or no such folder") from None
 
     def newest_step(self) -> int:
         """The step of the newest whole checkpoint; 0 if there is none."""
         return (self.complete() or [0])[-1]
 
     def seal(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint whole; then delete the oldest checkpoints, and what failed
-        saves up to here have left. Returns one line for each thing that could not be deleted; a later call deletes it.
+        """Write the manifest, which makes the checkpoint whole; then delete the oldest, and what failed saves have
+        left. Returns a line for each thing that could not be deleted.
         """
         here = checkpoint_folder(manifest.step)
         self.folder.write(f"{here}/{MANIFEST_FILE}", json.dumps(asdict(manifest)).encode())
@@ -76,9 +73,7 @@ class Checkpoints:
         return self._delete([*(name for name in others if name != manifest.files), *old])
 
     def discard_after(self, step: int) -> list[str]:
-        """Delete half-written folders, and checkpoints after `step`, before a run goes on from that step. Returns one
-        line for each that could not be deleted; none of them counts as whole.
-        """
+        """Delete half-written checkpoints and those after `step`; a line for each that could not be deleted."""
         whole = self.complete()
         return self._delete([checkpoint_folder(found) for found in self._steps() if found > step or found not in whole])
 

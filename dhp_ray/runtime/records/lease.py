@@ -36,9 +36,7 @@ GIVING_WAY_S = 0.3
 
 
 def take_lease(run_dir: str, say: Callable[[str], None], patience_s: float = 0.0) -> Lease:
-    """Return the lease of a run folder, taken. `patience_s`: how long a run that has it may still go on. RunError: one
-    line; such a run goes on, or the folder cannot be written to.
-    """
+    """Return a run folder's lease; another run may go on for `patience_s`. RunError: it goes on, or writing fails."""
     begun_s = monotonic()
     while True:
         try:
@@ -63,9 +61,7 @@ class Start(NamedTuple):
 
 
 class Lease:
-    """The lease of `folder`. `take` it before anything is written there; `release` it, or leave its `with` block, when
-    the run has ended. Where it is pickled to, it can only be checked.
-    """
+    """The lease of `folder`: `take` it before writing, `release` it at the end. A pickled one can only be checked."""
 
     def __init__(self, folder: Folder, start: Start | None = None) -> None:
         self.folder, self.start = folder, start or Start(0, "")
@@ -84,9 +80,8 @@ class Lease:
         self.release()
 
     def take(self, say: Callable[[str], None]) -> Lease:
-        """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` is
-        called with one line), or not at all if it was of this machine. RunError: a run that goes on has the folder.
-        StorageError: it cannot be written to.
+        """Take the lease and keep renewing it. If the run before has died, wait until its lease has expired (`say` gets
+        one line), unless it was of this machine. RunError: a run that goes on has it. StorageError: writing fails.
         """
         before = self._starts()
         while before:
@@ -217,9 +212,7 @@ def _who(seen: dict[str, Any]) -> str:
 
 
 def _place() -> str:
-    """What names this machine since it was booted, and its numbering of processes; empty where nothing does: there,
-    only a lease that has expired is that of a dead process.
-    """
+    """What names this machine since its boot, and its numbering of processes; empty where nothing does."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

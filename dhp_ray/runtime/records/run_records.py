@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dhp_ray.config import RESOLVED, Config, ConfigError, dump
+from dhp_ray.config import RESOLVED, Config, ConfigError, dump, leaves
 from dhp_ray.run_folder import (
     CLUSTER_FILE,
     CONFIG_FILE,
@@ -44,9 +44,9 @@ UPLOAD_INTERVAL_S = 10.0
 
 
 class RunRecords:
-    """The files of one run, for its one writer (the driver). A commit writes the metrics first and the ledger last: a
-    step counts when its ledger line is there. So opening the folder drops a metrics line that the ledger does not know.
-    StorageError: a file cannot be read or written, or the two logs contradict each other.
+    """The files of one run, for its one writer, the driver. A commit writes the metrics first and the ledger, which
+    counts, last; opening the folder drops a metrics line that the ledger lacks. StorageError: a file fails, or both
+    contradict each other.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -59,9 +59,8 @@ class RunRecords:
         self.last_step = self._check_steps(self._ledger)  # the last committed one; 0 before the first
         self._metrics.truncate(lambda line: line["step"] <= self.last_step)
         if self._check_steps(self._metrics) < self.last_step:
-            raise StorageError(
-                f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed {self.last_step} steps"
-            )
+            raise StorageError(f"{folder.uri}/metrics.jsonl: lines are missing; ledger.jsonl has committed "
+                               f"{self.last_step} steps")
         self._skipped_ids = {(line["epoch"], line["id"]) for line in self._skipped.lines()}
 
     def write_config(self, config: Config, image_limit: int = 0) -> None:
@@ -132,9 +131,8 @@ class RunRecords:
     def truncate(self, step: int) -> None:
         """Forget every step after `step`, which is that of a checkpoint (0: there is none)."""
         if step > self.last_step:
-            raise StorageError(
-                f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of step {step}"
-            )
+            raise StorageError(f"{self.folder.uri}/{LEDGER_FILE}: ends at step {self.last_step}; the checkpoint is of "
+                               f"step {step}")
         self._ledger.truncate(lambda line: line["step"] <= step)
         self._ledger.flush()  # before anything else goes: the metrics may have more lines, never fewer
         self._metrics.truncate(lambda line: line["step"] <= step)
@@ -172,10 +170,8 @@ class RunRecords:
         last = 0
         for line in log.lines():
             if line.get("step") != last + 1:
-                raise StorageError(
-                    f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it must be of step "
-                    f"{last + 1}"
-                )
+                raise StorageError(f"{self.folder.uri}/{log.name}: line {last + 1} is of step {line.get('step')}; it "
+                                   f"must be of step {last + 1}")
             last += 1
         return last
 
@@ -190,24 +186,22 @@ def stored_config(folder: Folder) -> dict[str, Any]:
         tree = None
     if not isinstance(tree, dict):
         raise StorageError(f"{folder.uri}/{CONFIG_FILE}: does not hold a configuration")
-    return _dotted(tree)
+    return dict(leaves(tree))
 
 
 def compare_config(folder: Folder, config: Config, holds_steps: bool = False) -> None:
-    """Refuse to go on with the run of a folder if `run.resume=never`, or if a key of FIXED differs from the folder's.
-    `holds_steps`: the folder has committed steps, which make a run of it also without a config.yaml.
+    """Refuse to go on with the folder's run: `run.resume=never`, or a key of FIXED differs. `holds_steps`: it is a run
+    even without config.yaml.
     """
     stored = stored_config(folder)
     if config.run.resume == "never" and (stored or holds_steps):
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
-    for name, value in _dotted(asdict(config)).items():
+    for name, value in leaves(asdict(config)):
         if not name.startswith(FIXED) or name not in stored:
             continue
         if _absolute(name, stored[name]) != _absolute(name, value):
-            raise ConfigError(
-                f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that value, or another "
-                "run.dir"
-            )
+            raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that "
+                              "value, or another run.dir")
 
 
 def _absolute(name: str, value: Any) -> Any:
@@ -217,11 +211,3 @@ def _absolute(name: str, value: Any) -> Any:
                 if isinstance(entry, dict) else entry for entry in value]
     is_path = name.endswith((".path", ".image_root")) and isinstance(value, str)
     return os.path.abspath(value) if is_path and value else value
-
-
-def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{section: {key: value}} as {"section.key": value}; lists count as values."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found

@@ -58,9 +58,7 @@ METRIC_TAGS = {
     "gradient_norm": "loss/gradient_norm",
 }
 PARTS = ("encoder", "experts", "offload", "recomputation")
-"""Metrics of steps with images apart, with experts, with activations moved, with layers recomputed: a curve for each
-number.
-"""
+"""Metrics of steps with images apart, experts, activations moved, layers recomputed: a curve for each number."""
 EXTRA_TAGS = {
     "num_valid_tokens": "throughput/num_valid_tokens",
     "lower_bound_s": "plan/lower_bound_s",
@@ -71,11 +69,9 @@ EXTRA_TAGS = {
 
 
 class ScalarLog:
-    """An event file in `folder` for the steps from `first_step` on. It opens with a START event of that step: readers
-    then forget what an earlier process wrote at that step or later.
-
-    On a local folder a step is on the disk when `step` returns; for an object store the file is spooled here and
-    uploaded whole now and then, and at the end. Calls may come from several threads.
+    """An event file in `folder` from `first_step` on. Its START event makes readers forget what an earlier process
+    wrote from there on. On a local folder a step is on the disk when `step` returns; for an object store the file is
+    uploaded whole now and then. Any thread may call.
     """
 
     def __init__(self, folder: Folder, first_step: int) -> None:

@@ -29,11 +29,9 @@ from dhp_ray.train.engine import Engine
 
 
 def save_folder(config: Config) -> Path:
-    """Return where this node writes checkpoints: run.dir if it is a folder, else `checkpoint.scratch`, to be uploaded.
-    """
-    local = Folder(config.run.dir).local_path()
-    folder = local or Path(config.checkpoint.scratch or tempfile.gettempdir())
-    with storage_errors(f"{'run.dir' if local else 'checkpoint.scratch'}: {folder}", "cannot be made"):
+    """Return where this node writes checkpoints: run.dir, or a folder for temporary files, to be uploaded."""
+    folder = Folder(config.run.dir).local_path() or Path(tempfile.gettempdir())
+    with storage_errors(f"run.dir: {folder}", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -67,10 +65,8 @@ def check_reached(folder: Folder, probe: str) -> None:
     try:
         folder.read(probe)
     except StorageError as error:
-        raise StorageError(
-            f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; "
-            "allowed: a folder or URI that every node reaches"
-        ) from None
+        raise StorageError(f"run.dir: {folder.uri} on {socket.gethostname()} is not the driver's: {error}; allowed: a "
+                           "folder or URI that every node reaches") from None
 
 
 def export_model(
@@ -79,8 +75,7 @@ def export_model(
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:
     """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
-    is over host memory (None: there is one rank). ModelError: files that the model came from are gone or damaged.
-    StorageError: something cannot be written here. AbortedError: another rank failed. One line each.
+    is over host memory (None: one rank). ModelError, StorageError, AbortedError (another rank failed): one line.
     """
     store, all_ranks = Folder(config.run.dir), AllRanks(rank, group, engine.progress)
     local, place = store.local_path(), export_place(config)

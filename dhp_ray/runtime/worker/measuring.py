@@ -1,5 +1,4 @@
-"""A run's rank as a member of a measurement: what is measured for a configuration, and how one part of it is measured.
-"""
+"""A run's rank as a member of a measurement: what is measured for a configuration, and each part of it."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ def spec_of(config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], 
 
 
 def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
-    """Return grids of images of growing size, as the run's own processor cuts them; none has more than half of a pack's
-    tokens.
-    """
+    """Return grids of growing images, as the run's processor cuts them, up to half of a pack's tokens."""
     processor = processor_spec(config).load()
     most = math.isqrt(int(min(config.data.max_pixels, shape.token_pixels * max_tokens / 2)))
     sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
@@ -49,20 +46,12 @@ def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Gri
 
 
 def measured_on(rank: Rank | None, part: str, tokens_per_rank: int) -> MeasuredPart:
-    """Return the result of a part on a run's rank that has joined its generation: for packs of as many tokens as it
-    holds, but at most MAX_TOKENS. Every rank calls this alike.
+    """Return a part's result on a rank that has joined, for packs of up to MAX_TOKENS; its state is useless afterwards.
     """
     assert rank is not None
     membership = rank.membership
     nodes = membership.nodes or ("",) * membership.world_size
-    shape = rank.adapter.shape
     tokens = min(tokens_per_rank, MAX_TOKENS[rank.accelerator.name])
-    spec = spec_of(rank.config, shape, rank.mode.sync, nodes, tokens)
-    if part not in spec.parts():
-        return spec, None
-    return spec, member_with(rank, spec).measure(part)
-
-
-def member_with(rank: Rank, spec: Spec) -> Member:
-    """Return the member for a rank that has joined its generation. The rank's state is useless afterwards."""
-    return Member(rank.membership.rank, spec, rank.stepper, rank.config.train.precision)
+    spec = spec_of(rank.config, rank.adapter.shape, rank.mode.sync, nodes, tokens)
+    member = Member(membership.rank, spec, rank.stepper, rank.config.train.precision)
+    return spec, member.measure(part) if part in spec.parts() else None

@@ -47,12 +47,11 @@ def load_inputs(
     plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: LanguageModel,
     num_decoders: int = 1, precision: str = "fp32", pinned: bool = False,
 ) -> tuple[StepInputs, dict[str, str]]:
-    """Return the inputs of a plan's packs, and a reason for each sample that cannot be used and is a placeholder here.
-    `rows` are those of the plan's samples, in any order, as `fetch_rows` returns them. RunError: a planned sample is
-    not among them, or memory does not suffice to decode one.
+    """Return the inputs of a plan's packs, and why samples that are placeholders here cannot be used. `rows`: those of
+    the plan's samples, in any order. RunError: one is missing, or there is no memory to decode one.
 
-    Images and videos are decoded by `num_decoders` threads, in the order of the plan. A pack is collated while those of
-    the next one are decoded, as many as DECODED_AHEAD allows; its decoded patches are not held after that.
+    Images are decoded by `num_decoders` threads, in the order of the plan, while the pack before is collated, up to
+    DECODED_AHEAD; a pack's decoded patches are not held after that.
     """
     row_of = {row["id"]: row for row in rows}
     for sample in planned_samples(plan):
@@ -126,10 +125,9 @@ def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
 
 
 def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> list[Decoding]:
-    """Return for each image and video of a row, in order, a function that decodes it to the patches of each of its
-    grids. A video is decoded once, for all of its pieces that are encoded here.
-    """
+    """Return for each image and video, in order, a call that decodes it to its grids' patches; a video once."""
     found: list[Decoding] = []
+    family = cast(VisionFamily, processor.family)  # a text-only model's rows have no images
     for number, entries in groupby(zip(row["media"], row["seconds"], row["grids"], encoded_here),
                                    key=lambda entry: int(entry[0])):
         _, seconds, grids, here = zip(*entries)
@@ -137,20 +135,19 @@ def decodings(row: dict[str, Any], encoded_here: Sequence[bool], processor: Proc
             undecoded: Patches = [None] * len(here)
             found.append(undecoded.copy)
         elif seconds[0]:
-            found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here,
-                                 processor))
+            found.append(partial(_decode_pieces, row["images"][number], [int(grid[0]) for grid in grids], here, family))
         else:
-            found.append(partial(_decode_image, row["images"][number], processor))
+            found.append(partial(_decode_image, row["images"][number], family))
     return found
 
 
-def _decode_image(data: bytes, processor: Processor) -> Patches:
-    return [decode(data, cast(VisionFamily, processor.family))]
+def _decode_image(data: bytes, family: VisionFamily) -> Patches:
+    return [decode(data, family)]
 
 
-def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], processor: Processor) -> Patches:
+def _decode_pieces(data: bytes, lengths: Sequence[int], here: Sequence[bool], family: VisionFamily) -> Patches:
     """Return the patches of a video's pieces; `lengths`: the steps in time of each piece."""
     stops = list(accumulate(lengths))
     wanted = [range(stop - length, stop) for stop, length, needed in zip(stops, lengths, here) if needed]
-    decoded = iter(decode_video(data, cast(VisionFamily, processor.family), wanted, stops[-1]))
+    decoded = iter(decode_video(data, family, wanted, stops[-1]))
     return [next(decoded) if needed else None for needed in here]

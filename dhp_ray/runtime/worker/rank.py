@@ -44,11 +44,9 @@ from dhp_ray.train.step_inputs import StepInputs
 
 
 class Rank:
-    """One member of one generation of the group.
-
-    `adapter`: a model; its state is loaded after this if `keeps_state`, else its weights are the state. `progress`:
-    where the training thread is; other threads may abort it. ValueError: the model cannot be trained like this.
-    RendezvousError: the other ranks did not come.
+    """One member of one generation. `adapter`: a model; its state is loaded later if `keeps_state`, else its weights
+    are the state. `progress`: where the training thread is; others may abort it. ValueError: the model cannot be
+    trained like this. RendezvousError: the other ranks did not come.
     """
 
     def __init__(
@@ -81,9 +79,7 @@ class Rank:
         self.state_group = self._new_state_group()
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
-        capacity = membership.pool_groups
-        if not capacity:
-            capacity = accelerator.pool_groups(config.comm.pool_groups, accelerator.memory_bytes())
+        capacity = membership.pool_groups or accelerator.pool_groups(accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = self._engine(world, not keeps_state, progress)
         try:
@@ -127,9 +123,7 @@ class Rank:
     def run(
         self, inputs: StepInputs, learning_rate_factor: float, data_wait_s: float = 0.0, mirrors: bool = False
     ) -> StepResult:
-        """Run a step. If it `mirrors` (alike on all ranks), the last copies have arrived on every rank before its
-        update, and copies of the state after it are begun.
-        """
+        """Run a step. If it `mirrors`, earlier copies arrive before its update, and new ones begin after it."""
         self._finishes = self._finishes or mirrors
         result = self.stepper.run(inputs, learning_rate_factor, data_wait_s)
         self._finishes = False
@@ -158,8 +152,7 @@ class Rank:
         return seconds
 
     def renew_state_group(self) -> None:
-        """Replace the group of checkpoints after a save that failed: where a collective failed, all later ones would.
-        Every rank calls this alike, between two steps, with no save under way.
+        """Replace the group of checkpoints after a failed save, which breaks it. Every rank calls this, between steps.
         """
         dist.destroy_process_group(self.state_group)
         self.state_group = self._new_state_group()
@@ -179,8 +172,7 @@ class Rank:
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train
-        return learning_rate_factor(step, total_steps, train.warmup_steps, train.schedule,
-                                    train.min_learning_rate_ratio)
+        return learning_rate_factor(step, total_steps, train.warmup_steps, train.min_learning_rate_ratio)
 
     def export(self, name: str, save_processor: Callable[[Path], None]) -> None:
         """Write the model to the folder `name` of the run (all ranks call this). See `export_model`."""

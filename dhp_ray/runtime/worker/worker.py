@@ -1,7 +1,7 @@
 """The Ray actor of one rank: it trains in one thread, makes the next step's inputs in another, and answers in others.
 
-A worker outlives generations. When a call of the training thread fails, it keeps the state that it holds, leaves the
-generation at once, so that closed sockets free the peers that wait for it, and waits to be told to join the next.
+A worker outlives generations. When a call fails, it keeps the state that it holds, leaves the generation at once, so
+that closed sockets free its peers, and waits to be told to join the next.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import ray
 
 import dhp_ray.runtime.driver.group as group_module
 from dhp_ray.runtime.driver.group import SURVEY_S, WorkerGroup, WorkerHandle
-from dhp_ray.runtime.messages import GroupError, RunError, Status, StoppingError
+from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
+from dhp_ray.runtime.messages import GroupError, Message, Notice, Replace, RunError, Status, StoppingError
 
 
 class Actor:
@@ -86,6 +87,16 @@ def test_ranks_of_a_node_are_neighbours(group: WorkerGroup) -> None:
     assert group.memory_bytes == 400  # two ranks share a node's memory, and the third has a node to itself
     assert [rank["rank"] for rank in group.membership()] == [0, 1, 2]
     assert group.call("act", {}) == pids(group)
+
+
+def test_a_worker_that_lives_and_cannot_say_where_it_is_is_replaced(ray_cluster: None) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor, told = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Actor), list[Message]()
+    group = WorkerGroup([WorkerHandle(slot, actor.remote(node_id)) for slot, node_id in enumerate(("nowhere", "a"))])
+    take_over(group, PendingWorkers("cpu", told.append), 1.0, lambda: group.describe("cpu", ""), str, told.append)
+    assert [member.slot for member in group.members] == [1]
+    assert told == [Notice("one more is lost: rank 0 (pid 0 on node ?): KeyError: 'nowhere'"), Replace(0)]
+    ray.kill(group.members[0].actor)
 
 
 def test_the_rank_that_raises_is_named_with_its_own_words(group: WorkerGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def test_a_run_folder_without_room_is_refused(tmp_path: Path) -> None:
 
 def test_a_node_without_room_for_its_parts_is_refused() -> None:
     """Two of three ranks are on node b: they stage two thirds."""
-    config = config_of("s3://bucket/run", "checkpoint.scratch=/fast")
+    config = config_of("s3://bucket/run")
     found = members(*({"node_id": node, "checkpoint_bytes": 12 * GIB, "save_free_bytes": free * GIB}
                       for node, free in (("a", 5), ("b", 9), ("b", 9))))
     check_room(found, config, None, 0, 9)
@@ -234,9 +235,9 @@ def test_a_node_without_room_for_its_parts_is_refused() -> None:
     with pytest.raises(RunError) as caught:
         check_room(found, config, None, 0, 9)
     assert str(caught.value) == (
-        "checkpoint.scratch: /fast on node b has 7 GiB free, and the parts of its 2 ranks in a checkpoint need 8 GiB "
-        "before they are "
-        "uploaded; make room, or name another folder"
+        "run.dir: the folder for temporary files on node b has 7 GiB free, and the parts of its 2 ranks in a "
+        "checkpoint need 8 GiB before they are uploaded; make room, or name another folder in TMPDIR when Ray starts "
+        "there"
     )
 
 
@@ -253,11 +254,13 @@ def test_a_model_that_a_killed_export_has_left_goes_with_the_next(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def stages_in_scratch(rank: int, port: int, config: Config) -> bool:
-    """Whether a rank whose run is on an object store writes its checkpoints to `checkpoint.scratch` first."""
+def stages_in(rank: int, port: int, config: Config, folder: Path) -> bool:
+    """Whether a rank whose run is on an object store writes its checkpoints to this folder for temporary files first.
+    """
+    tempfile.tempdir = str(folder)
     member = Rank(config, Membership(rank, 2, 1, "127.0.0.1", port), CPU)
     scratch = member.checkpointer.scratch
-    inside = scratch is not None and scratch.is_dir() and scratch.parent == Path(config.checkpoint.scratch)
+    inside = scratch is not None and scratch.is_dir() and scratch.parent == folder
     member.checkpointer.begin(1)
     member.checkpointer.finish()
     assert member.checkpointer.poll() == ([1], "")
@@ -266,8 +269,9 @@ def stages_in_scratch(rank: int, port: int, config: Config) -> bool:
 
 
 def test_an_object_store_is_reached_by_way_of_the_scratch_folder(object_store: str, tmp_path: Path) -> None:
-    config = config_of(f"s3://bucket/{tmp_path.name}/run{object_store}", f"checkpoint.scratch={tmp_path / 'fast'}")
-    assert run_processes(stages_in_scratch, 2, config) == [True, True]
+    config = config_of(f"s3://bucket/{tmp_path.name}/run{object_store}")
+    (tmp_path / "fast").mkdir()
+    assert run_processes(stages_in, 2, config, tmp_path / "fast") == [True, True]
     assert list((tmp_path / "fast").iterdir()) == []
     names = Folder(config.run.dir).names("checkpoints/step_000001/generation_1")
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "parameters.json"]

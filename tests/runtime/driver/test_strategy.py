@@ -160,7 +160,7 @@ def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None
     config = config_of(str(tmp_path))
     models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step", False)) for size in (1, 2, 3, 16)]
     found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
-    assert found == [0, 1, 4, CUDA.pool_groups(config.comm.pool_groups, 80 * GIB)]
+    assert found == [0, 1, 4, CUDA.pool_groups(80 * GIB)]
 
 
 def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:

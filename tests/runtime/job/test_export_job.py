@@ -123,14 +123,13 @@ def test_adapters_of_a_checkpoint_and_weights_that_are_not_those_of_the_run(tmp_
 @pytest.mark.slow
 def test_a_checkpoint_on_an_object_store(object_store: str, tmp_path: Path) -> None:
     uri = f"s3://bucket/{tmp_path.name}{object_store}"
-    run_with(uri, "model.preset=tiny", f"checkpoint.scratch={tmp_path / 'scratch'}")
+    run_with(uri, "model.preset=tiny")
     refused = export(f"run.dir={uri}")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: out: not given; ")
     done = export(f"run.dir={uri}", f"out={tmp_path / 'out'}")
     assert (done.returncode, done.stderr) == (0, "")
     assert load_file(tmp_path / "out" / "model.safetensors")
-    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_mistakes_are_one_line(

@@ -6,19 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from dhp_ray.comm.device import ACCELERATORS
-from dhp_ray.config import load
 from dhp_ray.model.build import build_model
 from dhp_ray.planner import ClusterSpec, Sample, plan_batch
 from dhp_ray.planner.cost.origin import CostFile
+from dhp_ray.runtime import strategy
 from dhp_ray.runtime.job import measuring
-from dhp_ray.runtime.job.measuring import _rank_main
 from tests.checkout import job_of
 from tests.packs import TOKEN_IDS, save_model
 
@@ -107,7 +104,7 @@ def test_a_damaged_file_of_known_costs_is_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "cost").mkdir()
     (tmp_path / "cost" / "cpu.yaml").write_text("linear_s: -1\n")
-    monkeypatch.setattr(measuring, "CONF", tmp_path)
+    monkeypatch.setattr(strategy, "CONF", tmp_path)
     assert job.main(["cluster.device=cpu", "model.preset=tiny"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
@@ -136,17 +133,3 @@ def test_a_measurement_gives_a_file_that_plans(tmp_path: Path) -> None:
     assert tree["measured"]["packs"] > 20
     assert tree["errors"]["packs"]["median"] < 0.25  # also on cores that others use
     plan_batch([Sample("a", 900), Sample("b", 80)], ClusterSpec(2, 2, 1024), file.cost).validate()
-
-
-def test_a_rank_sees_its_own_device_before_it_uses_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-
-    def activate() -> None:
-        calls.append("activate")
-        raise RuntimeError("far enough")
-
-    monkeypatch.setitem(ACCELERATORS, "cuda", SimpleNamespace(show_only=calls.append, activate=activate))
-    told: list[object] = []
-    _rank_main(SimpleNamespace(send=told.append), load(["data.path=unused"]), [], "cuda", 3, 0)  # type: ignore[arg-type]
-    assert calls == [3, "activate"]
-    assert told == [("error", "RuntimeError: far enough")]

@@ -151,9 +151,6 @@ def test_the_planners_have_their_names() -> None:
     (["data.image_root={folder}/rows.json"], "data.image_root: {folder}/rows.json is a file; allowed: a folder"),
     (["model.preset=", "model.path={folder}/rows.json"], "model.path: {folder}/rows.json is a file; allowed: a folder"),
     (["planner.cost={folder}/empty"], "planner.cost: {folder}/empty is a folder; allowed: a file"),
-    (["checkpoint.scratch={folder}/rows.json"], "checkpoint.scratch: {folder}/rows.json is a file; allowed: a folder"),
-    (["run.dir=s3://bucket/run", "checkpoint.scratch={folder}/rows.json/x"],
-     "checkpoint.scratch: {folder}/rows.json/x/checkpoint cannot be written: Not a directory"),
     (["run.dir={folder}/rows.json"], "run.dir: {folder}/rows.json is a file; allowed: a folder or URI"),
     (["run.dir=file://{folder}/rows.json"], "run.dir: {folder}/rows.json is a file; allowed: a folder or URI"),
     (["run.dir=nonsense://bucket/run"], "run.dir: nonsense://bucket/run: not a folder that storage knows: Unrecognized "

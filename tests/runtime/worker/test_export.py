@@ -181,14 +181,12 @@ def test_an_export_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_ranks_upload_their_files_to_an_object_store(object_store: str, tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
     uri = f"s3://bucket/{tmp_path.name}{object_store}"
     Folder(uri).write("model/model-00009-of-00009.safetensors", b"older")
-    run_processes(run, 2, 2, ["model.preset=tiny", f"run.dir={uri}", f"checkpoint.scratch={tmp_path / 'scratch'}"], 0)
+    run_processes(run, 2, 2, ["model.preset=tiny", f"run.dir={uri}"], 0)
     for file in Folder(uri).names("model"):
         Folder(uri).download(f"model/{file}", tmp_path / "found" / file)
     assert exported(tmp_path / "found")
-    assert not list((tmp_path / "scratch").iterdir())
     assert build_model("", str(tmp_path / "found"), None, 0).weights is not None
 
 
