@@ -91,14 +91,15 @@ def train(
     """
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
-    plain = plain_copy(adapter)
     frozen = {name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad}
-    trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
     rule = settings(adapter)
-    groups = [{"params": [parameter], "lr": rule.learning_rate_of(name),
-               "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
-              for name, parameter in trained.items()]
-    optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps)
+    if rank == 0:
+        plain = plain_copy(adapter)
+        trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
+        groups = [{"params": [parameter], "lr": rule.learning_rate_of(name),
+                   "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
+                  for name, parameter in trained.items()]
+        optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps)
     if checkpointing:
         adapter.set_activation_checkpointing()
     stepper = make_step(adapter, rank, num_ranks, transport, clip_norm=clip_norm)
