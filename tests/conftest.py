@@ -13,12 +13,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dhp_ray.runtime.job.head import LOCAL_SETTINGS
 from dhp_ray.storage import Folder
 from tests import ranks
 from tests.processes import starts_processes
@@ -42,18 +44,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@cache
+def needs_ray(file: Path) -> bool:
+    return "ray_cluster" in file.read_text()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster.
+    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster,
+    and all that hold ranks against the same reference.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class OneCluster(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ray" if "ray_cluster" in (config.rootpath / file).read_text() else file
+            if needs_ray(config.rootpath / file):
+                return "ray"
+            return "reference" if "reference: Callable" in (config.rootpath / file).read_text() else file
 
     return OneCluster(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Once all files that need Ray are done on this process the cluster ends: it would take a twentieth of a core from
+    the others.
+    """
+    if nextitem and hasattr(item.config, "workerinput") and needs_ray(item.path) and not needs_ray(nextitem.path):
+        end_cluster()
 
 
 def pytest_collection_finish() -> None:
@@ -91,16 +110,24 @@ def backend_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ranks, "BACKEND", getattr(request, "param", "gloo"))
 
 
+def end_cluster() -> None:
+    if find_spec("ray") and ray.is_initialized():
+        os.environ.pop("RAY_ADDRESS", None)
+        gc.collect()  # an executor of Ray Data that is collected later would start Ray again
+        ray.shutdown()
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local cluster of 2 CPUs; entry points started as processes find it through RAY_ADDRESS."""
-
+    """A local cluster of 2 CPUs, with the settings of one that a run starts, whose processes take less and are kept for
+    the next test; entry points started as processes find it through RAY_ADDRESS.
+    """
+    for name, value in LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     ray.init("local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     yield
-    del os.environ["RAY_ADDRESS"]
-    gc.collect()  # an executor of Ray Data that is collected later would start Ray again
-    ray.shutdown()
+    end_cluster()
 
 
 @pytest.fixture(scope="module")

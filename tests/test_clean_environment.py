@@ -4,12 +4,14 @@ OmegaConf nor PyAV.
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,7 @@ NEED_MORE = ["tests/train/test_placeholders.py", "tests/train/test_random_plans.
              "tests/model/test_merge.py", "tests/model/test_build.py", "tests/planner/test_figures.py",
              "tests/planner/test_plan_job.py"]
 """They configure a run, by OmegaConf, evaluate a model, which reads images, or draw, by matplotlib."""
+HIDDEN = ("ray", "omegaconf", "av", "matplotlib", "PIL")
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"--ignore={path}" for path in NEED_MORE)]
 COMMANDS = {
     "planner": [*PYTEST, "tests/planner"],
@@ -110,9 +113,42 @@ def test_the_core_passes_there(python: str, name: str) -> None:
         pytest.fail(told, pytrace=False)
 
 
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports as soon as it is imported itself."""
+    found, statements = set[str](), list(ast.parse(path.read_text()).body)
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            found |= {statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)}
+        elif not isinstance(statement, ast.FunctionDef) and "TYPE_CHECKING" not in ast.dump(statement):
+            statements += [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
+    return found
+
+
 def test_the_cores_tests_import_nothing_else() -> None:
+    """As far as the imports of this repository's files say it."""
+    named = [ROOT / part for command in COMMANDS.values() for part in command if part.startswith("tests/")]
+    files = [file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])
+             if file not in {ROOT / path for path in NEED_MORE}]
+    importers = {file: file for file in files}  # each file's importer
+    assert len(files) > 100
+    for file in files:
+        for name in imported(file):
+            assert name.partition(".")[0] not in HIDDEN, f"{importers[file]} imports {file}, which imports {name}"
+            parts = name.split(".")
+            for path in (ROOT.joinpath(*parts[:end], *last) for end in range(1, len(parts) + 1)
+                         for last in (["__init__.py"], [])):
+                module = path if path.name == "__init__.py" else path.with_suffix(".py")
+                if module.is_file() and module not in importers:
+                    importers[module] = file
+                    files.append(module)
+
+
+@pytest.mark.slow
+def test_the_cores_tests_are_collected_without_it() -> None:
     """Without waiting for the environment: here, with those packages hidden."""
-    hidden = "import sys; sys.modules.update(dict.fromkeys(('ray', 'omegaconf', 'av', 'matplotlib', 'PIL')))"
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN}))"
     paths = sorted({part for command in COMMANDS.values() for part in command if part.startswith("tests/")})
     arguments = [*PYTEST[2:], "--collect-only", "--noconftest", "--assert=plain", *paths]
     program = f"{hidden}; import pytest; raise SystemExit(pytest.main({arguments!r}))"

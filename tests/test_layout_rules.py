@@ -43,6 +43,7 @@ def test_help_comes_at_once(job: Path) -> None:
     raise AssertionError(f"--help took {min(times):.2f} s of process time")
 
 
+@pytest.mark.slow  # make test runs lint-imports before the tests
 def test_imports_go_one_way() -> None:
     finished = subprocess.run([str(Path(sys.executable).with_name("lint-imports")), "--no-cache"], cwd=ROOT,
                               capture_output=True, text=True, check=False)

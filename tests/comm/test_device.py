@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from dhp_ray.comm.device import ACCELERATORS, CPU, CUDA, NPU, Accelerator, allow_streams, choose, cores
+from tests.ranks import run_processes
+
+pytestmark = pytest.mark.gloo("processes that exchange nothing")
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,30 +52,44 @@ def test_a_missing_extra_is_one_line_that_names_it() -> None:
         choose("npu")
 
 
+def computes_deterministically(rank: int, port: int) -> tuple[bool, str, str]:
+    CPU.compute_deterministically()
+    return (torch.are_deterministic_algorithms_enabled(), os.environ["CUBLAS_WORKSPACE_CONFIG"],
+            os.environ["HCCL_DETERMINISTIC"])
+
+
 def test_deterministic_computing_is_asked_of_torch_and_of_the_libraries() -> None:
     """In a process of its own: it cannot be taken back for all of them."""
-    program = ("import os, torch\nfrom dhp_ray.comm.device import CPU\nCPU.compute_deterministically()\n"
-               "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], "
-               "os.environ['HCCL_DETERMINISTIC'])")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", ":4096:8", "true"]
+    assert run_processes(computes_deterministically, 1) == [(True, ":4096:8", "true")]
+
+
+def chosen_with(rank: int, port: int, folder: str) -> tuple[str, str]:
+    """The device of `auto`, and why there is no NPU, with the packages of a folder."""
+    sys.path.insert(0, folder)
+    with pytest.raises(ValueError, match="torch_npu") as caught:
+        choose("npu")
+    return choose("auto").name, str(caught.value)
 
 
 def test_a_torch_npu_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     """As one does without the driver's libraries: the import fails of what it loads."""
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file\\nmore of it')\n")
-    program = "from dhp_ray.comm.device import choose\nprint(choose('auto').name)\n"
-    program += "try:\n    choose('npu')\nexcept ValueError as error:\n    print(error)"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
-                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    name, line = done.stdout.splitlines()
+    [(name, line)] = run_processes(chosen_with, 1, str(tmp_path))
     assert name in ("cpu", "cuda")
     assert line == (
         "cluster.device: got 'npu', but torch_npu cannot be imported on this machine (libhccl.so: cannot open shared "
         "object file); it needs CANN; "
         "auto takes what there is"
     )
+
+
+def activated_with(rank: int, port: int, folder: str) -> list[tuple[int, str, str]]:
+    """What an NPU finds once it is active, with the packages of a folder."""
+    sys.path.insert(0, folder)
+    os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"] = "1"
+    os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
+    NPU.activate()
+    return importlib.import_module("torch_npu").FOUND  # type: ignore[no-any-return]
 
 
 def test_an_active_device_leaves_the_process_alone_when_a_peer_is_lost(tmp_path: Path) -> None:
@@ -82,17 +99,13 @@ import os, sys, torch
 
 torch.utils.rename_privateuse1_backend("npu")
 torch._register_device_module("npu", sys.modules[__name__])
+FOUND = []
 
 
 def set_device(device):
-    print(device, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"])
+    FOUND.append((device, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"]))
 """)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
-                   "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
-    environment.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
-    program = "from dhp_ray.comm.device import NPU\nNPU.activate()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "0 0 0\n"
+    assert run_processes(activated_with, 1, str(tmp_path)) == [[(0, "0", "0")]]
 
 
 @pytest.mark.parametrize(("listed", "count"), [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0, 1,", 2), ("3,-1,1", 1)])

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from dhp_ray.comm.world import address_towards, interface_of, listen_on
+from tests.ranks import run_processes
+
+pytestmark = pytest.mark.gloo("processes that exchange nothing")
 
 
 def test_the_loopback_and_this_machines_address_have_interfaces() -> None:
@@ -41,20 +43,17 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
 
 
+def listening(rank: int, port: int) -> set[str]:
+    """The addresses of all sockets that a rank listens on."""
+    listen_on("127.0.0.1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    places = [f"/proc/self/fd/{place}" for place in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(place) for place in places if os.path.exists(place)]
+    inodes = {target[8:-1] for target in targets if target.startswith("socket:")}
+    lines = [line.split() for kind in ("tcp", "tcp6")
+             for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return {words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[9] in inodes}
+
+
 def test_gloo_listens_there_alone() -> None:
-    """A rank of its own process: every socket that it listens on is at the address."""
-    program = (
-        "import sys, os, torch.distributed as dist; from dhp_ray.comm.world import listen_on; "
-        "listen_on('127.0.0.1')\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "inodes = {os.readlink(f'/proc/self/fd/{fd}')[8:-1] for fd in os.listdir('/proc/self/fd') if "
-        "os.path.exists(f'/proc/self/fd/{fd}')\n"
-        "          and os.readlink(f'/proc/self/fd/{fd}').startswith('socket:')}\n"
-        "for kind in ('tcp', 'tcp6'):\n"
-        "    for line in open(f'/proc/net/{kind}').read().splitlines()[1:]:\n"
-        "        words = line.split()\n"
-        "        if words[3] == '0A' and words[9] in inodes: print(words[1].split(':')[0])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True,
-                          text=True, timeout=120, check=True)
-    assert set(done.stdout.split()) == {"0100007F"}
+    assert run_processes(listening, 1) == [{"0100007F"}]

@@ -40,7 +40,7 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=40),
     indent=st.sampled_from([None, 2]),

@@ -1,4 +1,6 @@
-"""Runs that something happens to: what they are started with, and the run that nothing happened to beside them."""
+"""The first steps of the embedded default. Runs that something happens to: what they are started with, and the run that
+nothing happened to beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,31 @@ import pytest
 
 from benchmarks.soak import SETTINGS
 from benchmarks.worlds import data_overrides
+from dhp_ray.config import PREPARE_DATA, load
+from dhp_ray.data.synthetic import write
 from tests.integration.faults import COMPARED, Run, Start
-from tests.integration.jobs import losses, train
+from tests.integration.jobs import FIRST_STEPS, FirstRun, losses, run, train
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The set that `make train` writes."""
+    path = tmp_path_factory.mktemp("synthetic") / "samples.parquet"
+    ended = run("prepare_data.py", f"data.path={path}")
+    assert ended.status == 0, ended.errors
+    return path
+
+
+@pytest.fixture(scope="session")
+def first_run(ray_cluster: None, synthetic: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
+    """The first steps of the default run on two workers, which evaluates six samples of another seed."""
+    held_out, folder = synthetic.with_name("held_out.parquet"), tmp_path_factory.mktemp("first") / "run"
+    write(held_out, load([f"data.path={held_out}", "data.synthetic.num_samples=6"], PREPARE_DATA).data, seed=1)
+    arguments = [f"data.path={synthetic}", f"run.steps={FIRST_STEPS}", f"watch.every_steps={FIRST_STEPS}",
+                 "planner.sync=auto", "train.activation_checkpointing=auto", "cluster.num_workers=2",
+                 "planner.tokens_per_rank=960", f"eval.path={held_out}", "eval.every_steps=3",
+                 f"checkpoint.every_steps={FIRST_STEPS - 1}", "checkpoint.keep=2"]
+    return FirstRun(folder, train(folder, *arguments), arguments, held_out)
 
 
 @pytest.fixture(scope="session")
@@ -53,5 +78,5 @@ def start(ray_cluster: None, common: list[str], tmp_path: Path) -> Iterator[Star
         return runs[-1]
 
     yield begin
-    for run in runs:
-        run.end()
+    for begun in runs:
+        begun.end()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FIRST_STEPS = 9
+"""Of the default run, that conftest.py makes."""
 
 
 @dataclass
@@ -22,6 +24,16 @@ class Ended:
     @property
     def error_lines(self) -> list[str]:
         return [line for line in self.errors.splitlines() if line.strip()]
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """A run that has ended, the arguments of its command without the folder, and its held-out samples."""
+
+    folder: Path
+    ended: Ended
+    arguments: list[str]
+    held_out: Path
 
 
 def command(name: str, *arguments: str) -> list[str]:

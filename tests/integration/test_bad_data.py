@@ -192,10 +192,13 @@ def sources(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
 
 @pytest.fixture(scope="module")
 def ended(ray_cluster: None, sources: list[tuple[Path, str, int]]) -> tuple[Path, Ended]:
-    """One epoch over all of them: weights in the ratio of the rows give each row once."""
+    """One epoch over all of them: weights in the ratio of the rows give each row once. Of the runs of make test the one
+    in micro-batches.
+    """
     run_dir = sources[1][0].parent / "run"
     mixed = ", ".join(f"{{path: {path}, format: {form}, weight: {rows}}}" for path, form, rows in sources)
-    return run_dir, run("train.py", f"run.dir={run_dir}", f"data.sources=[{mixed}]", *SETTINGS)
+    return run_dir, run("train.py", f"run.dir={run_dir}", f"data.sources=[{mixed}]", *SETTINGS,
+                        "planner.sync=micro_batch")
 
 
 def test_the_run_goes_on_without_them(ended: tuple[Path, Ended]) -> None:
@@ -207,6 +210,7 @@ def test_the_run_goes_on_without_them(ended: tuple[Path, Ended]) -> None:
     assert {"0/fine-video", "0/spelled-token", "1/fine", "1/caption", "2/fine", "3/fine"} < set(used)
     assert not set(used) & set(BAD)
     assert all(line["loss"] > 0 for line in lines(run_dir, "metrics.jsonl"))
+    assert json.loads((run_dir / "plans/step_000001.json").read_text())["sync"] == "micro_batch"
 
 
 @pytest.mark.parametrize("sample_id", BAD)

@@ -1,19 +1,17 @@
 """The loss on held-out samples: the same on any number of workers, equal to plain transformers', and told where the
-losses are.
+losses are. In make test that of the default run's first steps (conftest.py).
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import lines, losses, run, train
-
-EVALUATED = ["eval.every_steps=2", "cluster.num_workers=1", "planner.tokens_per_rank=2048",
-             "checkpoint.every_steps=3", "checkpoint.keep=2"]
+from tests.integration.jobs import FIRST_STEPS, FirstRun, lines, losses, run, train
 
 
 @pytest.fixture(scope="module")
@@ -34,92 +32,84 @@ def eval_losses(run_dir: Path) -> list[float | None]:
 
 
 @pytest.fixture(scope="module")
-def one_worker(
-    ray_cluster: None, conversations: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
+def one_worker(ray_cluster: None, conversations: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    ended = train(folder, *conversations, *EVALUATED)
-    return folder, ended.output
+    train(folder, *conversations, "eval.every_steps=2", "cluster.num_workers=1", "planner.tokens_per_rank=2048")
+    return folder
 
 
-def test_it_is_written_after_every_so_many_steps(one_worker: tuple[Path, str]) -> None:
+def test_it_is_written_after_every_so_many_steps(first_run: FirstRun) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, output = one_worker
-    first, second, third, fourth = eval_losses(folder)
-    assert (first, third) == (None, None)
-    assert second is not None
-    assert fourth is not None
-    assert 0 < fourth < second
-    assert output.count("eval loss") == 2
-    assert f"eval loss {fourth:.3f}" in output
-    events = EventAccumulator(str(folder / "tensorboard"))
+    found = eval_losses(first_run.folder)
+    assert [step for step, loss in enumerate(found, 1) if loss is not None] == [3, 6, 9]
+    first, second, third = (loss for loss in found if loss is not None)
+    assert 0 < third < second < first
+    output = first_run.ended.output
+    assert output.count("eval loss") == 3
+    assert f"eval loss {third:.3f}" in output
+    events = EventAccumulator(str(first_run.folder / "tensorboard"))
     events.Reload()
-    assert [(point.step, point.value)
-            for point in events.Scalars("loss/eval")] == [(2, pytest.approx(second)), (4, pytest.approx(fourth))]
+    assert [(point.step, point.value) for point in events.Scalars("loss/eval")] == [
+        (3, pytest.approx(first)), (6, pytest.approx(second)), (9, pytest.approx(third))]
 
 
-def test_it_is_the_same_after_a_half_written_checkpoint(
-    one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path
-) -> None:
-    """Which is ignored, as after a crash in the midst of a save: the last step is run again, and evaluated again."""
-    folder = Path(shutil.copytree(one_worker[0], tmp_path / "run"))
-    (folder / "checkpoints/step_000004/manifest.json").unlink()
-    next((folder / "checkpoints/step_000004").glob("*/__0_0.distcp")).unlink()
-    ended = train(folder, *conversations, *EVALUATED, "run.steps=4")
-    assert "resuming after step 3" in ended.output
-    assert losses(folder) == pytest.approx(losses(one_worker[0]), rel=1e-5)
-    assert eval_losses(folder)[3] == pytest.approx(eval_losses(one_worker[0])[3], rel=1e-5)
-    assert [line["step"] for line in lines(folder, "ledger.jsonl")] == [1, 2, 3, 4]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+def test_it_is_the_same_after_a_half_written_checkpoint(first_run: FirstRun, tmp_path: Path) -> None:
+    """Which is ignored, as after a crash in the midst of a save: the last step is run again, and evaluated again, by
+    one worker in place of two.
+    """
+    folder = Path(shutil.copytree(first_run.folder, tmp_path / "run"))
+    (folder / "checkpoints/step_000009/manifest.json").unlink()
+    next((folder / "checkpoints/step_000009").glob("*/__1_0.distcp")).unlink()
+    ended = train(folder, *first_run.arguments, "cluster.num_workers=1", "planner.tokens_per_rank=1920")
+    assert "resuming after step 8" in ended.output
+    assert losses(folder) == pytest.approx(losses(first_run.folder), rel=1e-4)
+    assert eval_losses(folder)[8] == pytest.approx(eval_losses(first_run.folder)[8], rel=1e-4)
+    assert [line["step"] for line in lines(folder, "ledger.jsonl")] == list(range(1, FIRST_STEPS + 1))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000008", "step_000009"]
 
 
 @pytest.mark.slow
 def test_it_is_the_same_on_three_workers(
-    one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path
+    one_worker: Path, conversations: list[str], tmp_path: Path
 ) -> None:
     train(tmp_path / "three", *conversations, "eval.every_steps=2", "cluster.num_workers=3",
           "planner.tokens_per_rank=300", "planner.max_sequence_tokens=2048")
-    assert losses(tmp_path / "three") == pytest.approx(losses(one_worker[0]), rel=1e-4)
-    assert eval_losses(tmp_path / "three")[1::2] == pytest.approx(eval_losses(one_worker[0])[1::2], rel=1e-4)
+    assert losses(tmp_path / "three") == pytest.approx(losses(one_worker), rel=1e-4)
+    assert eval_losses(tmp_path / "three")[1::2] == pytest.approx(eval_losses(one_worker)[1::2], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_it_changes_nothing(one_worker: tuple[Path, str], conversations: list[str], tmp_path: Path) -> None:
+def test_it_changes_nothing(one_worker: Path, conversations: list[str], tmp_path: Path) -> None:
     train(tmp_path / "without", *[word for word in conversations if not word.startswith("eval.")],
           "cluster.num_workers=1", "planner.tokens_per_rank=2048")
-    assert losses(tmp_path / "without") == losses(one_worker[0])
+    assert losses(tmp_path / "without") == losses(one_worker)
 
 
-def test_it_is_plain_transformers_loss_of_the_held_out_samples(
-    one_worker: tuple[Path, str], conversations: list[str], test_data: Path
-) -> None:
+def test_it_is_plain_transformers_loss_of_the_held_out_samples(first_run: FirstRun) -> None:
     """The model that was saved at the end is the one that was evaluated after the last step."""
+    import pyarrow.parquet as pq
     import torch
+    from PIL import Image
     from transformers import Qwen2_5_VLForConditionalGeneration
-    from transformers.image_utils import load_image
 
     from dhp_ray.data.images import decode
     from dhp_ray.data.processor import ProcessorSpec
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(one_worker[0] / "model").eval()
-    processor = ProcessorSpec(path=str(one_worker[0] / "model")).load()
-    [path] = [word.partition("=")[2] for word in conversations if word.startswith("eval.path=")]
-    held_out = json.loads(Path(path).read_text())
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(first_run.folder / "model").eval()
+    processor = ProcessorSpec(path=str(first_run.folder / "model")).load()
     loss_sum, count = 0.0, 0
-    for row in held_out:
-        names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-        encoded = processor.encode(row["conversations"],
-                                   [load_image(str(test_data / "nlvr" / name)).size for name in names])
+    for row in pq.read_table(first_run.held_out).to_pylist():
+        encoded = processor.encode(row["conversations"], [Image.open(io.BytesIO(file)).size for file in row["images"]])
         ids, labels = (torch.tensor(values, dtype=torch.long)[None] for values in (encoded.input_ids, encoded.labels))
         with torch.no_grad():
             output = model(input_ids=ids, labels=labels, image_grid_thw=torch.tensor(encoded.grids),
                            mm_token_type_ids=(ids == model.config.image_token_id).int(),
-                           pixel_values=torch.cat([torch.from_numpy(decode((test_data / "nlvr" / name).read_bytes(),
-                                                                           processor.family)) for name in names]))
+                           pixel_values=torch.cat([torch.from_numpy(decode(file, processor.family))
+                                                   for file in row["images"]]))
         valid = int((labels[:, 1:] != -100).sum())
         loss_sum, count = loss_sum + output.loss.item() * valid, count + valid
-    assert eval_losses(one_worker[0])[-1] == pytest.approx(loss_sum / count, rel=1e-4)
+    assert eval_losses(first_run.folder)[-1] == pytest.approx(loss_sum / count, rel=1e-4)
 
 
 def with_a_bad_one(conversations: list[str], tmp_path: Path) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from benchmarks.job_series import job_series
 from benchmarks.worlds import corpus_of, data_overrides
 from dhp_ray.config import load
 
-STEPS, FIRST_STEPS, BATCH, LONGEST = 20, 4, 4, 400
+STEPS, FIRST_STEPS, BATCH, LONGEST = 20, 2, 4, 400
 PLAIN = [Case(2, "static", "step", "pool"), Case(3, "dhp", "step", "parent"), Case(5, "dhp", "step", "pool"),
          Case(2, "dhp", "micro_batch", "parent"), Case(3, "static", "micro_batch", "pool"),
          Case(5, "dhp", "micro_batch", "parent")]

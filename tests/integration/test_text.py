@@ -1,4 +1,7 @@
-"""A language model alone through jobs/train.py: rows of text, on any ranks, and what becomes of it."""
+"""A language model alone through jobs/train.py: rows of text, on any ranks, and what becomes of it.
+
+In make test its parts: train/test_random_plans.py, data/families/test_text_families.py, runtime/worker/test_export.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.data.samples import picture, talk
 from tests.integration.jobs import ledger, lines, losses, train
 from tests.packs import EXPERT_PRESETS, TEXT_PRESETS, plain_copy, plain_loss, rough_model
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 STEPS = 10
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "looked", "at", "a", "bird", "in", "tall", "tree")
 
@@ -47,15 +50,14 @@ def mean_loss(folder: Path, rows: dict[str, list[dict[str, str]]], taken: list[s
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("preset", "sync", "steps"), [
-    ("tiny_qwen3_moe", "micro_batch", 4), *(pytest.param(preset, sync, STEPS, marks=pytest.mark.slow)
-                                        for preset in TEXT_PRESETS for sync in ("step", "micro_batch"))])
-def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", TEXT_PRESETS)
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, tmp_path: Path) -> None:
     rows = write_texts(tmp_path / "rows.json")
     plain_copy(rough_model(preset=preset)).save_pretrained(tmp_path / "given")
     ProcessorSpec(preset).load().save(tmp_path / "given")
     common = ["model.preset=", f"model.path={tmp_path / 'given'}", "data.format=llava",
-              f"data.path={tmp_path / 'rows.json'}", f"run.steps={steps}", "batch.global_samples=8",
+              f"data.path={tmp_path / 'rows.json'}", f"run.steps={STEPS}", "batch.global_samples=8",
               "planner.max_sequence_tokens=768", "cluster.device=cpu", "cluster.cpus_per_worker=0.1",
               "checkpoint.every_steps=0"]
     train(tmp_path / "many", *common, f"planner.sync={sync}", "cluster.num_workers=3", "planner.tokens_per_rank=256")
@@ -71,8 +73,6 @@ def test_text_trains_alike_on_any_ranks_and_goes_back(preset: str, sync: str, st
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     after = mean_loss(tmp_path / "many" / "model", rows, ledger(tmp_path / "many")[0])
     assert after < 0.99 * first
-    if steps < STEPS:
-        return
     alone = ["cluster.num_workers=1", "planner.tokens_per_rank=2048"]
     train(tmp_path / "alone", *common, "planner.name=static", *alone)
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)

@@ -41,8 +41,10 @@ def save(adapter: LanguageModel, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / ADAPTER_FILE)
 
 
-@pytest.mark.parametrize(("preset", "frozen"), [*product(PATCH_DIMS, ((), ("vision",), ("language",))),
-                                                *((preset, ()) for preset in TEXT_PRESETS)], ids=str)
+@pytest.mark.parametrize(("preset", "frozen"), [
+    *((preset, ()) for preset in (*PATCH_DIMS, *TEXT_PRESETS)), ("tiny", ("vision",)), ("tiny_internvl", ("language",)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in product(PATCH_DIMS, (("vision",), ("language",)))
+      if case not in (("tiny", ("vision",)), ("tiny_internvl", ("language",))))], ids=str)
 def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str, ...]) -> None:
     adapter = with_adapters(preset, frozen=frozen)
     base = rough_model(preset=preset)

@@ -32,6 +32,15 @@ def write_base(folder: Path, preset: str = "tiny", seed: int = 0) -> LanguageMod
     return base
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base and an adapter of it."""
+    folder = tmp_path_factory.mktemp("written")
+    write_base(folder / "base")
+    save(with_adapters(), folder / "adapter")
+    return folder
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_merged_weights(tmp_path: Path, preset: str) -> None:
     base = write_base(tmp_path / "base", preset)
@@ -126,9 +135,8 @@ def broken(folder: Path, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["rank", "other rank", "kind", "start", "layers", "half", "extra", "place",
                                   "shape", "short"])
-def test_what_is_refused(tmp_path: Path, what: str) -> None:
-    write_base(tmp_path / "base")
-    save(with_adapters(), tmp_path / "adapter")
+def test_what_is_refused(written: Path, tmp_path: Path, what: str) -> None:
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     error = broken(tmp_path / "adapter", what)
     with pytest.raises(ModelError) as raised:
         list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
@@ -149,8 +157,8 @@ def test_what_is_refused(tmp_path: Path, what: str) -> None:
                                              "of tomorrow", ["gaussian"])),
     ("of_tomorrow", True), ("of_tomorrow", 3), ("of_tomorrow", 0), ("of_tomorrow", 0.0), ("use_dora", 0), ("r", True),
     ("lora_alpha", True), ("init_lora_weights", 1), ("of_tomorrow", "some"), ("of_tomorrow", {}), ("use_rslora", "no")])
-def test_what_may_be_more_than_low_rank_is_refused(tmp_path: Path, name: str, value: object) -> None:
-    save(with_adapters(), tmp_path)
+def test_what_may_be_more_than_low_rank_is_refused(written: Path, tmp_path: Path, name: str, value: object) -> None:
+    shutil.copytree(written / "adapter", tmp_path, dirs_exist_ok=True)
     file = tmp_path / ADAPTER_SETTINGS
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
     with pytest.raises(ModelError) as raised:

@@ -132,7 +132,7 @@ def test_few_sequences_on_an_odd_number_of_ranks_are_planned_as_well_as_static_b
     assert plans[0].predicted_time_s <= 1.01 * plans[0].lower_bound_s
 
 
-@pytest.mark.parametrize("numbers", [(3, 5, 8), pytest.param((2, 4, 6, 7), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("numbers", [(3, 8), pytest.param((2, 4, 5, 6, 7), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 @pytest.mark.seconds
 def test_equal_lengths_on_few_ranks_are_never_behind_a_baseline(sync, numbers):

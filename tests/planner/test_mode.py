@@ -84,9 +84,9 @@ def test_many_ranks_are_compared_by_a_part_of_the_batch() -> None:
     """All modes by the same part, in which the longest sequence is, on as many ranks as it takes."""
     few, many = ([0] * num_ranks for num_ranks in (COMPARED_RANKS, 4 * COMPARED_RANKS))
     roomy, narrow = (Offer(Mode("step", again), tokens, COST) for again, tokens in ((True, 9000), (False, 1999)))
-    batch = equal_samples(8 * len(many), 1000, 4)
+    batch = equal_samples(2 * len(many), 1000, 4)
     whole, part = (candidates_of([roomy, narrow], 1, samples, nodes)
-                   for samples, nodes in ((batch, many), (batch[:8 * len(few)], few)))
+                   for samples, nodes in ((batch, many), (batch[:2 * len(few)], few)))
     assert whole == part
     longest = Sample("longest", 1999 * 2 * len(few))
     found = candidates_of([roomy, narrow], 1, [*batch, longest], many)

@@ -77,7 +77,7 @@ def test_nodes_of_unequal_size(lengths, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("planner", ["dhp", "dhp_paper"])
+@pytest.mark.parametrize("planner", ["dhp", pytest.param("dhp_paper", marks=pytest.mark.slow)])
 def test_compiling_and_loading_compiled_code_are_not_planning_time(lengths, tmp_path, planner):
     """In a process of its own, where the first call compiles or loads: tenths of a second at least, for a plan of
     milliseconds.

@@ -34,7 +34,7 @@ def samples_of(lengths):
     return [Sample(f"s{row}", int(length)) for row, length in enumerate(lengths)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 8),
        st.sampled_from(sorted(PLANNERS)),
        st.sampled_from(["step", "micro_batch"]), st.sampled_from([COST, RING, MEASURED]), st.booleans(),

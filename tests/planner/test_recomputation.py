@@ -176,8 +176,9 @@ def test_no_plan_is_longer_than_without_recomputation_or_with_all(seeds: list[in
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("encoder", ["world", "auto"])
-def test_no_plan_with_images_apart_is_below_its_bound(sync: str, encoder: str) -> None:
-    for seed in range(7100, 7115):
+@pytest.mark.parametrize("num_seeds", [6, pytest.param(25, marks=pytest.mark.slow)])
+def test_no_plan_with_images_apart_is_below_its_bound(sync: str, encoder: str, num_seeds: int) -> None:
+    for seed in range(7100, 7100 + num_seeds):
         batch = random_batch(seed, images=True, recomputation=True)
         cost = replace(batch.cost, vision_linear_s=batch.cost.vision_linear_s * 30)
         plan = plan_batch(batch.samples, batch.cluster, cost, sync=sync, encoder=encoder)

@@ -31,8 +31,8 @@ QUICK = [WORLDS[8]]
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in WORLDS], ids=str)
 def test_random_plans_give_the_same_bits_with_and_without(tmp_path: Path, world: World, dropout: float) -> None:
     """In all modes, at any degrees and shares, of every family, with adapters, dropout and frozen parts."""
-    last = 42 if (world, dropout) in QUICK else 43
-    config, plans = config_of(tmp_path, world, dropout), [random_plan(seed, world) for seed in range(40, last)]
+    seeds = [41] if (world, dropout) in QUICK else range(40, 43)  # the first one is of text alone
+    config, plans = config_of(tmp_path, world, dropout), [random_plan(seed, world) for seed in seeds]
     found = run_processes(moved, world.num_ranks, world, config, plans, timeout_s=WATCHDOG_S * 4)
     assert sum(num_bytes for of_rank in found for num_bytes in of_rank) > 0
 

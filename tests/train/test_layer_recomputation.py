@@ -34,8 +34,8 @@ def test_random_plans_give_the_same_bits_at_any_share(tmp_path: Path, world: Wor
     """In all modes, at any degrees and shares, of every family, with adapters, dropout and frozen parts. In
     `micro_batch` ranks that run a layer again gather and reduce beside ranks that do not.
     """
-    last = 52 if (world, dropout) in QUICK else 53
-    config, plans = config_of(tmp_path, world, dropout), [random_plan(seed, world) for seed in range(50, last)]
+    seeds = [51] if (world, dropout) in QUICK else range(50, 53)  # the first one is of text alone
+    config, plans = config_of(tmp_path, world, dropout), [random_plan(seed, world) for seed in seeds]
     found = run_processes(recomputed, world.num_ranks, world, config, plans, timeout_s=WATCHDOG_S * 4)
     assert sum(count for of_rank in found for count in of_rank) > 0
 

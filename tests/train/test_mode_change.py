@@ -65,8 +65,8 @@ def save_and_load(
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (("micro_batch", 3), [("step", 2), ("micro_batch", 2)]),
-        pytest.param(("micro_batch", 3), [("step", 1), ("micro_batch", 5)], marks=pytest.mark.slow),
+        (("micro_batch", 2), [("step", 1)]),  # to another number of the same mode: in the test below
+        pytest.param(("micro_batch", 3), [("step", 2), ("micro_batch", 5)], marks=pytest.mark.slow),
         pytest.param(("step", 2), [("micro_batch", 1), ("micro_batch", 3)], marks=pytest.mark.slow),
         pytest.param(("micro_batch", 5), [("micro_batch", 2), ("step", 3)], marks=pytest.mark.slow),
     ],

@@ -91,14 +91,15 @@ def train(
     """
     adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
-    plain = plain_copy(adapter)
     frozen = {name for name, parameter in adapter.module.named_parameters() if not parameter.requires_grad}
-    trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
     rule = settings(adapter)
-    groups = [{"params": [parameter], "lr": rule.learning_rate_of(name),
-               "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
-              for name, parameter in trained.items()]
-    optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps)
+    if rank == 0:
+        plain = plain_copy(adapter)
+        trained = {name: parameter for name, parameter in plain.named_parameters() if name not in frozen}
+        groups = [{"params": [parameter], "lr": rule.learning_rate_of(name),
+                   "weight_decay": rule.weight_decay if rule.decays(name) else 0.0}
+                  for name, parameter in trained.items()]
+        optimizer = torch.optim.AdamW(groups, betas=rule.betas, eps=rule.eps)
     if checkpointing:
         adapter.set_activation_checkpointing()
     stepper = make_step(adapter, rank, num_ranks, transport, clip_norm=clip_norm)
@@ -160,7 +161,8 @@ MIXED: list[Groups] = [
 
 @pytest.mark.parametrize("transport", [pytest.param("pool", marks=pytest.mark.slow), "parent"])
 def test_mixed_degrees_on_three_ranks(transport: str) -> None:
-    compare(3, MIXED, transport=transport, num_steps=2, tie=transport == "pool")
+    """Gradients are clipped; two steps without that: below."""
+    compare(3, MIXED, transport=transport, num_steps=2, tie=transport == "pool", clip_norm=0.05)
 
 
 @pytest.mark.parametrize(("freeze", "checkpointing"), [
@@ -170,7 +172,7 @@ def test_a_frozen_part(freeze: list[str], checkpointing: bool) -> None:
     compare(3, MIXED, freeze=freeze, checkpointing=checkpointing)
 
 
-@pytest.mark.slow  # with a frozen part above, and on five ranks below
+@pytest.mark.slow  # with a frozen part above, and with members without a token below
 def test_activation_checkpointing() -> None:
     compare(3, MIXED, checkpointing=True)
 
@@ -183,11 +185,17 @@ FIVE: list[Groups] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "checkpointing", "freeze"),
-                         [("parent", True, []), pytest.param("pool", False, [], marks=pytest.mark.slow),
-                          pytest.param("pool", True, ["language"], marks=pytest.mark.slow)])
+                         [("parent", True, []), ("pool", False, []), ("pool", True, ["language"])])
 def test_five_ranks_and_members_without_a_token(transport: str, checkpointing: bool, freeze: list[str]) -> None:
     compare(5, FIVE, transport=transport, checkpointing=checkpointing, freeze=freeze)
+
+
+def test_members_without_a_token() -> None:
+    """Of three ranks; two of them recompute images that the third one has in its pack."""
+    compare(3, [[([0, 1, 2], [[2]], None)], [([2, 1], [[(1, 2, 2), 1]], [1])],
+                [([2, 0, 1], [[60, (1, 8, 8), 20]], None)]], checkpointing=True)
 
 
 def test_one_rank() -> None:
@@ -216,10 +224,6 @@ def test_placeholders_also_where_they_hold_the_only_images() -> None:
     compare(3, [[([0, 1], [[20, (1, 4, 8), 30], [9, 40]], None), ([2], [[12]], None)],
                 [([2, 0], [[(1, 4, 4), 9]], [1]), ([1], [[(1, 4, 4), 9]], [0])]],
             masked=("0.0", "2.0"), freeze=["language"])
-
-
-def test_clipping() -> None:
-    compare(3, MIXED[:1], num_steps=2, clip_norm=0.05)
 
 
 def skip_and_go_on(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[Any]:
@@ -269,7 +273,7 @@ def test_evaluation_between_steps() -> None:
 
 
 def losses_in_both(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[list[float]]:
-    """Of three steps in bf16, and of three in fp32."""
+    """Of two steps in bf16, and of two in fp32."""
     # its bf16 products take AMX instructions, which some virtual machines refuse
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     found = []
@@ -277,7 +281,7 @@ def losses_in_both(rank: int, plan: Plan, payloads: dict[str, Payload]) -> list[
         stepper = make_step(rough_model(), rank, 3, precision=precision)
         rank_plan = plan.rank_plan(1, rank)
         inputs = collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), stepper.adapter)
-        results = [stepper.run(inputs, 1.0) for _ in range(3)]
+        results = [stepper.run(inputs, 1.0) for _ in range(2)]
         assert all(parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
                    for parameter in stepper.engine.parameters.values())
         found.append([result.loss_sum / result.num_valid_tokens for result in results])
@@ -290,4 +294,4 @@ def test_bf16_stays_near_fp32(most: int) -> None:
     narrow, wide = run_ranks(losses_in_both, 3, plan, payloads)[0]
     assert narrow == pytest.approx(wide, rel=2e-2)
     assert narrow != wide
-    assert wide[2] < wide[0]
+    assert wide[1] < wide[0]

@@ -10,7 +10,7 @@ from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan, Sample, VisionPlan
 from dhp_ray.runtime.driver.commit import cost_error, makespan_s, measured_idle_fraction, step_metrics
 from dhp_ray.runtime.driver.feedback import TimeScale
-from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.train.results import ExpertsUsed, PackTime, StepResult
 
 
 def result(rank: int, *times: PackTime, loss_sum: float = 12.0, num_valid_tokens: int = 4) -> StepResult:
@@ -58,6 +58,8 @@ def test_metrics_have_the_global_mean_loss_and_the_degrees() -> None:
     assert contract.split() == list(metrics)
     assert metrics["loss"] == 3.0
     assert metrics["degrees"] == {"1": 2, "2": 1}
+    with_experts = [result(rank)._replace(experts=ExpertsUsed(0.75, 1.5)) for rank in range(3)]
+    assert step_metrics(plan, with_experts, 2.5, 1)["experts"] == {"entropy": 0.75, "max_load": 1.5}
     assert (metrics["num_tokens"], metrics["num_samples"], metrics["num_ranks"]) == (25, 3, 3)
     assert (metrics["predicted_makespan_s"], metrics["measured_makespan_s"]) == (1.0, 2.0)
     assert (metrics["learning_rate"], metrics["gradient_norm"], metrics["planner"],

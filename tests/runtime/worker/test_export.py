@@ -162,14 +162,14 @@ def test_a_presets_keys_and_shapes_are_those_of_transformers(
     assert (mine["architectures"], mine["dtype"]) == (theirs["architectures"], "float32")
 
 
-@pytest.mark.parametrize("breaks", [0, 2])
+@pytest.mark.parametrize("breaks", [0, 1])
 def test_a_rank_that_cannot_write_is_one_line_on_all(breaks: int, tmp_path: Path) -> None:
     """And the model that was there stays."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "older").touch()
-    said = run_processes(run, 3, 3, ["model.preset=tiny", f"run.dir={tmp_path}"], 0, breaks)
+    said = run_processes(run, 2, 2, ["model.preset=tiny", f"run.dir={tmp_path}"], 0, breaks)
     words = "no room for a processor" if breaks == 0 else "model-2: cannot be written: no space left"
-    assert said == [words if rank == breaks else f"another's: rank {breaks}: {words}" for rank in range(3)]
+    assert said == [words if rank == breaks else f"another's: rank {breaks}: {words}" for rank in range(2)]
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/older"]
 
 

@@ -120,7 +120,8 @@ def available_bytes() -> int:
 @pytest.mark.skipif(not ROLLUP.exists(), reason="memory of a process is read from Linux's /proc")
 @pytest.mark.parametrize(("hidden", "num_layers", "mode", "freeze"), [
     (512, 8, "step", "language"),
-    (512, 8, "micro_batch", ""),
+    # in make test: train/test_loading.py
+    pytest.param(512, 8, "micro_batch", "", marks=pytest.mark.slow),
     pytest.param(1024, 16, "step", "", marks=pytest.mark.slow),  # 0.25 G parameters
     pytest.param(1024, 16, "micro_batch", "", marks=pytest.mark.slow),
 ])
