@@ -174,14 +174,10 @@ def _exchange(batch: SearchBatch, state: State, now: np.ndarray, row: int, pack:
 
 @inner
 def _give(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarray, row: int) -> bool:
-    """Give a sequence to another pack: in `step` often to the last of a rank that ends early."""
+    """Give a sequence to another pack: in `step` often to the last of a rank."""
     giver, pack = state.pack_of[row], _below(random, len(state.size))
     if not batch.lockstep and _below(random, 4) > 0:
-        rank = _below(random, len(state.end))
-        for _ in range(2):
-            other = _below(random, len(state.end))
-            rank = other if state.end[other] < state.end[rank] else rank
-        pack = max(state.last[rank], 0)  # of the timeline tried last
+        pack = max(state.last[_below(random, len(state.end))], 0)  # of the timeline tried last
     if pack == giver or state.degree[pack] == 0:
         return False
     return _exchange(batch, state, now, row, pack, -1)
@@ -268,8 +264,6 @@ def _insert(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarra
     place = _below(random, count)
     change = _below(random, 8)
     wanted = degree + (1 if change < 2 else -1 if change < 4 else 0)
-    if change == 4 and now[2] > 0.0:
-        wanted = 1 + _below(random, len(state.end))
     if wanted < 1 or wanted > len(state.end) or state.sums[pack, TOKENS] > wanted * batch.capacity:
         return False
     follows = now[2] > 0.0 and _below(random, 2) == 0  # a small batch: all packs after it, too, take ranks free first
@@ -279,14 +273,14 @@ def _insert(batch: SearchBatch, state: State, now: np.ndarray, random: np.ndarra
     state.end[:], state.last[:] = 0.0, -1
     for number in range(place):
         run(state, state.order[number])
-    _on_first_free(batch, state, random, pack, wanted)
+    _on_first_free(batch, state, pack, wanted)
     retime(batch, state, pack)
     if follows:
         run(state, pack)
         for number in range(place + 1, count):
             other = state.order[number]
             if state.size[other] > 0:
-                _on_first_free(batch, state, random, other, state.degree[other])
+                _on_first_free(batch, state, other, state.degree[other])
                 retime(batch, state, other)
                 run(state, other)
     if _judge(batch, state, now, pack, pack):
@@ -315,25 +309,12 @@ def _shift(order: np.ndarray, old: int, new: int) -> None:
 
 
 @inner
-def _on_first_free(batch: SearchBatch, state: State, random: np.ndarray, pack: int, degree: int) -> None:
-    """Give a pack the ranks on which it would end first, alone on each, of all or of the node of the first of them."""
+def _on_first_free(batch: SearchBatch, state: State, pack: int, degree: int) -> None:
+    """Give a pack the ranks on which it would end first, alone on each."""
     key = state.end.copy()
     if not batch.uniform:
         seconds = state.time[pack] if state.time[pack] > 0.0 else 0.0
         for rank in range(len(key)):
             key[rank] += seconds / batch.speeds[rank]
-    if batch.nodes_matter and degree > 1 and degree <= batch.node_size and _below(random, 4) > 0:
-        node = batch.node[_below(random, len(key))]
-        if _below(random, 2) == 0:
-            node = batch.node[key.argmin()]
-        for rank in range(len(key)):
-            if batch.node[rank] != node:
-                key[rank] += 1e12
     state.degree[pack] = degree
-    if degree > 8:
-        state.ranks[pack, :degree] = ascending(key)[:degree]
-        return
-    for place in range(degree):
-        best = key.argmin()
-        state.ranks[pack, place] = best
-        key[best] = np.inf
+    state.ranks[pack, :degree] = ascending(key)[:degree]

@@ -105,14 +105,16 @@ class Rounds:
         self.spent_s = 0.0
 
     def shortest(
-        self, below_s: float, least: int, width: int, limits: int, waste: float = WASTE
+        self, below_s: float, least: int, width: int, limits: int, waste: float = WASTE, most_s: float = np.inf
     ) -> Schedule | None:
-        """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found.
-        `waste`: what the micro-batches that are left are assumed to take over their bound."""
+        """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found, or
+        in `most_s`. `waste`: what the micro-batches that are left are assumed to take over their bound."""
         beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
         self.spent_s = 0.0
         most = ENDED * width if width > 1 else 1
         while beam:
+            if self.spent_s > most_s:
+                return None
             following = list[Next]()
             for place, partial in enumerate(beam):
                 best = self._ended(partial, best, least)
@@ -130,13 +132,15 @@ class Rounds:
                         best = made
         return self._placed(best.rounds) if best.rounds else None
 
-    def without_barriers(self, least: int) -> Schedule | None:
-        """The packs of a narrow search in the order of their micro-batches, for sync=step."""
-        made = self.shortest(np.inf, least, 1, FEW)
+    def without_barriers(self, least: int, most_s: float) -> Schedule | None:
+        """The packs of a narrow search of at most `most_s` in the order of their micro-batches, for sync=step."""
+        made = self.shortest(np.inf, least, 1, FEW, most_s=most_s)
         return made._replace(micro_batch=np.zeros_like(made.micro_batch)) if made else None
 
     def _shares(self, rows: np.ndarray) -> list[float]:
         """The shares of a limit that encoding may have: 0, any; and about its share of all work of these sequences."""
+        if not len(self.batch.image_s):
+            return [0.0]
         images = float(self.problem.items.vision_s[rows].sum() / self.batch.work[rows].sum())
         return [0.0, *(factor * images for factor in ENCODE_FACTORS if 0.0 < factor * images < 1.0)]
 
@@ -145,8 +149,9 @@ class Rounds:
         rows = partial.left
         if self.tokens[rows].sum() > self.most:
             return best
-        least_s = max(_times_s(self.batch, rows[0], self.places, least)[0], float(self.value[rows].sum() / self.speed))
-        for share in self._shares(rows):
+        longest_s, _, of_longest = _times_s(self.batch, rows[0], self.places, least)
+        least_s = max(longest_s, float(self.value[rows].sum() / self.speed))
+        for share in [*self._shares(rows), *([of_longest] if 0.0 < of_longest < 1.0 else [])]:
             for factor in FACTORS:
                 if partial.seconds + least_s + self.batch.fixed_s >= best.seconds:
                     break
@@ -165,9 +170,9 @@ class Rounds:
         encoding, and with one, in turns."""
         batch, left = self.batch, partial.left
         value, tokens = self.value[left], self.tokens[left].sum()
-        longest_s, full_s = _times_s(batch, left[0], self.places, least)
+        longest_s, full_s, _ = _times_s(batch, left[0], self.places, least)
         full_s = max(longest_s, min(full_s, LONGEST * _together_s(batch, left, self.places, least)))
-        limits = np.geomspace(full_s, max(longest_s, full_s / SPAN), number) * (1 + 1e-9)
+        limits = full_s * max(longest_s / full_s, 1 / SPAN) ** (np.arange(number) / (number - 1)) * (1 + 1e-9)
         _, *of_images = self._shares(left)
         shares = np.zeros(number)
         if of_images:
@@ -226,15 +231,18 @@ def _tightened(
 
 
 @compiled
-def _times_s(batch: SearchBatch, row: int, places: Places, least: int) -> tuple[float, float]:
-    """Of packs of at least `least` ranks: the least seconds of a sequence alone; and those of such sequences that fill
-    the fewest ranks."""
-    item, best = batch.items[row], np.inf
+def _times_s(batch: SearchBatch, row: int, places: Places, least: int) -> tuple[float, float, float]:
+    """Of packs of at least `least` ranks: the least seconds of a sequence alone; those of such sequences that fill the
+    fewest ranks; and the share of the least seconds in which it encodes."""
+    item, best, share, nothing = batch.items[row], np.inf, 0.0, np.zeros(5)
     least = max(item.minimum_degree, min(least, len(places.speed)))
     for degree in range(least, len(places.speed) + 1):
-        best = min(best, time_s(item, degree, degree > places.until[0], places.speed[degree - 1], batch.rates[degree]))
+        crosses = degree > places.until[0]
+        encode_s, seconds = _with(batch, nothing, 0.0, item, degree, places.speed[degree - 1], crosses)
+        if max(seconds, batch.rates[degree].least_s) < best:
+            best, share = max(seconds, batch.rates[degree].least_s), encode_s / seconds
     full_s = time_s(item, least, least > places.until[0], places.speed[least - 1], batch.rates[least])
-    return best, full_s * max(1.0, least * batch.capacity / item.tokens)
+    return best, full_s * max(1.0, least * batch.capacity / item.tokens), share
 
 
 @compiled
@@ -278,10 +286,10 @@ def fill(
     crosses = np.zeros(most, dtype=np.bool_)
     sums, image_s, seconds, encodes = np.zeros((most, 5)), np.zeros(most), np.zeros(most), np.zeros(most)
     rooms, state = rooms_for(most)  # the work of a sequence that an open pack has time for, roughly
-    used, count, widest = 0, 0, np.inf
+    used, count, widest, refused = 0, 0, np.inf, np.inf  # the work of the last sequence that waits: one alike does, too
     for place in range(len(left)):
         work = batch.work[left[place]]
-        if used == num_ranks and work > widest:
+        if work == refused or (used == num_ranks and work > widest):
             continue
         item = batch.items[left[place]]
         found, after_s, encode_s = first_with(rooms, state, work), 0.0, 0.0
@@ -296,6 +304,7 @@ def fill(
         if found < 0:
             need = _degree(batch, item, limit_s, num_ranks - used, places, used, least, share)
             if need == 0:
+                refused = work
                 continue
             pack, degree[count], slowest[count] = count, need, places.speed[used + need - 1]
             crosses[count] = used + need > places.until[used]
