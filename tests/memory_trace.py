@@ -177,8 +177,8 @@ def expert_group(settings: MemorySettings, num_tokens: int) -> ExpertGroup | Non
 class SilentLink(PackCommunicator):
     """Members that exchange nothing, as fake tensors hold nothing; what is received has its memory."""
 
-    def __init__(self, degree: int) -> None:
-        super().__init__(range(degree), 0, cast(Any, object()) if degree > 1 else None)
+    def __init__(self, degree: int, member: int = 0) -> None:
+        super().__init__(range(degree), member, cast(Any, object()) if degree > 1 else None)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -216,9 +216,14 @@ def make_inputs(
     num_images = sum(len(plan.vision_grids) for plan in plans)
     encoders = tuple(image % degree for image in range(num_images))
     pack = Pack(tuple(range(degree)), (), 1.0, encoders=encoders, samples=tuple(plans))
-    inputs = collate(pack, payloads, 0, adapter)
+    inputs = collate(pack, payloads, traced_member(adapter, degree), adapter)
     return inputs, PackLoad(len(inputs.token_ids), len(inputs.vision_token_index), inputs.num_valid_tokens,
                             len(inputs.pixels), len(samples), degree)
+
+
+def traced_member(adapter: LanguageModel, degree: int) -> int:
+    """The member that needs most: of a model with states one whose piece neither begins nor ends a sequence."""
+    return 0 if adapter.looks_back is None else degree - 1
 
 
 def traced(
@@ -237,7 +242,7 @@ def traced(
     if settings.recomputes:
         adapter.set_activation_checkpointing()
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
-    link, encodes = SilentLink(degree), inputs.num_images > 0
+    link, encodes = SilentLink(degree, traced_member(adapter, degree)), inputs.num_images > 0
     inputs = replace(inputs, offload=share, recomputed=recomputed)
     load = load._replace(offload=share, recomputed=recomputed)
     offload = PackOffload(adapter, torch.device("cpu"))

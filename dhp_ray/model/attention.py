@@ -60,9 +60,11 @@ class PackContext:
         return 0 if self.link is None else self.link.index
 
     def move(self, device: torch.device) -> None:
-        """Copy the segments to a device unless they are there."""
+        """Copy the segments, and the pieces, to a device unless they are there."""
         self.segments = tuple(segments.to(device) for segments in self.segments)
         self.dropout_keys = None if self.dropout_keys is None else self.dropout_keys.to(device)
+        if self.pieces is not None and self.pieces.chunk_rows.device != device:
+            self.pieces = self.pieces.map(lambda tensor: tensor.to(device))
 
 
 def segments_of(layout: PackLayout, member: int) -> tuple[Segments, ...]:

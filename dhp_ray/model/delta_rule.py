@@ -14,7 +14,7 @@ at the same time, tell them all others, and each folds the pieces before its own
     backward   dS_out of a piece = dS_in of the next, by its tokens, + M_next' dS_out of the next
 
 E and M are `heads x keys x (values + keys)` numbers, however long the piece is. In the backward pass dS_in travels from
-the other end in the same way. Megatron and flash-linear-attention pass states alike.
+the other end in the same way. (flash-linear-attention passes states alike; Megatron exchanges heads for tokens.)
 
 Within a piece, chunks of CHUNK tokens are computed by products (section 3.3 of the paper). With the decay from token j
 to a later one i of the chunk, D_ij = e^(g_j+1 + ... + g_i), and A_ij = beta_i k_i k_j' D_ij below the diagonal, tokens
@@ -95,11 +95,13 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Pi
 
     queries, keys = (chunked(rows).repeat_interleave(repeats, 1) for rows in (_normed(q, wide), _normed(k, wide)))
     values, logs, betas = chunked(v), chunked(g), chunked(beta)[..., None]
-    # sums of the tokens between alone: a difference of two sums since the chunk's begin would lose digits
-    not_after = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu()
-    between = logs[..., None].masked_fill(not_after, 0.0).cumsum(2)
+    # sums of the tokens between alone: a difference of two sums since the chunk's begin would lose digits. As products:
+    # sums along a dimension are not deterministic on CUDA.
+    until = torch.ones(CHUNK, CHUNK, dtype=wide, device=v.device).tril()
+    not_after = until.t() > 0
+    between = until @ logs[..., None].masked_fill(not_after, 0.0)
     between = between.masked_fill(not_after.triu(1), float("-inf")).exp()
-    since_begin = logs.cumsum(2).exp()[..., None]
+    since_begin = (until @ logs[..., None]).exp()
     system = (betas * keys) @ keys.transpose(2, 3) * between
     solved = torch.linalg.solve_triangular(
         system, torch.cat((betas * values, betas * since_begin * keys), 3), upper=False, unitriangular=True)
@@ -180,7 +182,9 @@ class _PassStates(torch.autograd.Function):
                 added, factor = found[here.member][here.sent].split((num_values, sent.shape[2]), 2)
                 state = added if state is None else added + factor @ state
         ctx.pieces, ctx.link, ctx.num_values = pieces, link, num_values
-        ctx.save_for_backward(before, *(each[..., num_values:] for each in found))
+        # for the states that this member sends; without the rest of what was received
+        kept = [each[..., num_values:].contiguous() for each in found] if len(sent) else []
+        ctx.save_for_backward(before, *kept)
         return asked
 
     @staticmethod

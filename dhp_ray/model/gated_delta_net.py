@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from dhp_ray.comm.pack_communicator import exchange_rows
 from dhp_ray.model.attention import PackContext
 from dhp_ray.model.delta_rule import gated_delta_rule
+from dhp_ray.model.pieces import Pieces
 
 
 class GatedDeltaNet(Module):
@@ -29,21 +30,25 @@ class GatedDeltaNet(Module):
         self.head_widths = (plain.head_k_dim, plain.head_k_dim, plain.head_v_dim)
 
     def forward(self, hidden_states: Tensor, *, context: PackContext, **_: Any) -> Tensor:
-        """(1, L, D) for this member's tokens `hidden_states` (1, L, D) of the pack `context`."""
+        """(1, L, D) for this member's tokens `hidden_states` (1, L, D) of the pack `context`.
+
+        Raises:
+            ValueError: the context has no pieces.
+        """
+        if context.pieces is None:
+            raise ValueError("gated delta net: the model was called with a context without pieces=pieces_of(...)")
+        context.move(hidden_states.device)
         hidden = hidden_states[0]
-        mixed = F.silu(self._convolved(self.in_proj_qkv(hidden), context))
+        mixed = F.silu(self._convolved(self.in_proj_qkv(hidden), context, context.pieces))
         q, k, v = (rows.unflatten(1, (-1, width)) for rows, width in zip(mixed.split(self.widths, 1), self.head_widths))
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden).float() + self.dt_bias)
-        assert context.pieces is not None
         out = gated_delta_rule(q, k, v, decay, self.in_proj_b(hidden).sigmoid(), context.pieces, context.link,
                                context.differentiable)
         gate = self.in_proj_z(hidden).unflatten(1, (-1, self.head_widths[2]))
         return self.out_proj(self.norm(out, gate).flatten(1))[None]  # type: ignore[no-any-return]
 
-    def _convolved(self, rows: Tensor, context: PackContext) -> Tensor:
-        """Each channel of `rows` (L, C), along the sequences, which are of zeros before their begin."""
-        pieces = context.pieces
-        assert pieces is not None
+    def _convolved(self, rows: Tensor, context: PackContext, pieces: Pieces) -> Tensor:
+        """Each channel of `rows` (L, C), along the sequences, which are of zeros before their first token."""
         parts = [rows.new_zeros(1, rows.shape[1]), rows]
         if pieces.exchanges_rows:
             assert context.link is not None

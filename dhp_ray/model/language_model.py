@@ -31,7 +31,7 @@ from dhp_ray.model.attention import PackContext
 from dhp_ray.model.experts import BalanceLosses, Routing, checkpoint_contexts, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
-from dhp_ray.model.layout import PackLayout, few_pieces
+from dhp_ray.model.layout import PackLayout, zigzag_of_all
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
 from dhp_ray.model.segment_attention import Segments
@@ -161,7 +161,7 @@ class LanguageModel:
         if hasattr(layer, "linear_attn"):
             return {"heads": 0, "key_value_heads": 0, "head_width": 0, "state_heads": text.linear_num_value_heads,
                     "state_key_heads": text.linear_num_key_heads, "state_keys": text.linear_key_head_dim,
-                    "state_values": text.linear_value_head_dim, "convolution": text.linear_conv_kernel_dim}
+                    "state_values": text.linear_value_head_dim}
         return {"heads": text.num_attention_heads, "key_value_heads": text.num_key_value_heads,
                 "head_width": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
                 "query_key_norms": hasattr(layer.self_attn, "q_norm")}
@@ -187,7 +187,7 @@ class LanguageModel:
 
     def layout(self, lengths: Sequence[int], degree: int) -> PackLayout:
         """Which member of a pack of `degree` ranks holds which tokens of its sequences."""
-        return PackLayout(tuple(lengths), degree, () if self.looks_back is None else few_pieces(lengths, degree))
+        return PackLayout(tuple(lengths), degree, () if self.looks_back is None else zigzag_of_all(lengths, degree))
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);

@@ -7,7 +7,7 @@ under the causal mask every member computes the same number of scores:
     tokens  0 1   2 3   4 5   6 7   8 9  10 11
     member   0     1     2     2     1     0
 
-Everything except `zigzag` and `few_pieces` works with any intervals that cover each token once.
+Everything except `zigzag` and `zigzag_of_all` works with any intervals that cover each token once.
 """
 
 from __future__ import annotations
@@ -123,33 +123,21 @@ def zigzag(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ..
     return tuple(map(tuple, shards))
 
 
-def few_pieces(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ...], ...]:
-    """Intervals of each member where only sequences that are longer than a member's share are in zigzag. The others lie
-    whole, one after the other, but for one that is cut where a member is full. The members' numbers of tokens differ by
-    one at most, as in `zigzag`. Example, lengths 12, 3 and 3 at degree 3:
+def zigzag_of_all(lengths: Sequence[int], degree: int) -> tuple[tuple[TokenInterval, ...], ...]:
+    """Zigzag of the sequences as if they were one, cut where a sequence ends: 2 x degree - 1 cuts at most, however many
+    sequences there are. Scores under the causal mask are as evenly spread as in `zigzag` if there is one sequence.
+    Example, lengths 6, 3 and 3 at degree 3:
 
-        member 0    0 to 1 and 10 to 11 of the first    0 to 1 of the second
-        member 1    2 to 3 and 8 to 9                   2 of the second, 0 of the third
-        member 2    4 to 7                              1 to 2 of the third
+        chunk     0     1     2     3     4     5
+        tokens   0 1   2 3   4 5   0 1   2 0   1 2
+        sequence 0 0   0 0   0 0   1 1   1 2   2 2
+        member    0     1     2     2     1     0
     """
-    total = sum(lengths)
-    shards = [list(shard) for shard in zigzag([length * (length * degree > total) for length in lengths], degree)]
-    loads = [sum(piece.stop - piece.start for piece in shard) for shard in shards]
-    fullest = sorted(range(degree), key=lambda member: -loads[member])
-    rooms = [total // degree - load for load in loads]
-    for member in fullest[:total % degree]:
-        rooms[member] += 1
-    member = 0
-    for sequence, length in enumerate(lengths):
-        start = length if length * degree > total else 0
-        while start < length:
-            stop = min(length, start + rooms[member])
-            if stop > start:
-                shards[member].append(TokenInterval(sequence, start, stop))
-            rooms[member] -= stop - start
-            start = stop
-            member += rooms[member] == 0 and start < length
-    return tuple(tuple(sorted(shard)) for shard in shards)
+    ends = tuple(accumulate(lengths))
+    return tuple(tuple(
+        TokenInterval(sequence, max(start, end - length) - (end - length), min(stop, end) - (end - length))
+        for _, start, stop in shard for sequence, (length, end) in enumerate(zip(lengths, ends))
+        if start < end and end - length < stop) for shard in zigzag((ends[-1],), degree))
 
 
 def _spans(shard: Sequence[TokenInterval]) -> dict[int, list[tuple[TokenInterval, slice]]]:

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
         return -(-(self.stop - self.start) // CHUNK)
 
 
-class Link(NamedTuple):
+class ChainPiece(NamedTuple):
     """One piece in the chain of a sequence: its member, and its places among the states that this member asks for and
     among those that it sends; -1 where there is none.
     """
@@ -88,7 +88,7 @@ class Pieces:
     """For every member: how many states it sends, of its pieces of kinds 1 and 2."""
     asked: tuple[int, ...]
     """For every member: how many states it asks for, for its pieces of kinds 2 and 3."""
-    chains: tuple[tuple[Link, ...], ...]
+    chains: tuple[tuple[ChainPiece, ...], ...]
     """The pieces of each sequence that is cut, in its order."""
 
     @property
@@ -198,8 +198,8 @@ def _windows(
     return torch.cat(rows), places
 
 
-def _chains(sequences: list[list[Piece]], of_member: list[list[Piece]]) -> tuple[tuple[Link, ...], ...]:
+def _chains(sequences: list[list[Piece]], of_member: list[list[Piece]]) -> tuple[tuple[ChainPiece, ...], ...]:
     sent, asked = ({piece: place for pieces in of_member for place, piece in enumerate(_in_order(pieces, kinds))}
                    for kinds in ((1, 2), (2, 3)))
-    return tuple(tuple(Link(piece.member, asked.get(piece, -1), sent.get(piece, -1)) for piece in pieces)
+    return tuple(tuple(ChainPiece(piece.member, asked.get(piece, -1), sent.get(piece, -1)) for piece in pieces)
                  for pieces in sequences if len(pieces) > 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import open_transport
 from dhp_ray.model.delta_rule import gated_delta_rule
-from dhp_ray.model.layout import PackLayout, few_pieces, zigzag
+from dhp_ray.model.layout import PackLayout, zigzag, zigzag_of_all
 from dhp_ray.model.pieces import pieces_of
 from tests.ranks import run_ranks
 
@@ -80,7 +80,7 @@ def all_packs(rank: int, transport_name: str) -> list[float]:
     ranks = tuple((place + 1) % world for place in range(world))
     transport.prepare([ranks])
     errors = []
-    for number, (lengths, intervals) in enumerate(product(PACKS, (zigzag, few_pieces))):
+    for number, (lengths, intervals) in enumerate(product(PACKS, (zigzag, zigzag_of_all))):
         link = transport.link(ranks, number)
         errors.append(worst_error(PackLayout(lengths, world, intervals(lengths, world)), link.index, link))
     transport.close()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.model.layout import Blocks, PackLayout, TokenInterval
+from dhp_ray.model.layout import Blocks, PackLayout, TokenInterval, zigzag, zigzag_of_all
 
 lengths_of_packs = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(tuple)
 
@@ -98,6 +98,18 @@ def test_zigzag_balances_tokens(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree)
     tokens = [layout.num_tokens(member) for member in range(degree)]
     assert max(tokens) - min(tokens) <= 1
+
+
+@given(lengths_of_packs, st.integers(1, 9))
+@settings(max_examples=200, deadline=None)
+def test_zigzag_of_all_cuts_a_pack_as_one_sequence(lengths: tuple[int, ...], degree: int) -> None:
+    layout = PackLayout(lengths, degree, zigzag_of_all(lengths, degree))
+    tokens = [layout.num_tokens(member) for member in range(degree)]
+    assert max(tokens) - min(tokens) <= 1
+    assert torch.cat([layout.index(member) for member in range(degree)]).sort().values.tolist() == list(
+        range(sum(lengths)))
+    assert sum(map(len, layout.shards)) <= len(lengths) + 2 * degree - 1
+    assert zigzag_of_all(lengths[:1], degree) == zigzag(lengths[:1], degree)
 
 
 @given(lengths_of_packs, st.integers(1, 9))

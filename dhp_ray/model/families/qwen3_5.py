@@ -29,6 +29,9 @@ class Qwen35(Qwen3VL):
         text = config.text_config
         if text.hidden_act != "silu":
             raise ModelError(f"model: hidden_act is {text.hidden_act!r} with gated delta nets; allowed: silu")
+        if text.linear_num_value_heads % text.linear_num_key_heads:
+            raise ModelError(f"model: linear_num_value_heads is {text.linear_num_value_heads}; allowed: multiples of "
+                             f"{text.linear_num_key_heads}, its linear_num_key_heads")
 
     def replace_modules(self) -> None:
         super(Qwen3VL, self).replace_modules()

@@ -120,9 +120,9 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
-LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS = 45, 20
-"""Kernels that a layer of transformers launches forward, and those that one with experts launches beside them; twice as
-many backward. Counted in the trace of a layer.
+LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_PER_CHUNK = 45, 20, 7
+"""Kernels that a layer of transformers launches forward, those that one with experts launches beside them, and those
+that a gated delta net launches for each chunk of a sequence; twice as many backward. Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
@@ -217,10 +217,13 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         return operations * layer.heads * layer.head_width * (1 + backward) / device.attention_flops
 
     def states(layer: LayerShape) -> float:
-        """Seconds of a token in the products of a gated delta net's chunks."""
+        """Seconds of a token in the products of a gated delta net's chunks, and their launches: chunk after chunk."""
+        if not layer.state_heads:
+            return 0.0
         keys, values, chunk = layer.state_keys, layer.state_values, STATE_CHUNK
         operations = layer.state_heads * (6 * keys * values + chunk * (5 * keys + 3 * values))
-        return operations * (3 + again) / (device.matrix_flops * FP32_SHARE)
+        launches = LAUNCHES_PER_CHUNK / chunk * device.launch_s
+        return (3 + again) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
 
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
@@ -348,8 +351,8 @@ def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> fl
 
 
 def state_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds that a member of a pack waits for the states of each other one: two in each gated delta net, since a long
-    sequence is in zigzag, with what multiplies them in the forward pass, over the slower link.
+    """Seconds that a member of a pack waits for the states of each other one: two in each gated delta net, as each has
+    two chunks of the pack, with what multiplies them in the forward pass, over the slower link.
     """
     again = int(memory.settings.recomputes)
     moved = sum(8 * layer.count * layer.state_heads * layer.state_keys * (

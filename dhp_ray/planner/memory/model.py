@@ -36,8 +36,8 @@ their layers as trained weights do, and nothing of norms:
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
     gated delta    in place of attention, H states of K keys x V values, chunks of T tokens, C channels convolved:
-      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 8 (keys and queries) + 2 c C + (12 + 3 c) H V; where attention
-                   is gated, 2 c H d more of it
+      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 8 (keys and queries) + 2 c C + (12 + 3 c) H V, the first for
+                   chunks that are full, on one rank (else `_beside_tokens`); gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
                    unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D
 
@@ -175,7 +175,9 @@ class MemoryModel:
         Images are dealt out whole, each to the member that ends first with it, so the fullest member has at most one
         image more than the mean.
         """
-        degree = min(2, self.settings.world_size)  # a ring's buffers are as large for two ranks as for more
+        # a ring's buffers are as large for two ranks as for more; states are those of all members
+        most = self.settings.world_size if any(layer.state_heads for layer in self.shape.language) else 2
+        degree = min(most, self.settings.world_size)
         text = PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload, recomputed)
         if not self.shape.vision:
             return text
@@ -306,7 +308,7 @@ class MemoryModel:
     ) -> Iterator[tuple[str, Terms]]:
         """The moments of the first layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
-        again = self.layer_bytes(part, layer) * self._again(part, load)
+        again = (self.layer_bytes(part, layer) + self._beside_tokens(layer, load)) * self._again(part, load)
         gradient = c * layer.width
         experts = layer.experts // self.settings.expert_parallel or 1
         product = c * layer.width * layer.mlp_width * experts if self._trains_weights[part] else 0
@@ -375,8 +377,10 @@ class MemoryModel:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
         that are exchanged.
         """
-        if layer.state_heads:  # of each operand of a chunk, from all chunks, and joined
-            return 8.0 * positions * layer.state_heads * (layer.state_values + 3 * layer.state_keys + STATE_CHUNK)
+        if layer.state_heads:  # of each operand of a chunk, from all chunks, and joined; of states, from all members
+            chunks = positions * (layer.state_values + 3 * layer.state_keys + STATE_CHUNK)
+            states = (degree > 1) * degree * layer.state_keys * layer.state_values
+            return 8.0 * layer.state_heads * (chunks + states)
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
@@ -430,11 +434,30 @@ class MemoryModel:
         """Bytes that a gated delta net keeps for each token: its convolution and its gated norm; in fp32 the products
         of each chunk, and the states between chunks.
         """
-        heads, keys, values, c = layer.state_heads, layer.state_keys, layer.state_values, self._c
-        rule = heads * (6 * keys + 3 * values + 5 * STATE_CHUNK + keys * values // STATE_CHUNK + 7)
-        rule += 2 * layer.state_key_heads * keys
-        channels = 2 * layer.state_key_heads * keys + heads * values
-        return (4 * rule + 2 * c * channels + (12 + 3 * c) * heads * values) * (heads > 0)
+        queries_and_keys, values = 2 * layer.state_key_heads * layer.state_keys, layer.state_heads * layer.state_values
+        c = self._c
+        return (4 * (self._rule_numbers(layer) + queries_and_keys) + 2 * c * (queries_and_keys + values)
+                + (12 + 3 * c) * values)
+
+    @staticmethod
+    def _rule_numbers(layer: LayerShape) -> int:
+        """Numbers that the gated delta rule keeps for each token of its chunks."""
+        keys, values = layer.state_keys, layer.state_values
+        return layer.state_heads * (6 * keys + 3 * values + 5 * STATE_CHUNK + keys * values // STATE_CHUNK + 7)
+
+    def _beside_tokens(self, layer: LayerShape, load: PackLoad) -> float:
+        """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: the padding of a
+        sequence's last chunk; and in a pack on several ranks what each member's two pieces multiply states with, and a
+        second pass over the chunks of pieces that neither begin nor end a sequence.
+        """
+        if not layer.state_heads:
+            return 0.0
+        heads, keys, values = layer.state_heads, layer.state_keys, layer.state_values
+        apart = load.degree > 1
+        padding = (STATE_CHUNK - 1) * (load.sequences + apart) * self._rule_numbers(layer)
+        told = apart * 2 * load.degree * heads * keys * keys
+        second = apart * heads * (keys + values) * (1 + keys / STATE_CHUNK)
+        return 4 * ((padding + told) / max(1, load.tokens) + second)
 
     def moved_bytes(self, load: PackLoad) -> float:
         """The most bytes of a pack's activations that are in host memory at a time."""
@@ -457,7 +480,7 @@ class MemoryModel:
         """Bytes that all layers of a part keep for each token (or patch)."""
         share = self._recomputed(load)
         return sum(layer.count * (share * (self._c * layer.width + 8 * layer.experts_per_token)
-                                  + (1 - share) * self.layer_bytes(part, layer))
+                                  + (1 - share) * (self.layer_bytes(part, layer) + self._beside_tokens(layer, load)))
                    for layer in (self.shape.vision if part == "vision" else self.shape.language))
 
     def _again(self, part: str, load: PackLoad) -> float:

@@ -20,7 +20,7 @@ class LayerShape:
     """Equal layers: attention (`heads` queries, `key_value_heads` keys and values of `head_width`), then an MLP.
 
     In place of attention (`heads` 0) a layer may have a gated delta net, with `state_heads` states of `state_keys` x
-    `state_values` and queries and keys for `state_key_heads` of them, behind a convolution over so many tokens.
+    `state_values`, and queries and keys for `state_key_heads` of them.
     `gated_attention`: the output of attention is gated.
 
     Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
@@ -49,7 +49,6 @@ class LayerShape:
     state_key_heads: int = 0
     state_keys: int = 0
     state_values: int = 0
-    convolution: int = 0
 
     def units(self, sharing: int) -> tuple[int, int]:
         """Numbers of parameters that a rank gathers together: of the layer; of its part of the experts, where several
