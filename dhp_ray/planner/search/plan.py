@@ -15,7 +15,7 @@ import numpy as np
 
 from dhp_ray.planner.problem import Problem
 from dhp_ray.planner.schedule import Schedule
-from dhp_ray.planner.search.batch import batch_of, nodes_matter
+from dhp_ray.planner.search.batch import SearchBatch, batch_of, nodes_matter
 from dhp_ray.planner.search.improve import improve
 from dhp_ray.planner.search.placing import cached_groups_of
 from dhp_ray.planner.search.rounds import WASTE, Rounds
@@ -28,8 +28,8 @@ LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
 """Packs have at least so many ranks, or all ranks; with sync=step, both all packs and those of sequences that one rank
 does not end by the target."""
 
-SMALL = 2_000
-"""Sequences x ranks of a small batch."""
+SMALL, ORDERS = 2_000, 16
+"""Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
 
 IMPROVED = 4
 """The shortest starts of a small batch that are improved; of a large batch only one."""
@@ -148,20 +148,32 @@ def least_degrees(problem: Problem) -> list[int]:
 
 
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
-    """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target; and
-    micro-batches that run as soon as their ranks are free, whose packs may have several sequences on several ranks. Of
-    a large batch these alone, once."""
+    """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target
+    (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
+    may have several sequences on several ranks. Of a large batch these alone, once."""
     found, fixed_s, left_s = list[Timed](), problem.cost.fixed_s, STARTS * problem.lower_bound_s
+    best: tuple[Problem, SearchBatch, int, bool] | None = None
 
     def is_open(way: Problem) -> bool:
         may_start = left_s > 0 or best_s == np.inf
         return best_s > target_s and way.lower_bound_s < best_s and may_start
 
-    def add(made: Schedule | None) -> None:
+    def add(made: Schedule | None) -> bool:
         nonlocal best_s
-        if made and (start := timed(problem, made)).seconds < best_s:
-            found.append(start)
-            best_s = start.seconds
+        if not made or (start := timed(problem, made)).seconds >= best_s:
+            return False
+        found.append(start)
+        best_s = start.seconds
+        return True
+
+    def under_targets(way: Problem, batch: SearchBatch, least: int, loose: bool) -> None:
+        nonlocal best, left_s
+        if is_open(way):
+            bound_s, below_s = way.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)
+            made, looks = shortest_under_targets(batch, bound_s, below_s, least, loose)
+            left_s -= TRIAL_S * looks
+            if add(made):
+                best = way, batch, least, loose
 
     searches = [Rounds(way, way.machine) for way in ways]
     if is_large(problem):
@@ -169,11 +181,12 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         return found
     for least, each in product(least_degrees(problem), searches):
         for loose in (True, False) if least > 1 else (False,):
-            if is_open(each.problem):
-                bound_s, below_s = each.problem.lower_bound_s - fixed_s, (best_s - fixed_s) * (1 - SHORTER)
-                made, looks = shortest_under_targets(each.batch, bound_s, below_s, least, loose)
-                left_s -= TRIAL_S * looks
-                add(made)
+            under_targets(each.problem, each.batch, least, loose)
+    if best and is_small(problem):
+        random, batch = np.random.default_rng(0), best[1]
+        for _ in range(ORDERS):
+            work = batch.work * np.exp(random.normal(0.0, 0.4, len(batch.work)))
+            under_targets(best[0], batch._replace(by_work=np.argsort(-work, kind="stable")), *best[2:])
     for least, each in product(least_degrees(problem), searches):
         if is_open(each.problem):
             add(each.without_barriers(least, left_s if found else np.inf))
