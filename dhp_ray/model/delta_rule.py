@@ -9,7 +9,7 @@ A token changes the state by a linear map, so a piece of a sequence does too. Wh
 E, and what they multiply a state with, M, tell all of it: S_out = M S_in + E. So ranks compute E and M of their pieces
 at the same time, tell them all others, and each folds the pieces before its own:
 
-    pieces     0 (begins)    1            2                 3 (ends)
+    pieces     0 (first)     1            2                 3 (last)
     S_in       0             E0           M1 E0 + E1        M2 (M1 E0 + E1) + E2
     backward   dS_out of a piece = dS_in of the next, by its tokens, + M_next' dS_out of the next
 
@@ -18,7 +18,7 @@ the other end in the same way. (flash-linear-attention passes states alike; Mega
 
 Within a piece, chunks of CHUNK tokens are computed by products (section 3.3 of the paper). With the decay from token j
 to a later one i of the chunk, D_ij = e^(g_j+1 + ... + g_i), and A_ij = beta_i k_i k_j' D_ij below the diagonal, tokens
-store the values (1 + A)^-1 (beta V - beta e^G K S), for the state S at the chunk's begin and e^G, the decay since.
+store the values (1 + A)^-1 (beta V - beta e^G K S), for the state S at the chunk's start and e^G, the decay since.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ EPSILON = 1e-6  # of the norm of queries and keys
 
 
 class Chunks(NamedTuple):
-    """What is the same for any state at a chunk's begin: C chunks, each for H heads and T = CHUNK tokens.
+    """What is the same for any state at a chunk's start: C chunks, each for H heads and T = CHUNK tokens.
 
     stored: (C, H, T, values), what tokens store if the state is zero; read: (C, H, T, keys), what of it the state takes
     away; scores: (C, H, T, T), of queries with keys; queries and keys: (C, H, T, keys), the queries decayed from the
-    chunk's begin, the keys to its end; decay: (C, H, 1, 1), of the whole chunk.
+    chunk's start, the keys to its end; decay: (C, H, 1, 1), of the whole chunk.
     """
 
     stored: Tensor
@@ -66,20 +66,21 @@ def gated_delta_rule(
     of the decay, at most 0; beta: (L, H). differentiable: whether any member's backward pass runs through this.
     """
     chunks = _chunks(q, k, v, g, beta, pieces)
-    whole, begin, middle, end = chunks.split([sum(alive) for alive in pieces.alive])
-    outputs, _ = _scan(whole, pieces.alive[0], _zeros(whole, pieces.alive[0]))
+    whole, first, middle, last = chunks.split([sum(counts) for counts in pieces.with_chunk])
+    of_whole, of_first, of_middle, of_last = pieces.with_chunk
+    outputs, _ = _scan(whole, of_whole, _zeros(whole, of_whole))
     found = [outputs]
     if pieces.exchanges_states:
-        outputs, added = _scan(begin, pieces.alive[1], _zeros(begin, pieces.alive[1]))
+        outputs, added = _scan(first, of_first, _zeros(first, of_first))
         found.append(outputs)
         sent = torch.cat((torch.cat((added, added.new_zeros(*added.shape[:3], k.shape[2])), 3),
-                          _transition(middle, pieces.alive[2])))
+                          _transition(middle, of_middle)))
         anchor = torch.zeros((), requires_grad=True) if differentiable and not sent.requires_grad else None
         assert link is not None
         states: Tensor = _PassStates.apply(sent, anchor, v.shape[2], pieces, link)
-        count = pieces.alive[2][0] if pieces.alive[2] else 0
-        found += [_scan(of_kind, pieces.alive[kind], of_its)[0] for kind, of_kind, of_its in zip(
-            (2, 3), (middle, end), states.split([count, len(states) - count]))]
+        count = of_middle[0] if of_middle else 0
+        found += [_scan(of_kind, counts, before)[0] for of_kind, counts, before in zip(
+            (middle, last), (of_middle, of_last), states.split([count, len(states) - count]))]
     rows = torch.cat(found).transpose(1, 2).flatten(0, 1)
     return rows.index_select(0, pieces.token_places).to(v.dtype)
 
@@ -95,20 +96,20 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Pi
 
     queries, keys = (chunked(rows).repeat_interleave(repeats, 1) for rows in (_normed(q, wide), _normed(k, wide)))
     values, logs, betas = chunked(v), chunked(g), chunked(beta)[..., None]
-    # sums of the tokens between alone: a difference of two sums since the chunk's begin would lose digits. As products:
+    # sums of the tokens between alone: a difference of two sums since the chunk's start would lose digits. As products:
     # sums along a dimension are not deterministic on CUDA.
     until = torch.ones(CHUNK, CHUNK, dtype=wide, device=v.device).tril()
     not_after = until.t() > 0
     between = until @ logs[..., None].masked_fill(not_after, 0.0)
     between = between.masked_fill(not_after.triu(1), float("-inf")).exp()
-    since_begin = (until @ logs[..., None]).exp()
+    since_start = (until @ logs[..., None]).exp()
     system = (betas * keys) @ keys.transpose(2, 3) * between
     solved = torch.linalg.solve_triangular(
-        system, torch.cat((betas * values, betas * since_begin * keys), 3), upper=False, unitriangular=True)
+        system, torch.cat((betas * values, betas * since_start * keys), 3), upper=False, unitriangular=True)
     stored, read = solved.split((v.shape[2], k.shape[2]), 3)
     queries = queries * k.shape[2] ** -0.5
-    return Chunks(stored, read, queries @ keys.transpose(2, 3) * between, queries * since_begin,
-                  keys * between[..., -1, :, None], since_begin[..., -1:, :])
+    return Chunks(stored, read, queries @ keys.transpose(2, 3) * between, queries * since_start,
+                  keys * between[..., -1, :, None], since_start[..., -1:, :])
 
 
 def _normed(rows: Tensor, wide: torch.dtype) -> Tensor:
@@ -116,18 +117,18 @@ def _normed(rows: Tensor, wide: torch.dtype) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + EPSILON)
 
 
-def _zeros(chunks: Chunks, alive: tuple[int, ...]) -> Tensor:
-    """States of zeros at the begin of the pieces of a kind: (pieces, H, keys, values)."""
-    return chunks.stored.new_zeros(alive[0] if alive else 0, chunks.stored.shape[1], chunks.keys.shape[3],
+def _zeros(chunks: Chunks, with_chunk: tuple[int, ...]) -> Tensor:
+    """States of zeros before the pieces of a kind: (pieces, H, keys, values)."""
+    return chunks.stored.new_zeros(with_chunk[0] if with_chunk else 0, chunks.stored.shape[1], chunks.keys.shape[3],
                                    chunks.stored.shape[3])
 
 
-def _scan(chunks: Chunks, alive: tuple[int, ...], states: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs (C, H, T, values) of the pieces of a kind, and the states at their ends, from those at their begins.
+def _scan(chunks: Chunks, with_chunk: tuple[int, ...], states: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs (C, H, T, values) of the pieces of a kind, and the states after them, from those before them.
     """
     # also without a piece, the outputs depend on the states, so that their backward pass runs on all members
     outputs, ended = [chunks.queries[:0] @ states[:0]], list[Tensor]()
-    for here in chunks.split(alive):
+    for here in chunks.split(with_chunk):
         states = _end(states, len(here.stored), ended)
         new = here.stored - here.read @ states
         outputs.append(here.queries @ states + here.scores @ new)
@@ -135,13 +136,13 @@ def _scan(chunks: Chunks, alive: tuple[int, ...], states: Tensor) -> tuple[Tenso
     return torch.cat(outputs), torch.cat((states, *reversed(ended)))
 
 
-def _transition(chunks: Chunks, alive: tuple[int, ...]) -> Tensor:
+def _transition(chunks: Chunks, with_chunk: tuple[int, ...]) -> Tensor:
     """What the pieces of a kind add to a state, and what they multiply it with: (pieces, H, keys, values + keys)."""
-    states, num_keys = _zeros(chunks, alive), chunks.keys.shape[3]
+    states, num_keys = _zeros(chunks, with_chunk), chunks.keys.shape[3]
     one = torch.eye(num_keys, dtype=states.dtype, device=states.device).expand(*states.shape[:2], -1, -1)
     with_zeros = chunks._replace(stored=torch.nn.functional.pad(chunks.stored, (0, num_keys)))
     states, ended = torch.cat((states, one), 3), list[Tensor]()
-    for here in with_zeros.split(alive):
+    for here in with_zeros.split(with_chunk):
         states = _end(states, len(here.stored), ended)
         states = here.decay * states + here.keys.transpose(2, 3) @ (here.stored - here.read @ states)
     return torch.cat((states, *reversed(ended)))
@@ -158,23 +159,23 @@ def _end(states: Tensor, count: int, ended: list[Tensor]) -> Tensor:
 
 class _PassStates(torch.autograd.Function):
     """What this member's pieces add to states and multiply them with, (sent, H, keys, values + keys) -> the states that
-    it asks for, (asked, H, keys, values).
+    it receives, (received, H, keys, values).
     """
 
     @staticmethod
     def forward(
         ctx: Any, sent: Tensor, anchor: Tensor | None, num_values: int, pieces: Pieces, link: PackCommunicator
     ) -> Tensor:
-        # also to members that ask for none: the backward pass needs what later pieces multiply with
-        receivers = tuple(map(sum, zip(pieces.sent, pieces.asked)))
+        # also to members that receive none: the backward pass needs what later pieces multiply with
+        receivers = tuple(map(sum, zip(pieces.sent, pieces.received)))
         found = _gathered(sent.contiguous(), pieces.sent, receivers, pieces, link, Tag.STATES_FORWARD)
-        asked = sent.new_empty(pieces.asked[pieces.member], *sent.shape[1:3], num_values)
-        before = torch.zeros_like(sent[..., :num_values])  # the states at the begins of the pieces that are sent
+        received = sent.new_empty(pieces.received[pieces.member], *sent.shape[1:3], num_values)
+        before = torch.zeros_like(sent[..., :num_values])  # the states before the pieces of which states are sent
         for chain in pieces.chains:
             state = None
             for place, here in enumerate(chain):
                 if here.member == pieces.member and state is not None:
-                    asked[here.asked] = state
+                    received[here.received] = state
                     if here.sent >= 0:
                         before[here.sent] = state
                 if not any(later.member == pieces.member for later in chain[place + 1:]):
@@ -185,14 +186,14 @@ class _PassStates(torch.autograd.Function):
         # for the states that this member sends; without the rest of what was received
         kept = [each[..., num_values:].contiguous() for each in found] if len(sent) else []
         ctx.save_for_backward(before, *kept)
-        return asked
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         before, *factors = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
-        found = _gathered(gradient.contiguous(), pieces.asked, pieces.sent, pieces, ctx.link, Tag.STATES_BACKWARD)
-        added = torch.zeros_like(before)  # gradients of the states at the ends of the pieces that are sent
+        found = _gathered(gradient.contiguous(), pieces.received, pieces.sent, pieces, ctx.link, Tag.STATES_BACKWARD)
+        added = torch.zeros_like(before)  # gradients of the states that are sent
         for chain in pieces.chains:
             state = None
             for place, here in reversed(list(enumerate(chain))):
@@ -200,7 +201,7 @@ class _PassStates(torch.autograd.Function):
                     added[here.sent] = state
                 if not any(earlier.member == pieces.member for earlier in chain[:place]):
                     break
-                own = found[here.member][here.asked]
+                own = found[here.member][here.received]
                 state = own if state is None else own + factors[here.member][here.sent].transpose(1, 2) @ state
         return torch.cat((added, added @ before.transpose(2, 3)), 3), None, None, None, None
 

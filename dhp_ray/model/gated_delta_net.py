@@ -54,6 +54,6 @@ class GatedDeltaNet(Module):
             assert context.link is not None
             parts.append(exchange_rows(rows, pieces.send_rows, pieces.receive_counts, context.link,
                                        differentiable=context.differentiable))
-        windows = torch.cat(parts).index_select(0, pieces.window_rows)
+        windows = torch.cat(parts).index_select(0, pieces.conv_rows)
         convolved = F.conv1d(windows.t()[None], self.conv1d.weight, groups=rows.shape[1])[0].t()
-        return convolved.index_select(0, pieces.window_places)
+        return convolved.index_select(0, pieces.conv_places)

@@ -4,15 +4,15 @@ Two things cross from one piece of a sequence to the next: the tokens that a sho
 state at the piece's end. Example: a sequence of 12 tokens in zigzag at degree 2, a convolution over 4 tokens, and
 chunks of 2 (they are of CHUNK):
 
-    tokens        0 1 2     3 4 5 6 7 8     9 10 11
-    member        0         1               0
-    looks back    -         0 1 2           6 7 8         rows that the other member sends
-    chunks        0 1, 2    3 4, 5 6, 7 8   9 10, 11      each of one piece; the last one is padded
-    state         sent      asked, sent     asked
+    tokens        0 1 2     3 4 5 6 7 8      9 10 11      a piece: neighbouring tokens of a sequence on one member
+    member        0         1                0
+    kind          first     middle           last         and whole, of a sequence that is not cut
+    looks back    -         0 1 2            6 7 8        rows that the other member sends
+    chunks        0 1, 2    3 4, 5 6, 7 8    9 10, 11     each of one piece; the last one is padded
+    state         sent      received, sent   received     at the piece's last token, and before its first one
 
-The pieces of a member are of four kinds: whole sequences, those that begin a sequence, those in the middle, and those
-that end one. In each kind those with more chunks come first. So the n-th chunks of a kind's pieces are neighbours, and
-one product computes the n-th chunk of all pieces that have one.
+A member's pieces are sorted by kind, and in each kind those with more chunks come first. So the n-th chunks of a kind's
+pieces are neighbours, and one product computes the n-th chunk of all pieces that have one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from dhp_ray.model.layout import PackLayout
 
 CHUNK = 64
 """Tokens of a chunk."""
+KINDS = ("whole", "first", "middle", "last")
+"""Of pieces: what they are of their sequence."""
 
 
 class Piece(NamedTuple):
@@ -41,9 +43,17 @@ class Piece(NamedTuple):
     first_row: int
 
     @property
+    def receives_state(self) -> bool:
+        return self.start > 0
+
+    @property
+    def sends_state(self) -> bool:
+        return self.stop < self.length
+
+    @property
     def kind(self) -> int:
-        """0: the whole sequence, 1: its begin, 2: in its middle, 3: its end."""
-        return 2 * (self.start > 0) + ((self.stop < self.length) != (self.start > 0))
+        """Its place among KINDS."""
+        return 2 * self.receives_state + (self.sends_state != self.receives_state)
 
     @property
     def num_chunks(self) -> int:
@@ -51,12 +61,12 @@ class Piece(NamedTuple):
 
 
 class ChainPiece(NamedTuple):
-    """One piece in the chain of a sequence: its member, and its places among the states that this member asks for and
+    """One piece in the chain of a sequence: its member, and its places among the states that this member receives and
     among those that it sends; -1 where there is none.
     """
 
     member: int
-    asked: int
+    received: int
     sent: int
 
 
@@ -68,26 +78,26 @@ class Pieces:
     """
 
     member: int
-    alive: tuple[tuple[int, ...], ...]
-    """For each kind: how many pieces have an n-th chunk, for n = 0, 1, ..."""
+    with_chunk: tuple[tuple[int, ...], ...]
+    """For each of KINDS: how many pieces have an n-th chunk, for n = 0, 1, ..."""
     chunk_rows: Tensor
     """(C, CHUNK) int64: the row of each token of the chunks, plus 1; 0 for padding."""
     token_places: Tensor
     """(L,) int64: the place of each row among the C x CHUNK tokens of the chunks."""
-    window_rows: Tensor
+    conv_rows: Tensor
     """(L + looks back x pieces,) int64: for each piece the rows that it looks back on, then its own. Counted are a row
     of zeros, the member's own rows, and the received ones, one after the other.
     """
-    window_places: Tensor
-    """(L,) int64: the first row of the window that ends with a token."""
+    conv_places: Tensor
+    """(L,) int64: among `conv_rows`, the first of those that the convolution takes for a token."""
     send_rows: tuple[Tensor, ...]
     """For every member: the rows of this one that it looks back on, (rows,) int64."""
     receive_counts: tuple[int, ...]
     """For every member: how many rows come from it."""
     sent: tuple[int, ...]
-    """For every member: how many states it sends, of its pieces of kinds 1 and 2."""
-    asked: tuple[int, ...]
-    """For every member: how many states it asks for, for its pieces of kinds 2 and 3."""
+    """For every member: how many states it sends, of its first pieces and then of its middle ones."""
+    received: tuple[int, ...]
+    """For every member: how many states it receives, for its middle pieces and then for its last ones."""
     chains: tuple[tuple[ChainPiece, ...], ...]
     """The pieces of each sequence that is cut, in its order."""
 
@@ -97,13 +107,13 @@ class Pieces:
 
     @property
     def exchanges_states(self) -> bool:
-        return self.sent[self.member] + self.asked[self.member] > 0
+        return self.sent[self.member] + self.received[self.member] > 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pieces:
         """The same with every tensor changed."""
         return replace(
             self, chunk_rows=change(self.chunk_rows), token_places=change(self.token_places),
-            window_rows=change(self.window_rows), window_places=change(self.window_places),
+            conv_rows=change(self.conv_rows), conv_places=change(self.conv_places),
             send_rows=tuple(map(change, self.send_rows)))
 
 
@@ -113,27 +123,27 @@ def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:
     """
     if not layout.num_tokens(member):
         alone, none = pieces_of(PackLayout((1,), 1), 0, looks_back), (0,) * layout.degree
-        return replace(alone, member=member, send_rows=(), receive_counts=(), sent=none, asked=none)
+        return replace(alone, member=member, send_rows=(), receive_counts=(), sent=none, received=none)
     sequences = _by_sequence(layout)
     of_member: list[list[Piece]] = [[] for _ in range(layout.degree)]
     for pieces in sequences:
         for piece in pieces:
             of_member[piece.member].append(piece)
     before = [[_rows_before(piece, sequences[piece.sequence], looks_back) for piece in pieces] for pieces in of_member]
-    alive, chunk_rows = _chunks(of_member[member])
+    with_chunk, chunk_rows = _chunks(of_member[member])
     token_places = torch.empty(layout.num_tokens(member), dtype=torch.int64)
     (filled,) = chunk_rows.flatten().nonzero(as_tuple=True)
     token_places[chunk_rows.flatten()[filled] - 1] = filled
-    window_rows, window_places = _windows(of_member[member], before[member], len(token_places), looks_back)
+    conv_rows, conv_places = _convolved_rows(of_member[member], before[member], len(token_places), looks_back)
     return Pieces(
-        member=member, alive=alive, chunk_rows=chunk_rows, token_places=token_places, window_rows=window_rows,
-        window_places=window_places,
+        member=member, with_chunk=with_chunk, chunk_rows=chunk_rows, token_places=token_places, conv_rows=conv_rows,
+        conv_places=conv_places,
         send_rows=tuple(torch.tensor([row for rows in wanted for owner, row in rows if owner == member],
                                      dtype=torch.int64) for wanted in before),
         receive_counts=tuple(sum(owner == other for rows in before[member] for owner, _ in rows)
                              for other in range(layout.degree)),
-        sent=tuple(sum(piece.kind in (1, 2) for piece in pieces) for pieces in of_member),
-        asked=tuple(sum(piece.kind in (2, 3) for piece in pieces) for pieces in of_member),
+        sent=tuple(sum(piece.sends_state for piece in pieces) for pieces in of_member),
+        received=tuple(sum(piece.receives_state for piece in pieces) for pieces in of_member),
         chains=_chains(sequences, of_member))
 
 
@@ -148,26 +158,26 @@ def _by_sequence(layout: PackLayout) -> list[list[Piece]]:
     return [sorted(pieces, key=lambda piece: piece.start) for pieces in found]
 
 
-def _in_order(pieces: list[Piece], kinds: tuple[int, ...]) -> list[Piece]:
-    """A member's pieces of these kinds, kind by kind, each with those of more chunks first."""
-    return sorted((piece for piece in pieces if piece.kind in kinds), key=lambda piece: (piece.kind, -piece.num_chunks))
+def _in_order(pieces: list[Piece]) -> list[Piece]:
+    """A member's pieces, kind by kind, each with those of more chunks first."""
+    return sorted(pieces, key=lambda piece: (piece.kind, -piece.num_chunks))
 
 
 def _chunks(pieces: list[Piece]) -> tuple[tuple[tuple[int, ...], ...], Tensor]:
-    """`Pieces.alive` and `Pieces.chunk_rows`."""
-    alive: list[tuple[int, ...]] = []
+    """`Pieces.with_chunk` and `Pieces.chunk_rows`."""
+    with_chunk: list[tuple[int, ...]] = []
     chunks: list[Tensor] = []
-    for kind in range(4):
-        ordered = _in_order(pieces, (kind,))
+    for kind in range(len(KINDS)):
+        ordered = [piece for piece in _in_order(pieces) if piece.kind == kind]
         steps = range(ordered[0].num_chunks if ordered else 0)
-        alive.append(tuple(sum(piece.num_chunks > step for piece in ordered) for step in steps))
+        with_chunk.append(tuple(sum(piece.num_chunks > step for piece in ordered) for step in steps))
         for step in steps:
-            for piece in ordered[:alive[-1][step]]:
+            for piece in ordered[:with_chunk[-1][step]]:
                 first = piece.first_row + step * CHUNK
                 last = min(first + CHUNK, piece.first_row + piece.stop - piece.start)
                 chunks.append(torch.zeros(CHUNK, dtype=torch.int64))
                 chunks[-1][:last - first] = torch.arange(first + 1, last + 1)
-    return tuple(alive), torch.stack(chunks)
+    return tuple(with_chunk), torch.stack(chunks)
 
 
 def _rows_before(piece: Piece, sequence: list[Piece], looks_back: int) -> list[tuple[int, int]]:
@@ -178,10 +188,10 @@ def _rows_before(piece: Piece, sequence: list[Piece], looks_back: int) -> list[t
             for position in range(max(other.start, piece.start - looks_back), min(other.stop, piece.start))]
 
 
-def _windows(
+def _convolved_rows(
     pieces: list[Piece], before: list[list[tuple[int, int]]], num_tokens: int, looks_back: int
 ) -> tuple[Tensor, Tensor]:
-    """`Pieces.window_rows` and `Pieces.window_places`. Received rows are sorted by member."""
+    """`Pieces.conv_rows` and `Pieces.conv_places`. Received rows are sorted by member."""
     owners = sorted((owner, number) for number, (owner, _) in enumerate(row for rows in before for row in rows))
     place_of = {number: 1 + num_tokens + place for place, (_, number) in enumerate(owners)}
     rows: list[Tensor] = []
@@ -199,7 +209,10 @@ def _windows(
 
 
 def _chains(sequences: list[list[Piece]], of_member: list[list[Piece]]) -> tuple[tuple[ChainPiece, ...], ...]:
-    sent, asked = ({piece: place for pieces in of_member for place, piece in enumerate(_in_order(pieces, kinds))}
-                   for kinds in ((1, 2), (2, 3)))
-    return tuple(tuple(ChainPiece(piece.member, asked.get(piece, -1), sent.get(piece, -1)) for piece in pieces)
+    sent, received = dict[Piece, int](), dict[Piece, int]()
+    for pieces in of_member:
+        ordered = _in_order(pieces)
+        sent |= {piece: place for place, piece in enumerate(piece for piece in ordered if piece.sends_state)}
+        received |= {piece: place for place, piece in enumerate(piece for piece in ordered if piece.receives_state)}
+    return tuple(tuple(ChainPiece(piece.member, received.get(piece, -1), sent.get(piece, -1)) for piece in pieces)
                  for pieces in sequences if len(pieces) > 1)

@@ -97,3 +97,30 @@ def test_one_rank_computes_the_definition(lengths: tuple[int, ...]) -> None:
 def test_any_degree_computes_the_definition(degree: int) -> None:
     errors = torch.tensor(run_ranks(all_packs, degree, "parent"))
     assert errors.max() < 1e-9, errors
+
+
+def test_bf16_is_computed_in_fp32() -> None:
+    lengths = (200, 3)
+    *inputs, _ = inputs_of(lengths)
+    narrow = [tensor.detach().bfloat16() for tensor in inputs]
+    out = gated_delta_rule(*narrow, pieces_of(PackLayout(lengths, 1), 0, 3))
+    wide = gated_delta_rule(*(tensor.float() for tensor in narrow), pieces_of(PackLayout(lengths, 1), 0, 3))
+    assert torch.equal(out, wide.bfloat16())
+    assert float((out - reference(lengths)[0]).abs().max()) < 2e-2
+
+
+def without_gradients(rank: int) -> float:
+    """An evaluation: nobody's backward pass runs."""
+    lengths = (130, 9)
+    wanted = reference(lengths)[0]
+    transport = open_transport("parent", rank, 2, CPU, 0, TIMEOUT)
+    link, layout = transport.link((0, 1), 0), PackLayout(lengths, 2)
+    index = layout.index(link.index)
+    mine = (tensor.detach()[index] for tensor in inputs_of(lengths)[:-1])
+    out = gated_delta_rule(*mine, pieces_of(layout, link.index, 3), link, differentiable=False)
+    assert not out.requires_grad
+    return float((out - wanted[index]).abs().max())
+
+
+def test_an_evaluation_has_no_backward_pass() -> None:
+    assert max(run_ranks(without_gradients, 2)) < 1e-9

@@ -8,15 +8,13 @@ from typing import Any, ClassVar
 
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
-from dhp_ray.model.families.qwen3_vl import Qwen3VL
+from dhp_ray.model.families.qwen3_vl import Qwen3Vision
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedMLP, Operators
 from dhp_ray.model.gated_delta_net import GatedDeltaNet
-from dhp_ray.model.language_model import LanguageModel
 
 
-class Qwen35(Qwen3VL):
+class Qwen35(Qwen3Vision):
     """`VisionLanguageModel` of Qwen3.5."""
 
     model_class = Qwen3_5ForConditionalGeneration
@@ -25,7 +23,7 @@ class Qwen35(Qwen3VL):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        super(Qwen3VL, cls).check(config)
+        super().check(config)
         text = config.text_config
         if text.hidden_act != "silu":
             raise ModelError(f"model: hidden_act is {text.hidden_act!r} with gated delta nets; allowed: silu")
@@ -34,14 +32,10 @@ class Qwen35(Qwen3VL):
                              f"{text.linear_num_key_heads}, its linear_num_key_heads")
 
     def replace_modules(self) -> None:
-        super(Qwen3VL, self).replace_modules()
+        super().replace_modules()
         for layer in self.language.layers:
             if hasattr(layer, "linear_attn"):
                 layer.linear_attn = GatedDeltaNet(layer.linear_attn)
-
-    features = Qwen25VL.features
-
-    language_arguments = LanguageModel.language_arguments
 
     def fuse_language(self, operators: Operators) -> None:
         """The MLPs alone: norms multiply with 1 + weight, attention rotates a quarter of a head."""
@@ -51,7 +45,3 @@ class Qwen35(Qwen3VL):
     def mixer_shape(self, text: Any, layer: Any) -> dict[str, Any]:
         return {**super().mixer_shape(text, layer), "centered_norms": True,
                 "gated_attention": hasattr(layer, "self_attn")}
-
-    def vision_shape(self, config: Any) -> dict[str, Any]:
-        return {**super(Qwen3VL, self).vision_shape(config),
-                "position_rows": config.vision_config.num_position_embeddings}

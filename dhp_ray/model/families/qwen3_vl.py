@@ -36,27 +36,11 @@ from dhp_ray.model.vision_language_model import EncoderArguments, VisionLanguage
 from dhp_ray.planner.memory.model_shape import LayerShape
 
 
-class Qwen3VL(Qwen25VL):
-    """`VisionLanguageModel` of Qwen3-VL."""
+class Qwen3Vision(Qwen25VL):
+    """What Qwen3-VL and Qwen3.5 share: an encoder with learned positions, and time stamps between the steps of a video.
+    """
 
-    model_class: ClassVar[type[PreTrainedModel]] = Qwen3VLForConditionalGeneration
-    config_class: ClassVar[type[PreTrainedConfig]] = Qwen3VLConfig
     stored_names = ()
-
-    @classmethod
-    def check(cls, config: Any) -> None:
-        super().check(config)
-        levels, depth = list(config.vision_config.deepstack_visual_indexes), config.vision_config.depth
-        if len(set(levels) & set(range(depth))) != len(levels) or len(levels) > config.text_config.num_hidden_layers:
-            raise ModelError(f"model: deepstack_visual_indexes are {levels}; allowed: different ones of {depth} "
-                             f"blocks, as many as the language model's {config.text_config.num_hidden_layers} layers "
-                             "at most")
-
-    def replace_modules(self) -> None:
-        super().replace_modules()
-        model: Any = self.module.model
-        # transformers selects the tokens by a mask, whose number of rows the host has to know
-        model.language_model._deepstack_process = _add_rows
 
     vision_runs = VisionLanguageModel.vision_runs
 
@@ -74,6 +58,39 @@ class Qwen3VL(Qwen25VL):
         return {"position_ids": get_vision_position_ids(grids, merge), "interp_indices": rows,
                 "interp_weights": weights, "cu_seqlens": Segments.between(get_vision_cu_seqlens(grids).tolist())}
 
+    def fuse_encoder(self, operators: Operators) -> None:
+        """Its norms are layer norms and its MLPs have no gate: what is fused are rotations."""
+        for block in self.visual.blocks:
+            block.attn.operators = operators
+
+    def vision_shape(self, config: Any) -> dict[str, Any]:
+        return {**super().vision_shape(config), "position_rows": config.vision_config.num_position_embeddings}
+
+    def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:
+        return (replace(blocks, gated=False, layer_norms=True),)
+
+
+class Qwen3VL(Qwen3Vision):
+    """`VisionLanguageModel` of Qwen3-VL."""
+
+    model_class: ClassVar[type[PreTrainedModel]] = Qwen3VLForConditionalGeneration
+    config_class: ClassVar[type[PreTrainedConfig]] = Qwen3VLConfig
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        levels, depth = list(config.vision_config.deepstack_visual_indexes), config.vision_config.depth
+        if len(set(levels) & set(range(depth))) != len(levels) or len(levels) > config.text_config.num_hidden_layers:
+            raise ModelError(f"model: deepstack_visual_indexes are {levels}; allowed: different ones of {depth} "
+                             f"blocks, as many as the language model's {config.text_config.num_hidden_layers} layers "
+                             "at most")
+
+    def replace_modules(self) -> None:
+        super().replace_modules()
+        model: Any = self.module.model
+        # transformers selects the tokens by a mask, whose number of rows the host has to know
+        model.language_model._deepstack_process = _add_rows
+
     def features(self, pixels: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         output = self.visual(pixels.to(self.visual.dtype), grid_thw=None, **arguments)
         return torch.cat((output.pooler_output, *output.deepstack_features), 1)
@@ -84,18 +101,9 @@ class Qwen3VL(Qwen25VL):
         return {"position_ids": self.position_ids(positions), "visual_pos_masks": vision_token_index,
                 "deepstack_visual_embeds": deeper}
 
-    def fuse_encoder(self, operators: Operators) -> None:
-        """Its norms are layer norms and its MLPs have no gate: what is fused are rotations."""
-        for block in self.visual.blocks:
-            block.attn.operators = operators
-
     def vision_shape(self, config: Any) -> dict[str, Any]:
-        vision = config.vision_config
-        return {**super().vision_shape(config), "feature_levels": 1 + len(vision.deepstack_visual_indexes),
-                "position_rows": vision.num_position_embeddings}
-
-    def kinds_of_blocks(self, vision: Any, blocks: LayerShape) -> tuple[LayerShape, ...]:
-        return (replace(blocks, gated=False, layer_norms=True),)
+        return {**super().vision_shape(config),
+                "feature_levels": 1 + len(config.vision_config.deepstack_visual_indexes)}
 
 
 class Qwen3VLMoe(Qwen3VL):
