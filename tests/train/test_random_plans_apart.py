@@ -27,7 +27,8 @@ APART = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world")
     (5, "micro_batch", "pool", True, "language", "tiny"),
     (5, "micro_batch", "pool", False, "vision", "tiny"),
     (3, "micro_batch", "pool", True, "", "tiny_qwen3_vl"),
-    (5, "micro_batch", "parent", False, "", "tiny_internvl"))]
+    (5, "micro_batch", "parent", False, "", "tiny_internvl"),
+    (3, "micro_batch", "pool", True, "", "tiny_qwen3_5"))]
 
 
 SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world", True)

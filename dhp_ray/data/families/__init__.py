@@ -14,7 +14,7 @@ from dhp_ray.data.families.qwen3_vl import Qwen3VLFamily, Qwen3VLMoeFamily
 
 FAMILIES: dict[str, type[Family]] = {
     family.name: family for family in (
-        InternVLFamily, LlamaFamily, Qwen25VLFamily, Qwen3Family, Qwen3MoeFamily, Qwen35Family, Qwen3VLFamily,
+        InternVLFamily, LlamaFamily, Qwen25VLFamily, Qwen3Family, Qwen35Family, Qwen3MoeFamily, Qwen3VLFamily,
         Qwen3VLMoeFamily)}
 PRESETS: dict[str, type[Family]] = {
     "tiny": Qwen25VLFamily, "small": Qwen25VLFamily, "tiny_internvl": InternVLFamily,
