@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
-from dhp_ray.model.pieces import CHUNK, Pieces
+from dhp_ray.model.pieces import Pieces
+from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
 EPSILON = 1e-6  # of the norm of queries and keys
 
@@ -124,8 +125,7 @@ def _zeros(chunks: Chunks, with_chunk: tuple[int, ...]) -> Tensor:
 
 
 def _scan(chunks: Chunks, with_chunk: tuple[int, ...], states: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs (C, H, T, values) of the pieces of a kind, and the states after them, from those before them.
-    """
+    """The outputs (C, H, T, values) of the pieces of a kind, and the states after them, from those before them."""
     # also without a piece, the outputs depend on the states, so that their backward pass runs on all members
     outputs, ended = [chunks.queries[:0] @ states[:0]], list[Tensor]()
     for here in chunks.split(with_chunk):
@@ -182,7 +182,7 @@ class _PassStates(torch.autograd.Function):
                     break
                 added, factor = found[here.member][here.sent].split((num_values, sent.shape[2]), 2)
                 state = added if state is None else added + factor @ state
-        ctx.pieces, ctx.link, ctx.num_values = pieces, link, num_values
+        ctx.pieces, ctx.link = pieces, link
         # for the states that this member sends; without the rest of what was received
         kept = [each[..., num_values:].contiguous() for each in found] if len(sent) else []
         ctx.save_for_backward(before, *kept)

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
-CHUNK = 64
-"""Tokens of a chunk."""
 KINDS = ("whole", "first", "middle", "last")
 """Of pieces: what they are of their sequence."""
 

@@ -14,11 +14,9 @@ import pytest
 from dhp_ray.model.build import adapter_sizes
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
-from dhp_ray.model.pieces import CHUNK
 from dhp_ray.planner.memory.model import (
     CHUNKS_HELD,
     LOGITS_HELD,
-    STATE_CHUNK,
     MemoryModel,
     MemorySettings,
     PackLoad,
@@ -310,7 +308,7 @@ def test_resident_bytes_by_hand() -> None:
 
 
 def test_the_loss_holds_what_the_memory_model_counts() -> None:
-    assert (LOGITS_HELD, CHUNKS_HELD, STATE_CHUNK) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT, CHUNK)
+    assert (LOGITS_HELD, CHUNKS_HELD) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT)
 
 
 def test_tokens_that_fit_are_the_most_that_do() -> None:

@@ -36,7 +36,7 @@ their layers as trained weights do, and nothing of norms:
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
     gated delta    in place of attention, H states of K keys x V values, chunks of T tokens, C channels convolved:
-      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 8 (keys and queries) + 2 c C + (12 + 3 c) H V, the first for
+      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 4 (keys and queries) + 2 c C + (12 + 3 c) H V, the first for
                    chunks that are full, on one rank (else `_beside_tokens`); gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
                    unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D
@@ -141,7 +141,7 @@ ROUTED_BYTES = 40  # of a token at one of its experts: numbers of expert and row
 CAPACITY = 2.0
 """Room for tokens at the experts of one of the ranks that share them, over what comes there if all are used alike."""
 CAPACITY_ROWS = 128  # beyond that, for small packs
-STATE_CHUNK = 64  # tokens that a gated delta net computes together: CHUNK of model/pieces.py
+STATE_CHUNK = 64  # tokens of a sequence that a gated delta net computes together
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
