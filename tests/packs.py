@@ -29,9 +29,9 @@ PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_i
 """A preset of each family with an encoder of its own, and the values of its patches."""
 TEXT_PRESETS = ("tiny_qwen3", "tiny_llama", "tiny_qwen3_moe")
 """A preset of each family of text alone."""
-EXPERT_PRESETS = ("tiny_qwen3_moe", "tiny_qwen3_vl_moe")
+EXPERT_PRESETS = ("tiny_qwen3_moe", "tiny_qwen3_vl_moe", "tiny_qwen3_5_moe")
 """A preset of each family with experts."""
-PRESETS = (*PATCH_DIMS, *TEXT_PRESETS, "tiny_qwen3_vl_moe", "tiny_qwen3_5")
+PRESETS = (*PATCH_DIMS, *TEXT_PRESETS, "tiny_qwen3_vl_moe", "tiny_qwen3_5", "tiny_qwen3_5_moe")
 NUM_LAYERS = {preset: 3 for preset in PRESETS} | {"tiny_internvl": 2}
 """Of the language model; all presets but the first have more, which show nothing new."""
 ROUNDING = 1e-6

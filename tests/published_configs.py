@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -37,8 +38,9 @@ LANGUAGE = {f"Qwen3-{size}": f"qwen3_{size.lower()}" for size in ("4B", "8B", "3
 EXPERTS = {f"Qwen3-{size}": f"qwen3_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")} | {
     f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower().replace('-', '_')}" for size in ("30B-A3B", "235B-A22B")}
 """Models with experts."""
-HYBRID = {"Qwen3.5-9B": "qwen3_5_9b", "Qwen3.5-27B": "qwen3_5_27b"}
-"""Models with gated delta nets in three of four layers."""
+HYBRID = {f"Qwen3.5-{size}": f"qwen3_5_{size.lower().replace('-', '_')}" for size in (
+    "9B", "27B", "35B-A3B", "397B-A17B")}
+"""Models with gated delta nets in three of four layers; two have experts too."""
 NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_336, "72B": 73_410_777_344,
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
                   "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024,
@@ -88,7 +90,11 @@ def _text(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     layer = shape.language[0]
     experts = {"num_experts": layer.experts, "num_experts_per_tok": layer.experts_per_token,
                "moe_intermediate_size": layer.mlp_width} if layer.experts else {}
-    return {"hidden_size": layer.width, "intermediate_size": layer.mlp_width,
+    if layer.shared_width:
+        experts |= {"shared_expert_intermediate_size": layer.shared_width}
+    else:
+        experts |= {"intermediate_size": layer.mlp_width}
+    return {"hidden_size": layer.width,
             "num_hidden_layers": num_layers or layer.count, "num_attention_heads": layer.heads,
             "num_key_value_heads": layer.key_value_heads, "vocab_size": shape.vocabulary_size, "rms_norm_eps": 1e-6,
             **experts}
@@ -113,10 +119,11 @@ def _qwen3_vl(name: str, num_layers: int) -> Qwen3VLConfig | Qwen3VLMoeConfig:
         vision_end_token_id=151653)
 
 
-def _qwen3_5(name: str, num_layers: int) -> Qwen3_5Config:
+def _qwen3_5(name: str, num_layers: int) -> Qwen3_5Config | Qwen3_5MoeConfig:
     shape = stored_shape(name)
     (states, layer), block = shape.language, shape.vision[0]
-    return Qwen3_5Config(
+    kind = Qwen3_5MoeConfig if states.experts else Qwen3_5Config
+    return kind(
         text_config=_text(shape, num_layers) | {
             "num_hidden_layers": num_layers or states.count + layer.count, "num_attention_heads": layer.heads,
             "num_key_value_heads": layer.key_value_heads, "head_dim": layer.head_width,

@@ -203,10 +203,12 @@ def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tenso
     expert's rows. The weights are multiplied with what goes into the last product, which is narrower than what comes
     out.
     """
-    into, out_of = (weight.view(len(ends), -1, weight.shape[-1])  # as they are, or by the rows of their matrices
-                    for weight in (experts.gate_up_proj, experts.down_proj))
-    out: Tensor = _Products.apply(_Gated.apply(_Products.apply(rows, into, ends), weights), out_of, ends)
-    return out
+    def multiplied(x: Tensor, weight: Tensor) -> Tensor:
+        # as it is, or by the rows of its matrices; viewed here, its gradient is added before others are computed
+        out: Tensor = _Products.apply(x, weight.view(len(ends), -1, weight.shape[-1]), ends)
+        return out
+
+    return multiplied(_Gated.apply(multiplied(rows, experts.gate_up_proj), weights), experts.down_proj)
 
 
 class _Products(torch.autograd.Function):

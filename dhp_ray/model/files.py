@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line
 
-EXPERT_TYPES = ("qwen3_moe", "qwen3_vl_moe")
+EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
 """Those of MODEL_TYPES that have experts."""
-MODEL_TYPES = ("internvl", "llama", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_vl",
-               "qwen3_vl_moe")
+MODEL_TYPES = ("internvl", "llama", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
+               "qwen3_vl", "qwen3_vl_moe")
 """The supported model families, as config.json names them."""
 
 ADAPTER_SETTINGS, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -149,10 +149,12 @@ class LanguageModel:
 
     def layer_shape(self, text: Any, layer: Any) -> LayerShape:
         """One layer of the language model with the configuration `text`."""
-        mlp = {"mlp_width": text.intermediate_size}
         if has_experts(layer):
             mlp = {"mlp_width": text.moe_intermediate_size, "experts": text.num_experts,
-                   "experts_per_token": text.num_experts_per_tok}
+                   "experts_per_token": text.num_experts_per_tok,
+                   "shared_width": getattr(text, "shared_expert_intermediate_size", 0)}
+        else:
+            mlp = {"mlp_width": text.intermediate_size}
         return LayerShape(count=1, width=text.hidden_size, num_parameters=num_parameters(layer), **mlp,
                           **self.mixer_shape(text, layer))
 

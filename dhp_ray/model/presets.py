@@ -11,6 +11,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
@@ -79,12 +80,25 @@ def tiny_qwen3_5(token_ids: Mapping[str, int]) -> Qwen3_5Config:
     """Qwen3.5 with 1.1 million parameters: 4 layers of width 128, the last one of attention; 3 vision blocks of width
     64.
     """
+    return Qwen3_5Config(**_qwen3_5(token_ids))
+
+
+def tiny_qwen3_5_moe(token_ids: Mapping[str, int]) -> Qwen3_5MoeConfig:
+    """`tiny_qwen3_5` with 6 experts of width 96 in a layer, of which each token takes 2, and one of width 64 that all
+    share: 1.6 million parameters.
+    """
+    tree = _qwen3_5(token_ids, **EXPERTS, shared_expert_intermediate_size=64)
+    del tree["text_config"]["intermediate_size"]
+    return Qwen3_5MoeConfig(**tree)
+
+
+def _qwen3_5(token_ids: Mapping[str, int], **more: Any) -> dict[str, Any]:
     # 8 of 32 numbers of a head are rotated, by 4 frequencies: time, height and width take 2, 1 and 1
     rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
     tree = _qwen3_vl(token_ids, rope, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
-                     linear_num_value_heads=4)
+                     linear_num_value_heads=4, **more)
     del tree["vision_config"]["deepstack_visual_indexes"]
-    return Qwen3_5Config(**tree)
+    return tree
 
 
 def tiny_internvl(token_ids: Mapping[str, int]) -> InternVLConfig:
@@ -135,8 +149,8 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
     "tiny": tiny, "small": small, "tiny_internvl": tiny_internvl, "tiny_llama": tiny_llama, "tiny_qwen3": tiny_qwen3,
-    "tiny_qwen3_5": tiny_qwen3_5, "tiny_qwen3_moe": tiny_qwen3_moe, "tiny_qwen3_vl": tiny_qwen3_vl,
-    "tiny_qwen3_vl_moe": tiny_qwen3_vl_moe}
+    "tiny_qwen3_5": tiny_qwen3_5, "tiny_qwen3_5_moe": tiny_qwen3_5_moe, "tiny_qwen3_moe": tiny_qwen3_moe,
+    "tiny_qwen3_vl": tiny_qwen3_vl, "tiny_qwen3_vl_moe": tiny_qwen3_vl_moe}
 
 
 def preset_config(name: str, token_ids: Mapping[str, int] | None) -> PreTrainedConfig:

@@ -124,3 +124,29 @@ def without_gradients(rank: int) -> float:
 
 def test_an_evaluation_has_no_backward_pass() -> None:
     assert max(run_ranks(without_gradients, 2)) < 1e-9
+
+
+def bytes_sent(rank: int, length: int) -> int:
+    """By a member, for the states of one sequence, forward and backward."""
+    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    link, layout, total = transport.link((0, 1, 2), 0), PackLayout((length,), 3), 0
+    exchange = link.exchange
+
+    def counted(sends: list[tuple[Tensor, int]], *others: object) -> object:
+        nonlocal total
+        total += sum(tensor.nbytes for tensor, _ in sends)
+        return exchange(sends, *others)  # type: ignore[arg-type]
+
+    link.exchange = counted  # type: ignore
+    index = layout.index(link.index)
+    *inputs, gradient = (tensor.detach()[index] for tensor in inputs_of(layout.lengths))
+    gated_delta_rule(*(tensor.requires_grad_() for tensor in inputs), pieces_of(layout, link.index, 3),
+                     link).backward(gradient)
+    return total
+
+
+def test_bytes_exchanged_do_not_depend_on_the_length() -> None:
+    """Of five pieces in zigzag four send a state, with what multiplies it, and four have the gradient of one."""
+    state = HEADS * KEYS * VALUES * 8
+    to_both_others = 2 * 4 * (state * (VALUES + KEYS) // VALUES + state)
+    assert [sum(run_ranks(bytes_sent, 3, length)) for length in (300, 3000)] == [to_both_others] * 2

@@ -126,21 +126,24 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
         check(name, settings_of(mode, recomputes, ()), 1, degree, num_layers=2, share=share)
 
 
-@pytest.mark.parametrize(("mode", "recomputes", "seed", "degree"), slow(
-    ("step", False, 1, 1), ("step", True, 2, 1), ("micro_batch", True, 3, 2), ("step", False, 4, 3)), ids=str)
+@pytest.mark.parametrize(("name", "mode", "recomputes", "seed", "degree"), slow(
+    ("Qwen3.5-9B", "step", False, 1, 1), ("Qwen3.5-9B", "step", True, 2, 1), ("Qwen3.5-9B", "micro_batch", True, 3, 2),
+    ("Qwen3.5-9B", "step", False, 4, 3), ("Qwen3.5-35B-A3B", "step", False, 1, 1),
+    ("Qwen3.5-35B-A3B", "step", True, 2, 1), ("Qwen3.5-35B-A3B", "micro_batch", True, 3, 2),
+    ("Qwen3.5-35B-A3B", "micro_batch", False, 4, 3)), ids=str)
 @pytest.mark.timeout(900)
 def test_predicted_peaks_of_gated_delta_nets_are_the_traced_ones(
-    mode: str, recomputes: bool, seed: int, degree: int
+    name: str, mode: str, recomputes: bool, seed: int, degree: int
 ) -> None:
     with world_of(mode):
-        check("Qwen3.5-9B", settings_of(mode, recomputes, ()), seed, degree, num_layers=4, largest=20)
+        check(name, settings_of(mode, recomputes, ()), seed, degree, num_layers=4, largest=20)
 
 
 @pytest.mark.parametrize(("name", "recomputes", "seed", "degree", "sharing"), [
     ("Qwen3-30B-A3B", False, 4, 3, 2), *slow(
         ("Qwen3-30B-A3B", False, 2, 2, 8), ("Qwen3-30B-A3B", True, 1, 1, 8), ("Qwen3-30B-A3B", False, 2, 1, 4),
         ("Qwen3-VL-30B-A3B", True, 1, 1, 2), ("Qwen3-235B-A22B", True, 2, 2, 8), ("Qwen3-235B-A22B", False, 3, 1, 8),
-        ("Qwen3-VL-235B-A22B", True, 4, 1, 8))], ids=str)
+        ("Qwen3-VL-235B-A22B", True, 4, 1, 8), ("Qwen3.5-35B-A3B", True, 1, 1, 8))], ids=str)
 @pytest.mark.seconds
 def test_predicted_peaks_where_ranks_share_experts_are_the_traced_ones(
     name: str, recomputes: bool, seed: int, degree: int, sharing: int

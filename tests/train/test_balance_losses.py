@@ -24,7 +24,8 @@ BALANCE, ROUTER_Z = 0.7, 0.02
 WORLDS = [World(3, "micro_batch", "pool", preset=EXPERT_PRESETS[0]),
           World(3, "step", "pool", True, preset=EXPERT_PRESETS[1])]
 OTHERS = [World(5, "step", "parent", preset=EXPERT_PRESETS[0]),
-          World(5, "micro_batch", "pool", True, preset=EXPERT_PRESETS[1])]
+          World(5, "micro_batch", "pool", True, preset=EXPERT_PRESETS[1]),
+          World(3, "micro_batch", "pool", True, preset=EXPERT_PRESETS[2])]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.train.random_plans import SAMPLES, World, check, random_plan
 from tests.train.test_sharded_engine import make_step
 
-TEXT, VISION = EXPERT_PRESETS
+TEXT, VISION, HYBRID = EXPERT_PRESETS
 SHAPE = ModelShape.load(CONF / "model_shape" / "qwen3_30b_a3b.yaml")
 MANY = 30
 """Experts, more than the presets have."""
@@ -36,7 +36,8 @@ OTHERS = [(2, World(4, "micro_batch", "pool", True, preset=VISION)),
           (2, World(6, "micro_batch", "pool", preset=TEXT)),
           (3, World(6, "micro_batch", "parent", True, preset=VISION, encoder="world")),
           (3, World(3, "micro_batch", "pool", True, "vision", VISION)),
-          (3, World(3, "micro_batch", "pool", False, "language", VISION))]
+          (3, World(3, "micro_batch", "pool", False, "language", VISION)),
+          (2, World(4, "micro_batch", "pool", True, preset=HYBRID)), (3, World(6, "micro_batch", "parent", preset=HYBRID))]
 
 
 @pytest.mark.parametrize(("wanted", "num_ranks", "num_experts", "found"), [

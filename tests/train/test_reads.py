@@ -105,11 +105,12 @@ def test_nor_does_one_with_experts(sync: str, recomputes: bool, sharing: int) ->
         assert 0 < result.experts.entropy < 1 < result.experts.max_load
 
 
-@pytest.mark.parametrize(("sync", "recomputes"), [
-    ("micro_batch", True), pytest.param("step", False, marks=pytest.mark.slow)])
-def test_nor_does_one_with_gated_delta_nets(sync: str, recomputes: bool) -> None:
+@pytest.mark.parametrize(("sync", "recomputes", "preset"), [
+    ("micro_batch", True, "tiny_qwen3_5"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("step", False, "tiny_qwen3_5"), ("micro_batch", True, "tiny_qwen3_5_moe")))])
+def test_nor_does_one_with_gated_delta_nets(sync: str, recomputes: bool, preset: str) -> None:
     plan, payloads = make_plan(3, TEXTS, masked=("2.1",), sync=sync)
-    for reads, in_all, *_ in run_ranks(reads_of, 3, sync, "parent", [], recomputes, plan, payloads, "tiny_qwen3_5"):
+    for reads, in_all, *_ in run_ranks(reads_of, 3, sync, "parent", [], recomputes, plan, payloads, preset):
         assert reads == []
         assert in_all > 0, "the totals are read, and so found"
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: images and videos as Qwen3-VL's."""
+"""Qwen3.5, dense and with experts: images and videos as Qwen3-VL's."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ class Qwen35Family(Qwen3VLFamily):
     """`VisionFamily` of Qwen3.5."""
 
     name: ClassVar[str] = "qwen3_5"
+
+
+class Qwen35MoeFamily(Qwen35Family):
+    """`VisionFamily` of Qwen3.5 with experts."""
+
+    name: ClassVar[str] = "qwen3_5_moe"

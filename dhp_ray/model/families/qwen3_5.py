@@ -1,4 +1,4 @@
-"""Qwen3.5: of four layers three are gated delta nets, one is attention whose output is gated; Qwen3-VL's encoder with
+"""Qwen3.5, dense and with experts: of four layers three are gated delta nets, one is attention whose output is gated; Qwen3-VL's encoder with
 features of one level.
 """
 
@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
+from dhp_ray.model.experts import has_experts
 from dhp_ray.model.families.qwen3_vl import Qwen3Vision
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedMLP, Operators
@@ -17,8 +25,8 @@ from dhp_ray.model.gated_delta_net import GatedDeltaNet
 class Qwen35(Qwen3Vision):
     """`VisionLanguageModel` of Qwen3.5."""
 
-    model_class = Qwen3_5ForConditionalGeneration
-    config_class = Qwen3_5Config
+    model_class: ClassVar[type[PreTrainedModel]] = Qwen3_5ForConditionalGeneration
+    config_class: ClassVar[type[PreTrainedConfig]] = Qwen3_5Config
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "linear_attention")
 
     @classmethod
@@ -40,8 +48,18 @@ class Qwen35(Qwen3Vision):
     def fuse_language(self, operators: Operators) -> None:
         """The MLPs alone: norms multiply with 1 + weight, attention rotates a quarter of a head."""
         for layer in self.language.layers:
-            layer.mlp = FusedMLP(layer.mlp, operators)
+            if has_experts(layer):
+                layer.mlp.shared_expert = FusedMLP(layer.mlp.shared_expert, operators)
+            else:
+                layer.mlp = FusedMLP(layer.mlp, operators)
 
     def mixer_shape(self, text: Any, layer: Any) -> dict[str, Any]:
         return {**super().mixer_shape(text, layer), "centered_norms": True,
                 "gated_attention": hasattr(layer, "self_attn")}
+
+
+class Qwen35Moe(Qwen35):
+    """`VisionLanguageModel` of Qwen3.5 with experts, beside which each layer has one that every token takes."""
+
+    model_class = Qwen3_5MoeForConditionalGeneration
+    config_class = Qwen3_5MoeConfig

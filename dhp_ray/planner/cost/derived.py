@@ -67,10 +67,13 @@ def experts_traffic(layer: LayerShape) -> Traffic:
     """Bytes that one token moves in a layer's experts (`model/experts.py`) and their router, without products.
 
     For each value, in bf16, forward and backward: 14 and 40 of the experts' width (SiLU, two factors), 8 and 8 of the
-    rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input.
+    rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input. What an
+    expert of all tokens gives is gated and added, 10 and 24.
     """
     narrow, wide = layer.experts_per_token * layer.mlp_width, layer.experts_per_token * layer.width
-    return Traffic(14 * narrow + 8 * wide + 10 * layer.width, 40 * narrow + 8 * wide + 40 * layer.width)
+    beside = bool(layer.shared_width)
+    return Traffic(14 * narrow + 8 * wide + (10 + 10 * beside) * layer.width,
+                   40 * narrow + 8 * wide + (40 + 24 * beside) * layer.width)
 
 
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
@@ -104,11 +107,12 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(2 * layer.width), SUM.times(2 * layer.width),
              # of queries, keys and values; where they are one product, they are joined
              SUM_OF_GRADIENTS.times(2 * layer.width)]
+    gated_width = layer.shared_width if layer.experts else layer.gated * layer.mlp_width
     if layer.experts:
         parts += [experts_traffic(layer), SUM_OF_GRADIENTS.times(layer.width)]
-    elif layer.gated:
-        parts += [(FUSED_SWIGLU if fused else SWIGLU).times(layer.mlp_width), SUM_OF_GRADIENTS.times(layer.width)]
-    else:
+    if gated_width:
+        parts += [(FUSED_SWIGLU if fused else SWIGLU).times(gated_width), SUM_OF_GRADIENTS.times(layer.width)]
+    elif not layer.experts:
         parts.append(GELU.times(layer.mlp_width))
     if in_encoder:
         parts.append(BIAS_GRADIENT.times(queries_and_keys + 3 * layer.width + (1 + layer.gated) * layer.mlp_width))
@@ -120,9 +124,9 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
-LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_PER_CHUNK = 45, 20, 7
-"""Kernels that a layer of transformers launches forward, those that one with experts launches beside them, and those
-that a gated delta net launches for each chunk of a sequence; twice as many backward. Counted in the trace of a layer.
+LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 7
+"""Kernels that a layer of transformers launches forward, those that one with experts launches beside them, those of an
+expert that all tokens share, and those that a gated delta net launches for each chunk of a sequence; twice as many backward. Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
@@ -229,7 +233,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         """Seconds of a token in everything but products."""
         has_backward = trains["vision"] or part == "language"
         passes = PASSES_THROUGH_MEMORY if has_backward else PASSES_THROUGH_MEMORY / 2
-        rest = replace(layer, mlp_width=0, experts=0, experts_per_token=0) if layer.experts else layer
+        rest = replace(layer, mlp_width=layer.shared_width, experts=0, experts_per_token=0, shared_width=0
+                       ) if layer.experts else layer
         moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
         moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
         if layer.experts:
@@ -248,8 +253,9 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger
     windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
     language_layers = sum(layer.count for layer in shape.language)
-    launches = shape.num_layers * LAUNCHES_PER_LAYER + LAUNCHES_OF_EXPERTS * sum(
-        layer.count for layer in shape.language if layer.experts)
+    launches = shape.num_layers * LAUNCHES_PER_LAYER + sum(
+        layer.count * (LAUNCHES_OF_EXPERTS + LAUNCHES_OF_SHARED * bool(layer.shared_width))
+        for layer in shape.language if layer.experts)
     fixed_s = {sync: _fixed_s(memory, device, num_nodes, sync) for sync in SYNCS}
     lockstep = MemoryModel(shape, replace(settings, sync="micro_batch"))
     gathers_s = {"step": 0.0, "micro_batch": gather_s(lockstep, device, num_nodes)}

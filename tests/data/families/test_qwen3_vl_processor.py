@@ -216,8 +216,8 @@ def test_a_model_of_no_known_family(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     with pytest.raises(DataError, match=r"^model.path: [^\n]*config.json is of a model of type 'llava'; allowed: "
-                                        r"internvl, llama, qwen2_5_vl, qwen3, qwen3_5, qwen3_moe, qwen3_vl, "
-                                        r"qwen3_vl_moe$"):
+                                        r"internvl, llama, qwen2_5_vl, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, "
+                                        r"qwen3_vl, qwen3_vl_moe$"):
         ProcessorSpec(path=str(tmp_path)).load()
 
 

@@ -223,7 +223,7 @@ def marked(name: str, folder: Path) -> None:
     (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
      " holds a model of type 'gpt2'; allowed: internvl, llama, qwen2_5_vl, qwen3, "
-     "qwen3_5, qwen3_moe, qwen3_vl, qwen3_vl_moe"),
+     "qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl, qwen3_vl_moe"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
      " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as safetensors"),
     (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),
