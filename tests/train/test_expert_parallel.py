@@ -37,7 +37,8 @@ OTHERS = [(2, World(4, "micro_batch", "pool", True, preset=VISION)),
           (3, World(6, "micro_batch", "parent", True, preset=VISION, encoder="world")),
           (3, World(3, "micro_batch", "pool", True, "vision", VISION)),
           (3, World(3, "micro_batch", "pool", False, "language", VISION)),
-          (2, World(4, "micro_batch", "pool", True, preset=HYBRID)), (3, World(6, "micro_batch", "parent", preset=HYBRID))]
+          (2, World(4, "micro_batch", "pool", True, preset=HYBRID)),
+          (3, World(6, "micro_batch", "parent", preset=HYBRID))]
 
 
 @pytest.mark.parametrize(("wanted", "num_ranks", "num_experts", "found"), [

@@ -1,5 +1,5 @@
-"""Qwen3.5, dense and with experts: of four layers three are gated delta nets, one is attention whose output is gated; Qwen3-VL's encoder with
-features of one level.
+"""Qwen3.5, dense and with experts: of four layers three are gated delta nets, one is attention whose output is gated;
+Qwen3-VL's encoder with features of one level.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
 
 
 LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 7
-"""Kernels that a layer of transformers launches forward, those that one with experts launches beside them, those of an
-expert that all tokens share, and those that a gated delta net launches for each chunk of a sequence; twice as many backward. Counted in the trace of a layer.
+"""Kernels that a layer of transformers launches forward; those that one with experts launches beside them, and those of
+an expert that all tokens take; and those of a gated delta net for each chunk of a sequence. Twice as many backward.
+Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
