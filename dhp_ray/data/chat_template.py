@@ -34,50 +34,58 @@ and places of objects, thoughts, tools). A text that holds one means the token.
 DATE = "26 Jul 2024"
 """What Llama 3's templates say where they do not know the day; on another day a run would train on other tokens."""
 
+ASKED = {"role": "user", "content": "question"}
+"""What is asked before an answer that is written by itself."""
+
 
 class ChatTemplate:
     """Writes conversations with the template. It finds out what the template writes around an answer by applying it to
     test conversations. DataError: the template rewrites earlier turns, or writes answers in different ways.
+
+    Qwen3.5's writes a thought, which may be empty, before the last answer and takes those of earlier ones away:
+
+        prompted    <|im_start|>assistant\\n<think>\\n                    the end of a prompt
+        unthinking  <|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n    before a last answer without a thought
+        earlier     <|im_start|>assistant\\n                              before an earlier answer
+        closing     <|im_end|>                                          after each
+
+    The whole conversation thus does not show earlier answers as they are generated. Each answer that is learned is
+    therefore written as if it were the last; all else as the template writes it.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self.tokenizer, self.template = tokenizer, template
-        self._opening, self._prompted, self._thought, self._closing = self._answer_frame()
+        self._asked = self._apply([ASKED], prompt=False)
+        self._prompted, self._unthinking, self._earlier, self._closing = self._answer_frame()
 
     @cached_property
     def default_system(self) -> str:
         """The text of the system turn that the template adds if a conversation has none; empty: it adds none."""
-        asked = {"role": "user", "content": "question"}
-        given = self._apply([{"role": "system", "content": "instruction"}, asked], prompt=False)
-        default = self._apply([asked], prompt=False)
+        given = self._apply([{"role": "system", "content": "instruction"}, ASKED], prompt=False)
         before, _, after = given.partition("instruction")
-        if not default.startswith(before) or not default.endswith(after):
+        if not self._asked.startswith(before) or not self._asked.endswith(after):
             return ""
-        return default[len(before) : len(default) - len(after)]
+        return self._asked[len(before) : len(self._asked) - len(after)]
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token,
-        without what the template writes before it. RowError: the template drops or changes a text, or adds an answer.
+        without the prompt. RowError: the template drops or changes a text.
         """
-        text = self._text(turns, prompt=False)
-        answers = sum(turn.role == "assistant" for turn in turns)
-        if text.count(self._opening) != answers:
-            raise RowError(f"the chat template writes {text.count(self._opening)} turns of the assistant; the "
-                           f"conversation has {answers}")
-        spans, position = [], 0
-        for turn in (turn for turn in turns if turn.role == "assistant"):
-            start = text.index(self._opening, position) + len(self._opening)
-            forms = ((before, form) for before in ("", self._thought) for form in (turn.text, turn.text.strip()))
-            written = next((each for each in forms if text.startswith("".join(each) + self._closing, start)), None)
-            if written is None:
-                raise RowError("the chat template changes an answer; allowed: a template that writes it as it is, or "
-                               "stripped")
-            before, form = written
-            position = start + len(before + form + self._closing)
-            if not before and form.startswith(self._prompted):
-                before = self._prompted  # the template begins the thought that the answer ends
-            if turn.learned:
-                spans.append((start + len(before), position))
+        learned = {number: turn for number, turn in enumerate(turns, 1) if turn.role == "assistant" and turn.learned}
+        stand_in = absent_character(turns)
+        frame = self._text([replace(turn, parts=(ContentPart("text", stand_in),)) if number in learned else turn
+                            for number, turn in enumerate(turns, 1)], prompt=False)
+        before = "|".join(map(re.escape, (self._unthinking, self._earlier)))
+        text, *others = re.split(f"(?:{before}){stand_in}{re.escape(self._closing)}", frame)
+        if len(others) != len(learned):
+            raise RowError(f"the chat template leaves out or changes {len(learned) - len(others)} of {len(learned)} "
+                           "learned answers; allowed: templates that write every turn of the assistant")
+        spans = []
+        for (number, turn), after in zip(learned.items(), others):
+            prompt, answer = self._generated(number, turn)
+            start = len(text) + len(prompt)
+            spans.append((start, start + len(answer)))
+            text += prompt + answer + after
         _check_all_there(turns, text)
         return text, spans
 
@@ -85,7 +93,22 @@ class ChatTemplate:
         """The text of the turns and what the template writes before the next answer, an empty thought too."""
         text = self._text(turns, prompt=True)
         _check_all_there(turns, text)
-        return text + self._thought[len(self._prompted) :]
+        return text + self._unthinking[len(self._prompted) :]
+
+    def _generated(self, number: int, turn: Turn) -> tuple[str, str]:
+        """What the prompt for an answer ends with, and the answer, with its end token, as a conversation's last turn.
+        Without a thought, or with an empty one, it is prompted for as one without thinking.
+        """
+        written = self._apply([ASKED, turn.message()], prompt=False).removeprefix(self._asked)
+        prompt = self._unthinking if written.startswith(self._unthinking) else self._prompted
+        said, closing, _ = written.removeprefix(prompt).rpartition(self._closing)
+        if not written.startswith(prompt) or not closing or _spoken(said) != _spoken(turn.text):
+            raise RowError(f"the chat template changes an answer, turn {number}; allowed: a text that it writes as it "
+                           "is, or stripped, behind one thought in <think>...</think> at most")
+        if "<think>" in prompt and said.lstrip().startswith("<think>"):
+            raise RowError(f"turn {number} begins a thought that does not end; allowed: <think>...</think>, then the "
+                           "answer")
+        return prompt, said + closing
 
     @cached_property
     def _breaks_lines(self) -> bool:
@@ -101,29 +124,26 @@ class ChatTemplate:
         return self._apply([turn.message() for turn in turns], prompt=prompt)
 
     def _answer_frame(self) -> tuple[str, str, str, str]:
-        """What the template writes before every answer; what its generation prompt has beyond that (Qwen3's thinking
-        models: "<think>"); what it adds to the first before a conversation's last answer (Qwen3: an empty thought); and
-        what it writes after an answer.
-        """
+        """What the class names prompted, unthinking, earlier and closing."""
         messages: list[dict[str, Any]] = []
-        asked, frames = list[str](), set()
+        frames = set()
         for number in range(2):
-            messages.append({"role": "user", "content": f"question {number}"})
-            asked.append(self._apply(messages, prompt=False))
-            prompt = self._apply(messages, prompt=True)
+            messages.append(ASKED)
+            asked, prompt = (self._apply(messages, prompt=prompt) for prompt in (False, True))
             messages.append({"role": "assistant", "content": f"answer {number}"})
             answered = self._apply(messages, prompt=False)
-            before, found, closing = answered.removeprefix(asked[-1]).partition(f"answer {number}")
-            if not prompt.startswith(asked[-1]) or not answered.startswith(prompt) or not found:
-                raise DataError("model.path: its chat template rewrites earlier turns; allowed: a template that only "
-                                "appends")
-            frames.add((prompt[len(asked[-1]) :], before, closing.rstrip()))
-        opening, _, rest = answered.removeprefix(asked[0]).partition("answer 0")
-        prompted, before, closing = frames.pop()
-        if frames or not opening or not prompted.startswith(opening) or not rest.startswith(closing):
+            before, found, closing = answered.removeprefix(asked).partition(f"answer {number}")
+            if not prompt.startswith(asked) or not answered.startswith(prompt) or not found:
+                raise DataError("model.path: its chat template rewrites earlier turns, or begins an answer otherwise "
+                                "than the prompt for it; allowed: a template that appends turns (thoughts of earlier "
+                                "answers may go)")
+            frames.add((prompt[len(asked) :], before, closing.rstrip()))
+        earlier, _, rest = answered.removeprefix(self._asked).partition("answer 0")
+        prompted, unthinking, closing = frames.pop()
+        if frames or not all((prompted, earlier, closing)) or not rest.startswith(closing):
             raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and "
                             "one end for all")
-        return opening, prompted[len(opening) :], before[len(opening) :], closing
+        return prompted, unthinking, earlier, closing
 
     def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(
@@ -143,15 +163,28 @@ def _without_breaks(parts: Sequence[ContentPart]) -> Iterator[ContentPart]:
         after_mark = part.marked
 
 
+def _spoken(answer: str) -> list[str]:
+    """An answer without the tokens around its thought, and without white space there."""
+    return [text for piece in re.split("</?think>", answer) if (text := piece.strip())]
+
+
 def _check_all_there(turns: Sequence[Turn], text: str) -> None:
-    """Refuse a conversation of which the template leaves something out."""
+    """Refuse a conversation of which the template leaves something out but a thought."""
     position = 0
     for number, turn in enumerate(turns, 1):
-        for part in turn.parts:
-            found = text.find(part.text.strip(), position)
+        pieces = [turn.text.rpartition("</think>")[2]] if turn.role == "assistant" else [
+            part.text for part in turn.parts]
+        for piece in map(str.strip, pieces):
+            found = text.find(piece, position)
             if found < 0:
                 raise RowError(f"the chat template leaves out or changes turn {number}, of the {turn.role}")
-            position = found + len(part.text.strip())
+            position = found + len(piece)
+
+
+def absent_character(turns: Sequence[Turn]) -> str:
+    """A character that no text of the turns has."""
+    whole = "".join(turn.text for turn in turns)
+    return next(character for character in map(chr, range(0xE000, 0x110000)) if character not in whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +217,9 @@ class SpelledTokens:
 
     def hide(self, turns: Sequence[Turn]) -> HiddenTokens:
         """The turns without special tokens in their texts."""
-        whole = "".join(turn.text for turn in turns)
-        if not self._pattern.search(whole):
+        if not self._pattern.search("".join(turn.text for turn in turns)):
             return HiddenTokens(list(turns), "", ())
-        stand_in = next(character for character in map(chr, range(0xE000, 0x110000)) if character not in whole)
+        stand_in = absent_character(turns)
         tokens: list[str] = []
         hidden = [replace(turn, parts=tuple(self._hidden(turn.parts, stand_in, tokens))) for turn in turns]
         return HiddenTokens(hidden, stand_in, tuple(tokens))

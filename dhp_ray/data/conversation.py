@@ -13,7 +13,7 @@ are written as Qwen2.5's text template does, for every family, because the templ
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
 image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of type text and in all
 other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is not
-learned.
+learned. Its thought lies in <think>...</think> before the text, or in `reasoning_content` beside it (Qwen, DeepSeek).
 """
 
 from __future__ import annotations
@@ -201,6 +201,10 @@ def _turn(number: int, turn: Any) -> Turn:
             raise RowError(f"turn {number}: {error}") from None
     if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
+    if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):
+        if not isinstance(thought, str):
+            raise RowError(f"turn {number} has reasoning_content {_brief(thought)}; allowed: a text")
+        parts = [ContentPart("text", f"<think>\n{thought.strip()}\n</think>\n\n"), *parts]
     result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
     _check_text(f"turn {number}", result.text)
     if result.media and result.role not in ("user", "tool"):

@@ -71,10 +71,13 @@ class Scores(NamedTuple):
 
 
 def score(prediction: str, references: Sequence[str]) -> Scores:
-    """All scores of an answer, each with the reference that gives the highest score; there is at least one."""
+    """All scores of an answer, each with the reference that gives the highest score; there is at least one. Thoughts do
+    not count.
+    """
+    said, *right = (text.rpartition("</think>")[2] for text in (prediction, *references))
 
     def best(score: Callable[[str, str], float]) -> float:
-        return max(score(prediction, reference) for reference in references)
+        return max(score(said, reference) for reference in right)
 
     return Scores(best(exact_match), best(anls), best(token_f1))
 

@@ -88,6 +88,7 @@ def test_the_best_reference_counts_for_each_score() -> None:
     assert found == Scores(0.0, pytest.approx(1 - 5 / 11), pytest.approx(0.5))
     assert score("Red car", ["bus", "red car."]).exact_match == 1
     assert score("caf\ud83d", ["no", "caf\ud83d"]) == Scores(1, 1, 1)
+    assert score("A car.\n</think>\n\nred", ["<think>Hm.</think>red"]) == Scores(1, 1, 1)  # thoughts do not count
     with pytest.raises(ValueError, match="empty"):
         score("red", [])
 

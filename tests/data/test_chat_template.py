@@ -60,6 +60,17 @@ def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> Non
         loaded.encode(late, [])
 
 
+def test_a_thought_beside_an_answer_lies_before_it() -> None:
+    """Also where the template knows nothing of thoughts."""
+    first, answer = talk("a", "b")
+    assert learned([first, answer | {"reasoning_content": " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
+    assert learned([first, answer | {"reasoning_content": None}]) == "b<|im_end|>"
+    with pytest.raises(RowError, match=r"^turn 2 has reasoning_content \['Hm\.'\]; allowed: a text$"):
+        PROCESSOR.encode([first, answer | {"reasoning_content": ["Hm."]}], [])
+    with pytest.raises(RowError, match="turn 2 has no text in value"):
+        PROCESSOR.encode([first, {"from": "gpt", "value": "", "reasoning_content": "Hm."}], [])
+
+
 @pytest.mark.parametrize(("preset", "breaks"), [("tiny", 1), ("tiny_qwen3_vl", 1), ("tiny_internvl", 1)])
 def test_one_line_break_follows_an_image_of_llava(preset: str, breaks: int) -> None:
     """InternVL's template writes one itself, those of Qwen none."""

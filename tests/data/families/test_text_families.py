@@ -118,8 +118,12 @@ def test_an_empty_thought_is_prompted_not_learned(template: str) -> None:
     """So all answers of a conversation are learned alike, and evaluation prompts for what was learned."""
     processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, template)
     for name, messages in CONVERSATIONS.items():
-        assert processor.encode(messages, []).input_ids.tolist() == own_ids(processor, messages), name
-    assert learned(processor, talk("a", "b", "c", "d")) == "b<|im_end|>d<|im_end|>"
+        last_alone = [*({**message, "weight": 0} for message in messages[:-1]), messages[-1]]
+        assert processor.encode(last_alone, []).input_ids.tolist() == own_ids(processor, messages), name
+    conversation = talk("a", "b", "c", "d")
+    assert learned(processor, conversation) == "b<|im_end|>d<|im_end|>"
+    text = processor.tokenizer.decode(processor.encode(conversation, []).input_ids)
+    assert text.count("<|im_start|>assistant\n<think>\n\n</think>\n\n") == 2
     prompt, encoded = processor.encode_prompt([Turn("user", (ContentPart("text", "a"),))], [])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     whole = processor.encode(talk("a", "b"), [])
@@ -128,13 +132,16 @@ def test_an_empty_thought_is_prompted_not_learned(template: str) -> None:
 
 
 @pytest.mark.parametrize(("template", "prompted"), [*zip(HYBRID, ("", "<think>\n"))], ids=["hybrid", "thinking"])
-def test_the_thought_of_a_last_answer_is_learned(template: str, prompted: str) -> None:
-    """Without what the generation prompt has of it."""
+def test_thoughts_are_learned(template: str, prompted: str) -> None:
+    """As the template writes them, without what the generation prompt has of them; in earlier answers too."""
     processor = Processor(PROCESSORS["tiny_qwen3"].family, PROCESSORS["tiny_qwen3"].tokenizer, template)
     thought = "<think>\nHm.\n</think>\n\nb"
-    assert learned(processor, talk("a", thought)) == f"{thought.removeprefix(prompted)}<|im_end|>"
-    with pytest.raises(RowError, match="the chat template changes an answer"):
-        processor.encode(talk("a", thought, "c", "d"), [])
+    said = f"{thought.removeprefix(prompted)}<|im_end|>"
+    asked, answer = talk("a", "b")
+    beside = [asked, answer | {"reasoning_content": "Hm."}]
+    for answered in (talk("a", thought), talk("a", "<think>Hm.</think>b"), beside):
+        assert learned(processor, answered) == said
+        assert learned(processor, [*answered, *talk("c", "d")]) == f"{said}d<|im_end|>"
 
 
 def test_a_template_knows_one_day() -> None:
