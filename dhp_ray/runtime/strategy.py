@@ -196,21 +196,25 @@ class Strategy:
         """Return the memory model of a rank that trains the run's model in this mode."""
         config, ranks, world_size = self.config, self.ranks, num_ranks or self.ranks.size
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
-        pooled = device.pool_groups(ranks.memory_bytes)
-        num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
         sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
         memory = MemoryModel(ranks.shape, MemorySettings(
             sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
-            communicators_bytes=device.group_bytes * (
-                num_groups * (config.comm.transport == "pool") + 2 * (sharing > 1)),
+            communicators_bytes=device.group_bytes * self._num_communicators(world_size, sharing),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
             expert_parallel=sharing))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
                                        self.moved_share, 0 if given == "auto" else int(given))
+
+    def _num_communicators(self, world_size: int, sharing: int) -> int:
+        """Process groups of a rank: of all ranks, for the engine and for packs; the pool's; two of shared experts."""
+        device, pooled = ACCELERATORS[self.ranks.kind], 0
+        if self.config.comm.transport == "pool":
+            pooled = min(device.pool_groups(self.ranks.memory_bytes), 2**world_size - world_size - 1)  # sets of ranks
+        return 2 * (world_size > 1) + pooled + 2 * (sharing > 1)
 
     def device_tokens(self, memory: MemoryModel) -> int:
         """Return the tokens of a pack that each rank's device holds if packs move `moved_share`; 0: not even one."""

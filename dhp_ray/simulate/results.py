@@ -12,7 +12,7 @@ from dhp_ray.report.trace import trace_of
 from dhp_ray.simulate.run import Simulated
 
 HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
-        "groups", "idle", "waits s", "memory", "faults", "again")
+        "idle", "waits s", "memory", "faults", "again")
 """`of the first`: tokens/s over the first planner's. `waits s`: for plans, in all. `again`: steps that faults undid."""
 
 
@@ -22,7 +22,7 @@ def text_of(summaries: Sequence[dict[str, Any]]) -> str:
     first = summaries[0]["tokens_per_s"]
     for summary in summaries:
         shares = [f"{100 * summary['shares'].get(name, 0.0):.1f} %"
-                  for name in ("compute", "exchange", "update", "groups", "idle")]
+                  for name in ("compute", "exchange", "update", "idle")]
         rows.append((
             summary["planner"], f"{summary['step_s']:.4g}", f"{summary['tokens_per_s']:,.0f}",
             f"{summary['tokens_per_s_per_rank']:,.0f}", f"{summary['samples_per_s']:.4g}",

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF
 from dhp_ray.planner.cost.work import PAID_ONCE, work_of
 from dhp_ray.planner.errors import PlanError
@@ -146,12 +145,12 @@ class SimulatedRun:
         return self.generation.newest >= self.settings.num_batches
 
     def _entered(self, generation: SimulatedGeneration) -> SimulatedGeneration:
-        """Enter a membership: make its planner, its meter and its pool of groups, and begin to copy its state."""
+        """Enter a membership: make its planner and its meter, and begin to copy its state."""
         self.place = self.machine.place(generation.nodes)
         planning, place = self.settings.planning, self.place
         planner = SimulatedPlanner(self.record.planner, place.mode.sync, planning.encoder, place.cluster, place.cost,
                                    self._layout_batches)
-        self.dispatcher = SimulatedDispatcher(planner, GroupCacheState(self.machine.pool_groups), planning)
+        self.dispatcher = SimulatedDispatcher(planner, planning)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()
         if self._mirrors and generation.size > 1:
@@ -208,12 +207,11 @@ class SimulatedRun:
 
     def _run(self, plan: Plan) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
-        made = [key for change, key in self.dispatcher.book.take(plan.process_groups()) if change == "create"]
         cluster = plan.cluster
         if not self.even:
             cluster = replace(cluster, speeds=tuple(self.speeds[list(self.generation.slots)].tolist()))
         problem = problem_of(plan.samples, cluster, self.place.cost, plan.sync, deals_images=False)
-        return simulate_step(plan, problem, made=made)
+        return simulate_step(plan, problem)
 
     def _end_s(self, step: int, end_s: float) -> float:
         """When a step ends: with its work, or with the last copies if it is mirrored or its generation's first."""
@@ -249,8 +247,7 @@ class SimulatedRun:
         self.progress(number, self.now_s)
 
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
-        makespan_s = step.packs_end_s - float(step.made_s.max())
-        self.scale.observe(makespan_s, plan.makespan_s)
+        self.scale.observe(step.packs_end_s, plan.makespan_s)
         if not self.even:
             cost = self.place.cost
             work, num_ranks = work_of(plan), self.generation.size
