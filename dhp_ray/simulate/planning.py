@@ -86,7 +86,6 @@ class SimulatedDispatcher:
     _planner_free_s: float = 0.0  # one plan is made at a time, also one that nobody waits for any more
 
     def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float) -> Prepared:
-        """Plan a batch, from `now_s` on."""
         pool = self.book.held()
         plan = self.planner.plan(samples, speeds, pool)
         begun_s = max(now_s, self._planner_free_s)
