@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import Any
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.errors import first_line
+from dhp_ray.errors import about, first_line
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
@@ -195,10 +195,8 @@ def _turn(number: int, turn: Any) -> Turn:
     else:
         parts = []
     if holds_any(calls):
-        try:
+        with about(RowError, f"turn {number}"):
             parts = [*parts, ContentPart("text", ("\n" if parts else "") + calls_text(calls))]
-        except RowError as error:
-            raise RowError(f"turn {number}: {error}") from None
     if not parts and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):

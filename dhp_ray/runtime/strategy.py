@@ -89,7 +89,6 @@ class PackLimits(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the largest pack that a rank holds."""
         return max(self.tokens, self.beyond.tokens_per_rank)
 
     @property
@@ -293,7 +292,6 @@ class Strategy:
         return self.ranks.described and len(self._modes(sync)) > 1
 
     def choose(self, num_ranks: int = 0) -> Choice:
-        """Return the mode in which these ranks train."""
         planner, num_ranks = self.config.planner, num_ranks or self.ranks.size
         modes = self._modes()
         values = zip(("planner.sync", RECOMPUTATION, SHARING), zip(*modes))
@@ -389,11 +387,14 @@ class Strategy:
 
     def origin(self, mode: Mode, device_name: str = "") -> Origin:
         """Return the origin of costs that are measured here, on devices of this name (empty: that of the first)."""
-        return origin_of(self.config, self.memory(mode), self.ranks.kind, device_name or self.ranks.device_names[0],
-                         self.ranks.size, self.ranks.fused)
+        config, ranks, lora = self.config, self.ranks, self.config.train.lora
+        device: dict[str, Any] = {"kind": ranks.kind, "name": device_name or ranks.device_names[0], "count": ranks.size}
+        if ranks.kind == "cpu":
+            device["threads"] = max(1, int(config.cluster.cpus_per_worker))
+        adapters = {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}
+        return origin_of_run(self.memory(mode), model_name(config), adapters, device, ranks.fused)
 
     def _slowest(self, memory: MemoryModel) -> tuple[CostModel, Device]:
-        """Return the costs on the slowest device, and that device."""
         found = []
         for name in self.ranks.device_names:
             known = _described(name)
@@ -519,20 +520,7 @@ def skipped_images(limit: int, largest: int) -> str:
             if 0 < limit < largest else "")
 
 
-def origin_of(
-    config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int, fused: bool = False
-) -> Origin:
-    """Return the origin of a cost that is measured for a run on these devices, with or without fused operators."""
-    device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
-    if kind == "cpu":
-        device["threads"] = max(1, int(config.cluster.cpus_per_worker))
-    lora = config.train.lora
-    adapters = {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}
-    return origin_of_run(memory, model_name(config), adapters, device, fused)
-
-
 def model_name(config: Config) -> str:
-    """Return the preset, or the name of the model folder."""
     return config.model.preset or Path(config.model.path).resolve().name
 
 

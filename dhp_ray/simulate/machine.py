@@ -123,7 +123,6 @@ def _begun(strategy: Strategy, mode: Mode) -> Strategy:
 
 
 def _config(settings: Simulation, longest_tokens: int) -> Config:
-    """The configuration of a run with these settings."""
     config, train, faults = Config(), settings.train, settings.faults
     return replace(
         config, data=replace(config.data, max_pixels=settings.workload.max_pixels),

@@ -81,7 +81,6 @@ class SimulatedDispatcher:
     _planner_free_s: float = 0.0  # one plan is made at a time, also one that nobody waits for any more
 
     def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float) -> Prepared:
-        """Plan a batch, from `now_s` on."""
         plan = self.planner.plan(samples, speeds)
         begun_s = max(now_s, self._planner_free_s)
         self._planner_free_s = begun_s + _planning_s(plan, self.planning.item_s)

@@ -18,7 +18,7 @@ from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, origin_of
+from dhp_ray.runtime.strategy import RECOMPUTATION, Choice
 from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import (
     GIB,
@@ -197,7 +197,7 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
     described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", "fused": False,
                  **state_size(config)._asdict()}
     group, mode = Workers(members(described, described)), Mode("step", False)
-    origin = origin_of(config, strategy_of(config, group).memory(mode), "cpu", "AMD EPYC", 2)
+    origin = strategy_of(config, group).origin(mode)
     tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
     path = tmp_path / "cost.yaml"
     path.write_text(yaml.safe_dump(tree | origin.to_json()))
