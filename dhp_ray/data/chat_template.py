@@ -12,17 +12,22 @@ Transformers encodes them alike (5.24, `apply_chat_template(..., sanitize_contro
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from dhp_ray.data.conversation import ContentPart, Turn
 from dhp_ray.data.errors import DataError, RowError
+from dhp_ray.errors import first_line
 
 WORDS = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
          "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<think>", "</think>", "<tool_call>",
@@ -58,22 +63,14 @@ class ChatTemplate:
         self._asked = self._apply([ASKED], prompt=False)
         self._prompted, self._unthinking, self._earlier, self._closing = self._answer_frame()
 
-    @cached_property
-    def default_system(self) -> str:
-        """The text of the system turn that the template adds if a conversation has none; empty: it adds none."""
-        given = self._apply([{"role": "system", "content": "instruction"}, ASKED], prompt=False)
-        before, _, after = given.partition("instruction")
-        if not self._asked.startswith(before) or not self._asked.endswith(after):
-            return ""
-        return self._asked[len(before) : len(self._asked) - len(after)]
-
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its end token,
-        without the prompt. RowError: the template drops or changes a text.
+        """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its calls of
+        tools and its end token, without the prompt. RowError: the template refuses, drops or changes a turn.
         """
         learned = {number: turn for number, turn in enumerate(turns, 1) if turn.role == "assistant" and turn.learned}
-        stand_in = absent_character(turns)
-        frame = self._text([replace(turn, parts=(ContentPart("text", stand_in),)) if number in learned else turn
+        stand_in = next(absent_characters(turns))
+        frame = self._text([turn if number not in learned else
+                            replace(turn, parts=(ContentPart("text", stand_in),), calls="")
                             for number, turn in enumerate(turns, 1)], prompt=False)
         before = "|".join(map(re.escape, (self._unthinking, self._earlier)))
         text, *others = re.split(f"(?:{before}){stand_in}{re.escape(self._closing)}", frame)
@@ -95,14 +92,25 @@ class ChatTemplate:
         _check_all_there(turns, text)
         return text + self._unthinking[len(self._prompted) :]
 
+    def answer(self, number: int, turn: Turn) -> str:
+        """The text of an answer, with the calls of tools as the template writes them."""
+        said = self._generated(number, turn)[1].removesuffix(self._closing) if turn.calls else turn.text
+        return said.strip()
+
     def _generated(self, number: int, turn: Turn) -> tuple[str, str]:
         """What the prompt for an answer ends with, and the answer, with its end token, as a conversation's last turn.
         Without a thought, or with an empty one, it is prompted for as one without thinking.
         """
-        written = self._apply([ASKED, turn.message()], prompt=False).removeprefix(self._asked)
+        self._check_tools([turn])
+        try:
+            written = self._apply([ASKED, turn.message()], prompt=False).removeprefix(self._asked)
+        except TemplateError as error:
+            raise RowError(f"the chat template refuses turn {number}, of the assistant: {first_line(error)}") from None
         prompt = self._unthinking if written.startswith(self._unthinking) else self._prompted
         said, closing, _ = written.removeprefix(prompt).rpartition(self._closing)
-        if not written.startswith(prompt) or not closing or _spoken(said) != _spoken(turn.text):
+        spoken, text = _spoken(said), _spoken(turn.text)
+        whole = spoken.startswith(text) if turn.calls else spoken == text
+        if not written.startswith(prompt) or not closing or not whole:
             raise RowError(f"the chat template changes an answer, turn {number}; allowed: a text that it writes as it "
                            "is, or stripped, behind one thought in <think>...</think> at most")
         if "<think>" in prompt and said.lstrip().startswith("<think>"):
@@ -119,9 +127,44 @@ class ChatTemplate:
 
     def _text(self, turns: Sequence[Turn], *, prompt: bool) -> str:
         """The text of the turns, without the line break of LLaVA's `<image>\\n` if the template writes one itself."""
+        self._check_tools(turns)
         if any(part.marked for turn in turns for part in turn.parts) and self._breaks_lines:
             turns = [replace(turn, parts=tuple(_without_breaks(turn.parts))) for turn in turns]
-        return self._apply([turn.message() for turn in turns], prompt=prompt)
+        messages = [turn.message() for turn in turns]
+        tools = json.loads(turns[0].tools) if turns[0].tools else None
+        try:
+            return self._apply(messages, tools, prompt=prompt)
+        except TemplateError as error:
+            reason = str(error)
+
+            def refuses(index: int) -> bool:
+                try:
+                    self._apply(messages[: index + 1], tools, prompt=False)
+                except TemplateError as other:
+                    return str(other) == reason
+                return False
+
+            first = bisect_left(range(len(messages) - 1), True, key=refuses)
+            where = f"turn {first + 1}, of the {turns[first].role}" if first else "the conversation"
+            raise RowError(f"the chat template refuses {where}: {first_line(error)}") from None
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template writes tools that are offered, calls of them, and what they answer."""
+        tools = [{"type": "function", "function": {"name": "offered_tool", "description": "", "parameters": {}}}]
+        calls = [{"type": "function", "function": {"name": "called_tool", "arguments": {}}}]
+        messages: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls},
+                                          {"role": "tool", "content": "answer_of_tool"}]
+        try:
+            text = self._apply(messages, tools, prompt=False)
+        except TemplateError:
+            return False
+        return all(name in text for name in ("offered_tool", "called_tool", "answer_of_tool"))
+
+    def _check_tools(self, turns: Sequence[Turn]) -> None:
+        if any(turn.tools or turn.calls or turn.role == "tool" for turn in turns) and not self._writes_tools:
+            raise RowError("the model's chat template does not write tools; allowed: rows without tools and calls, or "
+                           "a folder whose chat template writes them")
 
     def _answer_frame(self) -> tuple[str, str, str, str]:
         """What the class names prompted, unthinking, earlier and closing."""
@@ -145,11 +188,20 @@ class ChatTemplate:
                             "one end for all")
         return prompted, unthinking, earlier, closing
 
-    def _apply(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=prompt, date_string=DATE)
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(messages, tools, chat_template=self.template, tokenize=False,
+                                                  add_generation_prompt=prompt, date_string=DATE)
         assert isinstance(text, str)
         return text
+
+
+def _changed(parts: Sequence[ContentPart], change: Callable[[str], str]) -> Iterator[ContentPart]:
+    """The parts with changed texts. Neighbouring texts, which templates write as one, are joined."""
+    for kind, group in groupby(parts, key=lambda part: part.kind):
+        if kind == "text":
+            yield ContentPart("text", change("".join(part.text for part in group)))
+        else:
+            yield from group
 
 
 def _without_breaks(parts: Sequence[ContentPart]) -> Iterator[ContentPart]:
@@ -163,42 +215,44 @@ def _without_breaks(parts: Sequence[ContentPart]) -> Iterator[ContentPart]:
         after_mark = part.marked
 
 
-def _spoken(answer: str) -> list[str]:
+def _spoken(answer: str) -> str:
     """An answer without the tokens around its thought, and without white space there."""
-    return [text for piece in re.split("</?think>", answer) if (text := piece.strip())]
+    return "\n".join(text for piece in re.split("</?think>", answer) if (text := piece.strip()))
 
 
 def _check_all_there(turns: Sequence[Turn], text: str) -> None:
-    """Refuse a conversation of which the template leaves something out but a thought."""
+    """Refuse a conversation of which the template leaves something out but a thought. It may write what a tool answers
+    as JSON (Llama 3.1).
+    """
     position = 0
     for number, turn in enumerate(turns, 1):
         pieces = [turn.text.rpartition("</think>")[2]] if turn.role == "assistant" else [
             part.text for part in turn.parts]
+        pieces += [call["function"]["name"] for call in json.loads(turn.calls or "[]")]
         for piece in map(str.strip, pieces):
-            found = text.find(piece, position)
-            if found < 0:
+            forms = {piece, json.dumps(piece, ensure_ascii=False)[1:-1]} if turn.role == "tool" else {piece}
+            found = [(place, place + len(form)) for form in forms if (place := text.find(form, position)) >= 0]
+            if not found:
                 raise RowError(f"the chat template leaves out or changes turn {number}, of the {turn.role}")
-            position = found + len(piece)
+            _, position = min(found)
 
 
-def absent_character(turns: Sequence[Turn]) -> str:
-    """A character that no text of the turns has."""
-    whole = "".join(turn.text for turn in turns)
-    return next(character for character in map(chr, range(0xE000, 0x110000)) if character not in whole)
+def absent_characters(turns: Sequence[Turn]) -> Iterator[str]:
+    """Characters that nothing in the turns has."""
+    whole = {character for turn in turns for character in turn.text + turn.calls + turn.tools}
+    yield from (character for character in map(chr, range(0xE000, 0x110000)) if character not in whole)
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenTokens:
-    """Turns in whose texts `stand_in`, one character, takes the place of each of the `tokens`, in their order."""
+    """Turns in whose texts a character takes the place of each token; `tokens` by these characters."""
 
     turns: list[Turn]
-    stand_in: str
-    tokens: tuple[str, ...]
+    tokens: dict[str, str]
 
     def shown(self, text: str) -> str:
         """What was rendered from the turns, with the tokens in their places."""
-        pieces = text.split(self.stand_in) if self.tokens else [text]
-        return pieces[0] + "".join(token + piece for token, piece in zip(self.tokens, pieces[1:]))
+        return text.translate({ord(stand_in): token for stand_in, token in self.tokens.items()})
 
 
 @dataclass
@@ -217,44 +271,31 @@ class SpelledTokens:
 
     def hide(self, turns: Sequence[Turn]) -> HiddenTokens:
         """The turns without special tokens in their texts."""
-        if not self._pattern.search("".join(turn.text for turn in turns)):
-            return HiddenTokens(list(turns), "", ())
-        stand_in = absent_character(turns)
-        tokens: list[str] = []
-        hidden = [replace(turn, parts=tuple(self._hidden(turn.parts, stand_in, tokens))) for turn in turns]
-        return HiddenTokens(hidden, stand_in, tuple(tokens))
+        stand_ins: dict[str, str] = defaultdict(partial(next, absent_characters(turns)))
+
+        def hidden(text: str) -> str:
+            return self._pattern.sub(lambda token: stand_ins[token[0]], text)
+
+        turns = [replace(turn, parts=tuple(_changed(turn.parts, hidden)), calls=hidden(turn.calls),
+                         tools=hidden(turn.tools)) for turn in turns]
+        return HiddenTokens(turns, {stand_in: token for token, stand_in in stand_ins.items()})
 
     def encode(self, text: str, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The int32 ids (L,) of a rendered text, and the begin and end of each in it. RowError: a token is missing."""
-        pieces = text.split(hidden.stand_in) if hidden.tokens else [text]
-        if len(pieces) != len(hidden.tokens) + 1:
-            raise RowError(f"the chat template writes {len(pieces) - 1} of {len(hidden.tokens)} special tokens that "
-                           "texts spell; allowed: each once")
-        encoded = self.tokenizer(pieces, add_special_tokens=False, split_special_tokens=False,
+        """The int32 ids (L,) of a rendered text, and the begin and end of each in it."""
+        pieces = re.split(f"([{''.join(hidden.tokens)}])", text) if hidden.tokens else [text]
+        encoded = self.tokenizer(pieces[::2], add_special_tokens=False, split_special_tokens=False,
                                  return_offsets_mapping=True, return_attention_mask=False)
         ids: list[int] = []
         places: list[tuple[int, int]] = []
-        begins = accumulate((len(piece) + 1 for piece in pieces), initial=0)
-        for begin, token, of_piece, offsets in zip(begins, ("", *hidden.tokens), encoded["input_ids"],
-                                                   encoded["offset_mapping"]):
-            as_text = self._word_ids(token) if token else []
+        begins = accumulate((len(piece) + 1 for piece in pieces[::2]), initial=0)
+        for begin, stand_in, of_piece, offsets in zip(begins, ("", *pieces[1::2]), encoded["input_ids"],
+                                                      encoded["offset_mapping"]):
+            as_text = self._word_ids(hidden.tokens[stand_in]) if stand_in else []
             ids += [*as_text, *of_piece]
             places += [(begin - 1, begin)] * len(as_text)
             places += [(begin + start, begin + stop) for start, stop in offsets]
         starts, stops = np.asarray(places, np.int64).reshape(-1, 2).T
         return np.asarray(ids, np.int32), starts, stops
-
-    def _hidden(self, parts: Sequence[ContentPart], stand_in: str, tokens: list[str]) -> list[ContentPart]:
-        """The parts with stand-ins; adds to `tokens`. Neighbouring texts, which templates write as one, are joined."""
-        found: list[ContentPart] = []
-        for kind, group in groupby(parts, key=lambda part: part.kind):
-            if kind != "text":
-                found += group
-                continue
-            text = "".join(part.text for part in group)
-            tokens += self._pattern.findall(text)
-            found.append(ContentPart("text", self._pattern.sub(stand_in, text)))
-        return found
 
     def _word_ids(self, token: str) -> list[int]:
         if token not in self._texts:

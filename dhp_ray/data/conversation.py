@@ -3,12 +3,7 @@
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
-Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns. They
-are written as Qwen2.5's text template does, for every family, because the templates of vision models leave calls out:
-
-    system      ...\\n\\n# Tools ... <tools>\\n{"type": "function", "function": {...}}\\n</tools> ...
-    assistant   what it says\\n<tool_call>\\n{"name": "zoom", "arguments": {"factor": 2}}\\n</tool_call>
-    user        <tool_response>\\nwhat the tool answers\\n</tool_response>
+Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns.
 
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
 image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of type text and in all
@@ -21,8 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dhp_ray.data.errors import RowError
@@ -36,14 +30,6 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
          "system": "system", "developer": "system"}
 MOST_VALUES = 2**21
 """Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
-RESPONSE_BEGIN, RESPONSE_END = "<tool_response>\n", "\n</tool_response>"
-_TOOLS = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>{tools}\n</tools>\n\n"
-    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
-    "tags:\n"
-    '<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
-)
 CONVERSATION_COLUMNS = ("conversations", "messages")
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
 _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
@@ -61,11 +47,15 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn; `role`: system, user (tools too) or assistant. `learned`: an answer has labels."""
+    """One turn; `role`: system, user, assistant or tool. `learned`: an answer has labels. JSON texts, lists in OpenAI's
+    form: `calls`, what an answer calls; `tools`, in the first turn what may be called.
+    """
 
     role: str
     parts: tuple[ContentPart, ...]
     learned: bool = True
+    calls: str = ""
+    tools: str = ""
 
     @property
     def text(self) -> str:
@@ -77,11 +67,10 @@ class Turn:
 
     def message(self) -> dict[str, Any]:
         """The turn in the form of chat templates, with images and videos as parts between the texts."""
-        if not self.media:
-            return {"role": self.role, "content": self.text}
         content = [{"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
                    for part in self.parts]
-        return {"role": self.role, "content": content}
+        return {"role": self.role, "content": content if self.media else self.text} | (
+            {"tool_calls": json.loads(self.calls)} if self.calls else {})
 
 
 def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -111,13 +100,17 @@ def stored_role(turn: Any) -> str:
     return ROLES.get(str(turn.get("role") if turn.get("from") is None else turn.get("from")), "")
 
 
-def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The turns of a conversation in either form. RowError: it is empty, has an unknown role, no answer that is
-    learned, or one first; neither the user nor a tool shows an image; a text is not UTF-8.
+def read_turns(conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
+    """The turns of a conversation in either form; the assistant may call `tools`. RowError: it is empty, has an unknown
+    role, no answer that is learned, or one first; neither the user nor a tool shows an image; a text is not UTF-8.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
-    turns = _with_answers_of_tools([_turn(number, turn) for number, turn in enumerate(conversation, 1)])
+    turns = [_turn(number, turn) for number, turn in enumerate(conversation, 1)]
+    if any(turn.role == "tool" and before not in ("assistant", "tool")
+           for turn, before in zip(turns, ["", *(turn.role for turn in turns)])):
+        raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one of "
+                       "the assistant")
     spoken = [turn.role for turn in turns if turn.role != "system"]
     if "assistant" not in spoken:
         raise RowError("no turn of the assistant: nothing to learn from")
@@ -125,7 +118,7 @@ def read_turns(conversation: Sequence[Mapping[str, Any]]) -> list[Turn]:
         raise RowError("no turn of the assistant has a weight: nothing to learn from")
     if spoken[0] != "user":
         raise RowError("the assistant speaks first; allowed: a turn of the user before it")
-    return turns
+    return [replace(turns[0], tools=_tools(tools)), *turns[1:]] if _holds_any(tools) else turns
 
 
 def last_answer(turns: Sequence[Turn]) -> int:
@@ -133,31 +126,13 @@ def last_answer(turns: Sequence[Turn]) -> int:
     return max(number for number, turn in enumerate(turns) if turn.role == "assistant")
 
 
-def right_answers(fields: Mapping[str, Any], answer: Turn) -> tuple[str, ...]:
+def right_answers(fields: Mapping[str, Any], answer: str) -> tuple[str, ...]:
     """The assistant's own answer, and the texts in the row's `answers`. RowError: these are no texts."""
     others: Any = fields.get("answers")
     others = [] if others is None else [others] if isinstance(others, str) else others
     if not isinstance(others, list) or not all(isinstance(text, str) for text in others):
         raise RowError(f"answers holds {str(others)[:80]!r}; allowed: a text, or a list of texts")
-    return tuple(dict.fromkeys((answer.text.strip(), *others)))
-
-
-def offering(turns: Sequence[Turn], tools: Any, default_system: str) -> list[Turn]:
-    """The turns with a system turn (else the template's default) that ends with the signatures of `tools`: a list, or
-    JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of {"type": "function"}; nulls as
-    in calls.
-    """
-    system, rest = (turns[0].text, turns[1:]) if turns[0].role == "system" else (default_system, turns)
-    tools = _read(tools, "tools")
-    lines = []
-    for tool in tools if isinstance(tools, list) else [tools]:
-        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
-            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
-        lines.append("\n" + _json(tool if tool is not signature else {"type": "function", "function": tool}))
-    text = (f"{system}\n\n" if system else "") + _TOOLS.format(tools="".join(lines))
-    _check_text("tools", text)
-    return [Turn("system", (ContentPart("text", text),)), *rest]
+    return tuple(dict.fromkeys((answer, *others)))
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
@@ -194,17 +169,16 @@ def _turn(number: int, turn: Any) -> Turn:
         parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
         parts = []
-    if holds_any(calls):
-        with about(RowError, f"turn {number}"):
-            parts = [*parts, ContentPart("text", ("\n" if parts else "") + calls_text(calls))]
-    if not parts and ROLES[role] != "tool":
+    with about(RowError, f"turn {number}"):
+        calls = _calls(calls) if _holds_any(calls) else ""
+    if not parts and not calls and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):
         if not isinstance(thought, str):
             raise RowError(f"turn {number} has reasoning_content {_brief(thought)}; allowed: a text")
         parts = [ContentPart("text", f"<think>\n{thought.strip()}\n</think>\n\n"), *parts]
-    result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn))
-    _check_text(f"turn {number}", result.text)
+    result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn), calls)
+    _check_text(f"turn {number}", result.text + calls)
     if result.media and result.role not in ("user", "tool"):
         raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of "
                        "the user")
@@ -219,24 +193,6 @@ def _learned(number: int, turn: Mapping[str, Any]) -> bool:
         if value not in (0, 1):  # also False and True
             raise RowError(f"turn {number} has {name} {_brief(value)}; allowed: 0 or false, 1 or true")
     return all(found.values())
-
-
-def _with_answers_of_tools(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, with consecutive turns of tools joined into one turn of the user."""
-    found: list[Turn] = []
-    for role, group in groupby(turns, key=lambda turn: turn.role):
-        if role != "tool":
-            found += group
-        elif not found or found[-1].role != "assistant":
-            raise RowError("a tool answers where the assistant has not called one; allowed: turns of tools after one "
-                           "of the assistant")
-        else:
-            answers = [(ContentPart("text", RESPONSE_BEGIN), *turn.parts, ContentPart("text", RESPONSE_END))
-                       for turn in group]
-            parts = [part for number, answer in enumerate(answers)
-                     for part in ((ContentPart("text", "\n"), *answer) if number else answer)]
-            found.append(Turn("user", tuple(parts)))
-    return found
 
 
 def _check_text(where: str, text: str) -> None:
@@ -279,21 +235,37 @@ def _brief(value: Any) -> str:
     return repr(value)[:100]
 
 
-def calls_text(calls: Any) -> str:
-    """What the assistant writes to call tools: one or several {"name": ..., "arguments": {...} or JSON text}, alone or
-    as the `function` of OpenAI's tool_calls, as objects or JSON text. In objects null counts as absent, because a
-    column of structs gives every call the arguments of all calls.
-    """
-    calls = _read(calls, "the call of a tool")
-    return "\n".join(_call_text(call) for call in (calls if isinstance(calls, list) else [calls]))
-
-
-def holds_any(value: Any) -> bool:
+def _holds_any(value: Any) -> bool:
     """Whether stored tools or calls hold any: the value may be null, empty, or an empty list as text."""
     return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 
-def _call_text(call: Any) -> str:
+def _tools(tools: Any) -> str:
+    """`Turn.tools` of a list, or JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of
+    {"type": "function"}; nulls as in calls.
+    """
+    tools = _read(tools, "tools")
+    found = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
+            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
+        found.append(tool if tool is not signature else {"type": "function", "function": tool})
+    text = _json(found)
+    _check_text("tools", text)
+    return text
+
+
+def _calls(calls: Any) -> str:
+    """`Turn.calls` of one or several {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of
+    OpenAI's tool_calls, as objects or JSON text. In objects null counts as absent, because a column of structs gives
+    every call the arguments of all calls.
+    """
+    calls = _read(calls, "the call of a tool")
+    return _json([_call(call) for call in (calls if isinstance(calls, list) else [calls])])
+
+
+def _call(call: Any) -> dict[str, Any]:
     inner = call
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         inner = call["function"]
@@ -307,7 +279,7 @@ def _call_text(call: Any) -> str:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
-    return f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _read(value: Any, what: str) -> Any:
@@ -329,7 +301,6 @@ def _present(value: Any) -> Any:
 
 
 def _json(tree: Any) -> str:
-    """JSON in the form of the filter `tojson` of transformers' templates."""
     try:
         return json.dumps(tree, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # a column may hold bytes or dates

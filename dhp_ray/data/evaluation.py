@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.data.conversation import last_answer, read_turns, right_answers, stored_turns
+from dhp_ray.data.conversation import last_answer, read_turns, stored_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats import read_texts
 from dhp_ray.data.formats.rows import Row
@@ -48,17 +48,18 @@ def read_question(row: Row, processor: Processor, image_root: str) -> Question:
     last = last_answer(turns)
     shown = sum(len(turn.media) for turn in turns[:last])
     text, prompt = processor.encode_prompt(turns[:last], sizes[:shown])
-    return Question(text, prompt, right_answers(row.fields, turns[last]), processor.encode_turns(turns, sizes), images)
+    return Question(text, prompt, processor.references(row.fields, turns), processor.encode_turns(turns, sizes), images)
 
 
-def read_references(fragments: Iterable[Fragment], max_bytes: int) -> dict[str, tuple[str, ...]]:
+def read_references(
+    fragments: Iterable[Fragment], max_bytes: int, processor: Processor
+) -> dict[str, tuple[str, ...]]:
     """The right answers by id, of rows that can be used, of at most `max_bytes`. DataError: a file cannot be read."""
     found = {}
     for fragment in fragments:
         for row in read_texts(fragment, max_bytes):
             with suppress(RowError):
-                turns = read_turns(stored_turns(row.fields))
-                found[row.id] = right_answers(row.fields, turns[last_answer(turns)])
+                found[row.id] = processor.references(row.fields, read_turns(stored_turns(row.fields)))
     return found
 
 

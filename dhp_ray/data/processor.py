@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 
 from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
-from dhp_ray.data.conversation import Turn, check_counts, holds_any, offering, read_turns
+from dhp_ray.data.conversation import Turn, check_counts, last_answer, read_turns, right_answers
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
 from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size, Written
@@ -77,7 +78,6 @@ class ProcessorSpec:
             family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
                           self.max_pixels, self.limits)
             return Processor(family, kind.byte_tokenizer(), kind.chat_template)
-        from jinja2 import TemplateError
         from transformers import AutoTokenizer
 
         folder = Path(self.path)
@@ -114,16 +114,11 @@ class Processor:
         self._spelled = SpelledTokens(self.tokenizer, (*self.family.structure_tokens, *named))
         self._template = ChatTemplate(self.tokenizer, self.chat_template)
 
-    def turns(self, conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-        """The turns of a conversation; the assistant may call `tools`. RowError: they cannot be encoded."""
-        turns = read_turns(conversation)
-        return offering(turns, tools, self._template.default_system) if holds_any(tools) else turns
-
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in order.
         Labels are the ids of learned answers, with their end token, else -100. RowError: it cannot be encoded.
         """
-        turns = self.turns(conversation)
+        turns = read_turns(conversation)
         check_counts(turns, Counter(_kind(size) for size in sizes))
         return self.encode_turns(turns, sizes)
 
@@ -141,6 +136,11 @@ class Processor:
         hidden = self._spelled.hide(turns)
         text = self._template.prompt(hidden.turns)
         return hidden.shown(text), self._encode(text, [], hidden, sizes, media)
+
+    def references(self, fields: Mapping[str, Any], turns: Sequence[Turn]) -> tuple[str, ...]:
+        """The right answers of a row, as evaluation compares them with what the model generates."""
+        last = last_answer(turns)
+        return right_answers(fields, self._template.answer(last + 1, turns[last]))
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]], hidden: HiddenTokens, sizes: Sequence[Size],
                 media: Sequence[Written]) -> Encoded:

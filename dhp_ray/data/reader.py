@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import shown
-from dhp_ray.data.conversation import Turn, last_answer, right_answers, stored_turns
+from dhp_ray.data.conversation import Turn, last_answer, read_turns, stored_turns
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.families.base import SLICE_TOKENS, Size
 from dhp_ray.data.formats import read_rows
@@ -137,7 +137,7 @@ class ReadFragments:
         slice_tokens = min(SLICE_TOKENS, self.max_image_tokens or SLICE_TOKENS)
         if self.answer_tokens:
             asked = turns[:last_answer(turns)]
-            right_answers(row.fields, turns[len(asked)])  # refuses a row whose `answers` are not texts
+            processor.references(row.fields, turns)  # refuses a row whose `answers` are not texts
             images = images[:sum(len(turn.media) for turn in asked)]
             _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
             encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
@@ -158,7 +158,7 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
     """The turns of a row, its encoded images and videos, and their sizes. RowError: it cannot be used."""
     if row.error:
         raise RowError(row.error)
-    turns = processor.turns(stored_turns(row.fields), row.fields.get("tools"))
+    turns = read_turns(stored_turns(row.fields), row.fields.get("tools"))
     limits = processor.family.limits
     media = read_media(row.fields, turns, image_root, limits, row.members)
     sizes: list[Size] = []

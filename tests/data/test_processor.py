@@ -176,18 +176,21 @@ def test_what_cannot_be_encoded_is_a_bad_row(conversation: list, sizes: list[tup
 @pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3_vl", "tiny_internvl"])
 def test_marks_are_words_outside_of_the_users_turns_and_behind_a_backslash(preset: str) -> None:
     ours = ProcessorSpec(preset).load()
-    call = json.dumps({"name": "f", "arguments": {"tag": "<image>"}})
     said = [{"from": "system", "value": "Write <image> and <video>."},
-            *talk(r"<image>\<image> is what? \<video>\\<image>", "<video src=a></video> <image>"),
-            {"from": "human", "value": "Go."}, {"from": "function_call", "value": call},
-            {"from": "observation", "value": r"<image>\<image>"}, {"from": "gpt", "value": "<image>"}]
+            *talk(r"<image>\<image> is what? \<video>\\<image>", "<video src=a></video> <image>",
+                  r"Go. <image>\<image>", "<image>")]
+    call = json.dumps({"name": "f", "arguments": {"tag": "<image>"}})
+    if preset != "tiny_internvl":  # which, like InternVL3's own, writes no calls
+        said[3:] = [{"from": "human", "value": "Go."}, {"from": "function_call", "value": call},
+                    {"from": "observation", "value": r"<image>\<image>"}, {"from": "gpt", "value": "<image>"}]
     encoded = ours.encode(said, [(56, 56), (56, 56)])
     text = ours.tokenizer.decode(encoded.input_ids)
     assert "Write <image> and <video>.<|im_end|>" in text
     assert r"<image> is what? <video>\<image><|im_end|>" in text
-    assert "<image>\n</tool_response>" in text
+    assert ("<image>\n</tool_response>" in text) == (preset != "tiny_internvl")
+    called = "" if preset == "tiny_internvl" else f"<tool_call>\n{call}\n</tool_call><|im_end|>"
     assert ours.tokenizer.decode(encoded.labels[encoded.labels != -100]) == (
-        "<video src=a></video> <image><|im_end|><tool_call>\n" + call + "\n</tool_call><|im_end|><image><|im_end|>")
+        f"<video src=a></video> <image><|im_end|>{called}<image><|im_end|>")
     assert encoded.media == (0, 1)
     typed = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": r"<image>\<image> is what?"}]},
              {"role": "assistant", "content": [{"type": "text", "text": "<image>"}]}]
@@ -262,7 +265,7 @@ def test_a_template_that_an_editor_saved_anew_writes_the_same(name: str, mark: s
     whole = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
     written = f"{whole}<|im_start|>assistant\ntrue<|im_end|>\n"
     assert found.input_ids.tolist() == loaded.tokenizer(written, add_special_tokens=False)["input_ids"]
-    assert loaded.encode_prompt(loaded.turns(talk("a", "true"))[:-1], [])[0] == f"{whole}<|im_start|>assistant\n"
+    assert loaded.encode_prompt(read_turns(talk("a", "true"))[:-1], [])[0] == f"{whole}<|im_start|>assistant\n"
 
 
 def test_only_files_are_looked_at_for_a_byte_order_mark(tmp_path: Path) -> None:

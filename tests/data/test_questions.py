@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.evaluation import read_question, read_references
 from dhp_ray.data.formats import read_rows
@@ -51,7 +53,7 @@ def test_the_prompt_is_what_is_trained_before_the_last_answer(preset: str) -> No
     assert len(set(question.whole.media)) == 4
     assert len(set(question.prompt.media)) == 3
     assert question.references == ("The last\nanswer.",)
-    turns = [turn.message() for turn in processor.turns(talked)][:3]
+    turns = [turn.message() for turn in read_turns(talked)][:3]
     assert question.prompt_text == processor.tokenizer.apply_chat_template(
         turns, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True)
 
@@ -74,6 +76,17 @@ def test_answers_of_another_form(answers: Any) -> None:
         read_question(row(talk("Is it?", "Yes."), answers=answers), PROCESSOR, "")
 
 
+def test_calls_of_tools_are_answers() -> None:
+    """As the template writes them, beside what is said."""
+    call = {"function": {"name": "zoom", "arguments": '{"factor": 2}'}}
+    asked, said = talk("<image>?", "I look.")
+    question = read_question(row([asked, said | {"tool_calls": [call]}], images=[picture(56, 56)]), PROCESSOR, "")
+    assert question.references == (
+        'I look.\n<tool_call>\n{"name": "zoom", "arguments": {"factor": 2}}\n</tool_call>',)
+    labels = question.whole.labels
+    assert PROCESSOR.tokenizer.decode(labels[labels != IGNORE]) == f"{question.references[0]}<|im_end|>"
+
+
 @pytest.mark.parametrize("conversation", [talk("Hello?"), [], [{"from": "human", "value": "<image>"}]])
 def test_a_row_without_an_answer(conversation: Any) -> None:
     with pytest.raises(RowError):
@@ -85,20 +98,20 @@ def test_the_references_of_a_whole_file(tmp_path: Path) -> None:
         {"id": "a", "conversations": talk("Is it?", "Yes.", "Sure?", "Yes, sure.")}, {"id": "b", "conversations": []},
         {"id": "c", "conversations": talk("Is it?", "No."), "answers": "nope"}])
     data = held_out(Data(format="llava"), str(path))
-    assert read_references(index_fragments(data), 2**20) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
+    assert read_references(index_fragments(data), 2**20, PROCESSOR) == {"a": ("Yes, sure.",), "c": ("No.", "nope")}
 
 
 def test_answers_of_rows_above_the_limit_do_not_count(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")},
                                                {"id": "b", "conversations": talk("Is it?" * 100, "No.")}])
     fragments = index_fragments(held_out(Data(format="llava"), str(path)))
-    assert read_references(fragments, 400) == {"a": ("Yes.",)}
+    assert read_references(fragments, 400, PROCESSOR) == {"a": ("Yes.",)}
     check_answers(fragments, 400)
     with pytest.raises(DataError, match="none of the 2 samples has an answer"):
         check_answers(fragments, 10)
 
 
-@pytest.mark.parametrize("ask", [read_references, check_answers])
+@pytest.mark.parametrize("ask", [partial(read_references, processor=PROCESSOR), check_answers])
 def test_a_file_that_cannot_be_read_is_told(ask: Callable[[Fragments, int], object], tmp_path: Path) -> None:
     """Its answers would be missed once a model has answered."""
     path = write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("Is it?", "Yes.")}])

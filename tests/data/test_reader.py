@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.data import FORMS, task_of
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.index import index_fragments
@@ -98,7 +99,7 @@ def test_prompts_have_room_for_answers(tmp_path: Path) -> None:
         {"id": "bad", "conversations": talk("What?", "x"), "answers": 3}])
     found = records(block_of(path, tmp_path, answer_tokens=4))
     good, pad = found["good"], PROCESSOR.token_ids["pad"]
-    text, prompt = PROCESSOR.encode_prompt(PROCESSOR.turns(talked)[:3], [(100, 60)])
+    text, prompt = PROCESSOR.encode_prompt(read_turns(talked)[:3], [(100, 60)])
     assert text.endswith("And?<|im_end|>\n<|im_start|>assistant\n")
     assert good["input_ids"].tolist() == [*prompt.input_ids.tolist(), *[pad] * 4]
     assert good["labels"].tolist() == [*[-100] * len(prompt.input_ids), *[pad] * 4]

@@ -1,4 +1,4 @@
-"""Turns of tools: the ids are those of Qwen2.5's own template, which renders tools, and only what the assistant says
+"""Turns of tools: the ids are those that transformers makes with the model's template, and only what the assistant says
 and calls is learnt.
 """
 
@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dhp_ray.data import conversation
-from dhp_ray.data.conversation import parse_json
+from dhp_ray.data.conversation import parse_json, read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.processor import IGNORE, Encoded
+from dhp_ray.data.processor import IGNORE, Encoded, ProcessorSpec
 from dhp_ray.schema import Data
 from tests.data.samples import processor, talk
 
@@ -58,6 +60,26 @@ NATIVE = """
 {%- endif -%}
 {%- endfor -%}"""
 
+LLAMA = """
+{{- '<|begin_of_text|>' -}}
+{%- for message in messages -%}
+{%- set role = 'ipython' if message.role == 'tool' else message.role -%}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' -}}
+{%- if 'tool_calls' in message -%}
+{{- raise_exception('One call, please.') if message.tool_calls | length > 1 -}}
+{%- generation -%}
+{%- set called = message.tool_calls[0].function -%}
+{{- '{"name": "' + called.name + '", "parameters": ' + called.arguments | tojson + '}<|eot_id|>' -}}
+{%- endgeneration -%}
+{%- elif role == 'assistant' -%}
+{%- generation -%}{{- message.content | trim + '<|eot_id|>' -}}{%- endgeneration -%}
+{%- else -%}
+{%- for tool in tools or [] if loop.first -%}{{- tool | tojson(indent=4) + '\\n\\n' -}}{%- endfor -%}
+{{- (message.content | tojson if role == 'ipython' else message.content | trim) + '<|eot_id|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' if add_generation_prompt else '' -}}
+"""
 SIGNATURES = [{"name": "weather", "description": "Wetter für einen Ort",
                "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
               {"name": "clock", "parameters": {"type": "object", "properties": {}}}]
@@ -81,7 +103,7 @@ SEVERAL = [{"role": "system", "content": "Be brief."}, QUESTION,
 
 
 def encoded(conversation: list[Row], tools: Any = None) -> Encoded:
-    return PROCESSOR.encode_turns(PROCESSOR.turns(conversation, tools), [])
+    return PROCESSOR.encode_turns(read_turns(conversation, tools), [])
 
 
 def learnt(found: Encoded) -> str:
@@ -186,6 +208,38 @@ def test_a_tool_may_show_a_picture() -> None:
         in text
     )
     assert not (set(found.labels.tolist()) & {PROCESSOR.token_ids["image"]})
+
+
+def test_tools_are_written_as_the_template_of_the_model_writes_them() -> None:
+    """Llama 3.1's writes one call without a text beside it, and what tools answer as JSON."""
+    llama = ProcessorSpec("tiny_llama").load()
+    llama = replace(llama, chat_template=LLAMA)
+    answer = {"role": "tool", "content": 'It is "21".\n'}
+    messages = [*ONE[:2], answer, ONE[3]]
+    found = llama.encode_turns(read_turns(with_text_arguments(messages), SIGNATURES), [])
+    messages[1] = messages[1] | {"content": ""}
+    expected = llama.tokenizer.apply_chat_template(messages, tools=TOOLS, chat_template=LLAMA, return_dict=True,
+                                                   return_assistant_tokens_mask=True)
+    assert found.input_ids.tolist() == expected["input_ids"]
+    assert (found.labels != IGNORE).tolist() == [bool(flag) for flag in expected["assistant_masks"]]
+    beside, twice = {"content": "I look."}, {"tool_calls": [call("clock")] * 2}
+    refused = "the chat template refuses turn 2, of the assistant: One call, please."
+    for said, reason in ((beside, "the chat template changes an answer, turn 2; allowed: "), (twice, refused),
+                         (beside | {"weight": 0}, "the chat template leaves out or changes turn 2, of the assistant"),
+                         (twice | {"weight": 0}, refused)):
+        with pytest.raises(RowError, match=f"^{re.escape(reason)}"):
+            llama.encode([messages[0], messages[1] | said, *messages[2:]], [])
+
+
+@pytest.mark.parametrize("preset", ["tiny_internvl", "tiny_llama", "tiny_qwen3"])
+def test_a_template_that_writes_no_tools_refuses_them(preset: str) -> None:
+    of = ProcessorSpec(preset).load()
+    for messages, tools in ((ONE[:2], None), ([*talk("a", "b"), *ONE[2:]], None), (talk("a", "b"), TOOLS)):
+        turns = read_turns(messages, tools)
+        with pytest.raises(RowError) as caught:
+            of.encode_turns(turns, [])
+        assert str(caught.value) == ("the model's chat template does not write tools; allowed: rows without tools and "
+                                     "calls, or a folder whose chat template writes them")
 
 
 def test_a_developer_is_the_system() -> None:

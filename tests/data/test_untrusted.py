@@ -21,6 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from transformers.image_utils import load_image
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.images import FORMATS, decode, image_size
 from dhp_ray.data.index import index_fragments
@@ -173,7 +174,7 @@ def test_any_image_bytes_are_patches_of_the_planned_grid_or_an_error(data: bytes
 def test_any_video_bytes_are_the_planned_patches_or_one_line(data: bytes) -> None:
     try:
         clip = read_clip(data, MediaLimits(max_decoded_pixels=10**5, max_video_seconds=60))
-        grid = PROCESSOR.encode_turns(PROCESSOR.turns(talk("<video>", "a")), [clip], slice_tokens=10**6).grids[0]
+        grid = PROCESSOR.encode_turns(read_turns(talk("<video>", "a")), [clip], slice_tokens=10**6).grids[0]
     except RowError as error:
         assert_one_line(error)
         return

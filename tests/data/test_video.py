@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.media import MediaLimits
@@ -122,7 +123,7 @@ def test_a_resized_frame_is_the_image_processors_within_rounding() -> None:
 def test_a_long_video_is_cut_in_time() -> None:
     data = video(40, 56, 56, rate=4)
     clip = read_clip(data, LIMITS)
-    turns = PROCESSOR.turns(talk("<video>and<image>", "a"))
+    turns = read_turns(talk("<video>and<image>", "a"))
     whole = PROCESSOR.encode_turns(turns, [clip, (56, 56)])
     cut = PROCESSOR.encode_turns(turns, [clip, (56, 56)], slice_tokens=12)
     assert whole.grids == ((10, 4, 4), (1, 4, 4))

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.images import decode, image_size
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.train.collate import Payload
@@ -69,7 +70,7 @@ def check_evaluated(
     processor = ProcessorSpec("", str(folder / "alone" / "model"), 3136, 20000).load()
     assert losses(folder / "again")[0] == pytest.approx(mean_loss(module, processor, taken, test_data), rel=1e-4)
     picture = processor.family.image_processor(images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
-    turns = processor.turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
+    turns = read_turns([{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "x"}])
     ids = torch.from_numpy(processor.encode_turns(turns, [(56, 56)]).input_ids.astype(np.int64))[None]
     if "image_grid_thw" in picture:
         picture["mm_token_type_ids"] = (ids == processor.token_ids["image"]).int()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import VideoDecoder
 from tests.data.samples import picture, talk, video, write_rows
@@ -90,7 +91,7 @@ def rows_with_media(folder: Path) -> list[dict[str, Any]]:
 
 def questions_of(rows: list[dict[str, Any]], media: Path, processor: Processor) -> list[dict[str, Any]]:
     """The rows as tests/judge.py takes them."""
-    return [{"messages": [turn.message() for turn in processor.turns(row["conversations"])[:-1]],
+    return [{"messages": [turn.message() for turn in read_turns(row["conversations"])[:-1]],
              "images": [str(media / name) for name in row.get("image", [])],
              "videos": [sampled(media / name, processor) for name in row.get("video", [])]} for row in rows]
 

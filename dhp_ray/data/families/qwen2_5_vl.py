@@ -21,15 +21,31 @@ TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<
           "vision_end": "<|vision_end|>", "bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
 """By purpose, with the names that the Qwen families use."""
 
-# Renders exactly what Qwen2.5-VL's own template does. Jinja's whitespace control (-) keeps it readable here.
+# Renders what Qwen2.5-VL's own template does, and tools as that of Qwen2.5. Jinja's whitespace control (-) keeps it
+# readable here.
 CHAT_TEMPLATE = """
 {%- set images = namespace(count=0) -%}
 {%- set videos = namespace(count=0) -%}
-{%- for message in messages -%}
-{%- if loop.first and message['role'] != 'system' -%}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- set system = 'You are a helpful assistant.' -%}
+{%- macro offered(before) -%}
+{%- if tools -%}
+{{- before + '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' -}}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' -}}
+{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' -}}
+{{- '<tool_call></tool_call> XML tags:\\n' -}}
+{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' -}}
 {%- endif -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- endmacro -%}
+{%- if messages[0]['role'] != 'system' and (system or tools) -%}
+{{- '<|im_start|>system\\n' + system + offered('\\n\\n' if system else '') + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set tool = message['role'] == 'tool' -%}
+{%- if not (tool and loop.previtem['role'] == 'tool') -%}
+{{- '<|im_start|>' + ('user' if tool else message['role']) -}}
+{%- endif -%}
+{{- '\\n<tool_response>\\n' if tool else '\\n' -}}
 {%- if message['content'] is string -%}
 {{- message['content'] -}}
 {%- else -%}
@@ -47,13 +63,19 @@ CHAT_TEMPLATE = """
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}
-{{- '<|im_end|>\\n' -}}
+{{- offered('\\n\\n') if loop.first and message['role'] == 'system' -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{"name": "' + call['function']['name'] -}}
+{{- '", "arguments": ' + call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '\\n</tool_response>' if tool -}}
+{{- '<|im_end|>\\n' if not (tool and loop.nextitem and loop.nextitem['role'] == 'tool') -}}
 {%- endfor -%}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
 """
 
-DEFAULT_SYSTEM = CHAT_TEMPLATE[CHAT_TEMPLATE.index("{%- if loop.first") : CHAT_TEMPLATE.index("{{- '<|im_start|>' +")]
-"""The part of the template that writes a system turn if a conversation has none."""
+DEFAULT_SYSTEM = "You are a helpful assistant."
+"""The system turn that the template writes if a conversation has none."""
 MIN_FRAMES = 4
 
 

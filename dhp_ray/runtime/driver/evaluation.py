@@ -12,6 +12,7 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.evaluation import MeanScores, read_references, score
 from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
+from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.stream import Stream
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
 from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
@@ -37,7 +38,8 @@ def open_held_out(config: Config) -> HeldOut | None:
         max_bytes = MediaLimits.of(data).max_file_bytes
         check_answers(conversations.sources[0].fragments, max_bytes)
         prompts = Stream(data, config.model, config.seed, answer_tokens=config.eval.max_new_tokens)
-        return HeldOut(conversations, prompts, read_references(prompts.sources[0].fragments, max_bytes))
+        processor = ProcessorSpec.of(config.model, data).load()
+        return HeldOut(conversations, prompts, read_references(prompts.sources[0].fragments, max_bytes, processor))
     except DataError as error:
         raise _of_eval(error) from None
 

@@ -20,6 +20,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optim
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.processing_utils import ProcessorMixin
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families.base import Clip
 from dhp_ray.data.families.internvl import tiling
@@ -62,7 +63,7 @@ def own(folder: Path) -> InternVLProcessor:
 def messages_of(conversation: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Of LLaVA's form: the line break after a mark is one that the template writes itself."""
     plain = [turn | {"value": re.sub("(<image>|<video>)\n", r"\1", turn["value"])} for turn in conversation]
-    return [turn.message() for turn in PROCESSOR.turns(plain)]
+    return [turn.message() for turn in read_turns(plain)]
 
 
 def patches_of(tiles: Any) -> torch.Tensor:

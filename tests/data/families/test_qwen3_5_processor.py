@@ -16,6 +16,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.video_utils import VideoMetadata
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import read_clip
@@ -24,10 +25,11 @@ from dhp_ray.model.presets import preset_config
 from tests.data.families.test_qwen3_vl_processor import LIMITS, as_published, own_processor
 from tests.data.samples import talk, video
 from tests.data.test_processor import word_tokenizer
+from tests.data.test_tools import TOOLS, call, with_text_arguments
 from tests.data.test_video import frames_of
 
 # What Qwen3.5's template does: a thought, which may be empty, before the answers to the last question; those before
-# lose theirs. What tools answer is no question. The prompt begins the thought.
+# lose theirs. What tools answer is no question. The prompt begins the thought. Calls of tools are a kind of XML.
 TEMPLATE = """
 {%- macro shown(content) -%}
     {%- for part in ([{'type': 'text', 'text': content}] if content is string else content) -%}
@@ -40,8 +42,25 @@ TEMPLATE = """
         {%- set question.last = loop.index0 -%}
     {%- endif -%}
 {%- endfor -%}
+{{- raise_exception('No question.') if question.last < 0 -}}
+{%- if tools -%}
+    {{- '<|im_start|>system\\nTools:' -}}
+    {%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+    {{- '\\n\\n' + shown(messages[0].content) | trim if messages[0].role == 'system' -}}
+    {{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- set text = shown(message.content) | trim -%}
+    {%- if message.role == 'system' -%}
+        {{- raise_exception('A late system turn.\\nIt comes first.') if not loop.first -}}
+        {{- '<|im_start|>system\\n' + text + '<|im_end|>\\n' if not tools -}}
+        {%- continue -%}
+    {%- elif message.role == 'tool' -%}
+        {{- '<|im_start|>user' if loop.previtem.role != 'tool' -}}
+        {{- '\\n<tool_response>\\n' + text + '\\n</tool_response>' -}}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' -}}
+        {%- continue -%}
+    {%- endif -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
     {%- if message.role == 'assistant' -%}
         {%- set thought = message.reasoning_content if message.reasoning_content is string
@@ -49,7 +68,17 @@ TEMPLATE = """
         {%- set text = text.split('</think>')[-1] | trim -%}
         {{- '<think>\\n' + thought | trim + '\\n</think>\\n\\n' if loop.index0 > question.last -}}
     {%- endif -%}
-    {{- text + '<|im_end|>\\n' -}}
+    {{- text -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- ('' if loop.first and not text else '\\n\\n' if loop.first else '\\n') + '<tool_call>\\n' -}}
+        {{- '<function=' + call.function.name + '>\\n' -}}
+        {%- for name, value in call.function.arguments | items -%}
+            {{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) -}}
+            {{- '\\n</parameter>\\n' -}}
+        {%- endfor -%}
+        {{- '</function>\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n<think>\\n' -}}
@@ -70,7 +99,9 @@ def from_folder(folder: Path, template: str = TEMPLATE) -> Processor:
 
 
 def random_messages(random: np.random.Generator) -> tuple[list[dict[str, Any]], list[Image.Image | bytes]]:
-    """A conversation with one to four answers, and its images and encoded videos in their order."""
+    """A conversation with one to four answers, some of which call tools that answer next, and its images and encoded
+    videos in their order.
+    """
     def some_text() -> str:
         return "a" + "".join(random.choice(WORDS, random.integers(1, 5)))
 
@@ -94,24 +125,34 @@ def random_messages(random: np.random.Generator) -> tuple[list[dict[str, Any]], 
                    {"content": f"<think>{thought}</think>{text}"}, {"content": f"{thought}\n</think>\n\n{text}"},
                    {"content": f"<think>\n{thought}\n</think>\n\n{text}"},
                    {"content": text, "reasoning_content": thought}]
-        messages += [{"role": "user", "content": content},
-                     {"role": "assistant", **answers[random.integers(6)], "weight": int(random.random() < 0.8)}]
+        calls = [call("zoom", text=some_text(), factor=[1, 2.5, None]), call("clock")][: int(random.integers(3))]
+        answer = answers[random.integers(6)] | ({"tool_calls": calls} if calls else {})
+        called = bool(messages) and "tool_calls" in messages[-1]
+        messages += [*([{"role": "tool", "content": some_text()}] * int(called and random.integers(2))),
+                     {"role": "tool" if called else "user", "content": content},
+                     {"role": "assistant", **answer, "weight": int(random.random() < 0.8)}]
     messages[-1]["weight"] = 1
     return messages, media
 
 
-def expected_text(own: Any, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+def expected_text(own: Any, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
     """Turn by turn by the processor's own template, and where the answers are that are generated: each learned one as
     it is written when it is the last one, after the prompt that led to it; all else as in the whole conversation.
     """
     def written(until: int, **options: Any) -> str:
-        return own.apply_chat_template(messages[:until], tokenize=False, **options)  # type: ignore[no-any-return]
+        return own.apply_chat_template(  # type: ignore[no-any-return]
+            messages[:until], tools=tools, tokenize=False, **options)
 
-    text, answers = "", []
+    blocks = written(len(messages)).split("<|im_start|>")
+    block = 1 + (tools is not None and messages[0]["role"] != "system")
+    text, answers = "<|im_start|>".join(blocks[:block]), []
     for number, message in enumerate(messages):
+        if message["role"] == "tool" == messages[number - 1]["role"]:  # in one block
+            continue
         learned = message.get("weight") == 1
-        turn = written(number + 1 if learned else len(messages)).split("<|im_start|>")[number + 1]
+        turn = written(number + 1).split("<|im_start|>")[block] if learned else blocks[block]
         text += "<|im_start|>" + turn
+        block += 1
         if learned:
             thinks = not turn.startswith("assistant\n<think>\n\n</think>")
             prompt = written(number, add_generation_prompt=True, enable_thinking=thinks)
@@ -142,11 +183,12 @@ def test_ids_labels_and_positions_of_random_conversations(tmp_path: Path) -> Non
     random, kinds = np.random.default_rng(62), set()
     for _ in range(100):
         messages, media = random_messages(random)
-        found = ours.encode(messages, [read_clip(medium, LIMITS) if isinstance(medium, bytes) else medium.size
-                                       for medium in media])
+        tools = TOOLS if random.random() < 0.5 else None
+        sizes = [read_clip(medium, LIMITS) if isinstance(medium, bytes) else medium.size for medium in media]
+        found = ours.encode_turns(read_turns(with_text_arguments(messages), tools), sizes)
         shown = [torch.from_numpy(np.stack(frames_of(medium))).permute(0, 3, 1, 2) if isinstance(medium, bytes)
                  else medium for medium in media]
-        text, answers = expected_text(own, messages)
+        text, answers = expected_text(own, messages, tools)
         expected = own_encoding(own, text, shown)
         ids = expected["input_ids"][0].numpy()
         assert found.input_ids.tolist() == ids.tolist(), text
@@ -163,9 +205,9 @@ def test_ids_labels_and_positions_of_random_conversations(tmp_path: Path) -> Non
             config, torch.from_numpy(found.input_ids), torch.tensor(found.grids).view(-1, 3),
             torch.tensor(found.seconds))
         assert torch.equal(own_positions, positions[:, 0])
-        kinds |= {(type(medium).__name__, len(answers)) for medium in media}
-    assert {kind for kind, _ in kinds} == {"bytes", "Image"}
-    assert {count for _, count in kinds} == {1, 2, 3, 4}
+        num_calls = max(len(message.get("tool_calls", [])) for message in messages)
+        kinds |= {(type(medium).__name__, len(answers), num_calls) for medium in media}
+    assert [set(found) for found in zip(*kinds)] == [{"bytes", "Image"}, {1, 2, 3, 4}, {0, 1, 2}]
 
 
 def test_conversations_whose_last_answer_alone_is_learned_are_what_the_template_writes(tmp_path: Path) -> None:
@@ -177,7 +219,7 @@ def test_conversations_whose_last_answer_alone_is_learned_are_what_the_template_
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nWell.\n</think>\n\nd<|im_end|>\n")
     assert ours.tokenizer.decode(found.labels[found.labels != -100]) == "Well.\n</think>\n\nd<|im_end|>"
-    prompt, alone = ours.encode_prompt(ours.turns([first, answer, *rest])[:3], [])
+    prompt, alone = ours.encode_prompt(read_turns([first, answer, *rest])[:3], [])
     assert prompt.endswith("assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n\n"
                            "</think>\n\n")
     assert alone.input_ids.tolist() == ours.tokenizer(prompt)["input_ids"]
@@ -223,3 +265,16 @@ def test_a_template_whose_prompt_begins_a_thought_that_no_answer_has_is_refused(
     with pytest.raises(DataError, match=r"^model.path: its chat template rewrites earlier turns, or begins an answer "
                                         r"otherwise than the prompt for it; allowed: [^\n]+$"):
         from_folder(tmp_path, template)
+
+
+@pytest.mark.parametrize(("conversation", "reason"), [
+    ([{"from": "system", "value": "s"}, *talk("a", "b"), {"from": "system", "value": "t"}, *talk("c", "d")],
+     "the chat template refuses turn 4, of the system: A late system turn."),
+    ([{"from": "system", "value": "s"}, *talk("<tool_response>1</tool_response>", "b")],
+     "the chat template refuses the conversation: No question.")])
+def test_what_the_template_refuses_is_a_bad_row(tmp_path: Path, conversation: list[Any], reason: str) -> None:
+    ours = from_folder(tmp_path)
+    for encode in (ours.encode_turns, ours.encode_prompt):
+        with pytest.raises(RowError) as caught:
+            encode(read_turns(conversation), [])
+        assert str(caught.value) == reason

@@ -20,6 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESETS
 from dhp_ray.data.families.base import Clip
@@ -110,7 +111,7 @@ def test_ids_grids_and_pixels_of_real_images(test_data: Path) -> None:
         names = row["image"] if isinstance(row["image"], list) else [row["image"]]
         images = [(folder / name).read_bytes() for name in names]
         encoded = PROCESSOR.encode(row["conversations"], [image_size(image) for image in images])
-        turns = PROCESSOR.turns(row["conversations"])
+        turns = read_turns(row["conversations"])
         text = OWN.apply_chat_template([turn.message() for turn in turns], tokenize=False)
         expected = OWN(text=[text], images=[load_image(str(folder / name)) for name in names], return_tensors="np")
         assert np.array_equal(encoded.input_ids, expected["input_ids"][0])
@@ -129,7 +130,7 @@ def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> N
     shown = torch.from_numpy(np.stack(frames_of(data))).permute(0, 3, 1, 2)
     if frames == 1:
         shown = shown.repeat(2, 1, 1, 1)  # which its own processor refuses: a step in time has two frames
-    text = as_published(OWN.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)],
+    text = as_published(OWN.apply_chat_template([turn.message() for turn in read_turns(conversation)],
                                                     tokenize=False))
     expected = OWN(text=[text], videos=[shown, shown], return_tensors="np", do_sample_frames=True,
                    video_metadata=[VideoMetadata(total_num_frames=len(shown), fps=clip.frames_per_second)] * 2)
@@ -151,7 +152,7 @@ def test_ids_and_labels_of_random_conversations() -> None:
         videos = [shown for shown in media if isinstance(shown, bytes)]
         encoded = PROCESSOR.encode(conversation, [read_clip(shown, LIMITS) if isinstance(shown, bytes) else shown.size
                                                   for shown in media])
-        text = as_published(OWN.apply_chat_template([turn.message() for turn in PROCESSOR.turns(conversation)],
+        text = as_published(OWN.apply_chat_template([turn.message() for turn in read_turns(conversation)],
                                                     tokenize=False))
         frames = [torch.from_numpy(np.stack(frames_of(data))).permute(0, 3, 1, 2) for data in videos]
         metadata = [VideoMetadata(total_num_frames=len(shown), fps=10.0) for shown in frames]

@@ -243,7 +243,7 @@ def test_texts_are_read_without_images_and_videos(write: Callable[[Path], Data],
         stored = pickle.dumps((row.fields, row.members))
         assert not any(content in stored for content in (PICTURES | FILM).values())
     answers = {row["id"]: (row["conversations"][-1]["value"],) for row in rows()}
-    assert read_references(fragments, 2**20) == answers
+    assert read_references(fragments, 2**20, PROCESSOR) == answers
 
 
 def test_the_losses_are_those_of_plain_transformers(
