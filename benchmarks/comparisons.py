@@ -56,7 +56,9 @@ class Row:
 
 def micro_batch_tokens(tokens_per_rank: int) -> int:
     """Tokens a rank in `micro_batch` on a device that holds `tokens_per_rank` in `step`."""
-    return CostModel.load(CONF / "cost" / "cuda.yaml").tokens_at_equal_memory(tokens_per_rank, "step", "micro_batch")
+    cost = CostModel.load(CONF / "cost" / "cuda.yaml")
+    device_bytes = cost.memory_bytes(tokens_per_rank, 1, "step")
+    return int((device_bytes - cost.resident("micro_batch")) / cost.memory_bytes_per_token)
 
 
 def row_of(count: int, num_ranks: int, tokens_per_rank: int, sync: str, cost: CostModel) -> Row:

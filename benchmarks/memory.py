@@ -35,11 +35,10 @@ NUM_DEVICES = (4, 8, 16, 32, 64, 128)
 def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> int:
     """Tokens of a pack on one of so many ranks, each on a device of its own; 0: not even the state fits."""
     device, memory_bytes = ACCELERATORS[DEVICES[gibibytes]], gibibytes * 2**30
-    groups = min(device.pool_groups(memory_bytes), 2**num_devices - num_devices - 1)
     shape, pixels = shape_of(name), Data().max_pixels
     largest = FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
-                              largest_image=largest, communicators_bytes=groups * device.group_bytes)
+                              largest_image=largest, communicators_bytes=2 * device.group_bytes)
     memory = MemoryModel(shape, settings).with_image_limit(MEMORY_SHARE * memory_bytes, largest)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 

@@ -171,12 +171,12 @@ def plain_block(config: Config, rows: dict[str, Any], plans: list[Plan], counted
 def _run(rank: int, port: int, config: Config, plans: list[Plan], rows: dict[str, Any]) -> list[tuple[float, float]]:
     """The clock and this process's CPU seconds at the end of each step."""
     from dhp_ray.comm.device import CPU
+    from dhp_ray.data.processor import ProcessorSpec
     from dhp_ray.runtime.messages import Membership
-    from dhp_ray.runtime.worker.prefetch import load_inputs, processor_spec
+    from dhp_ray.runtime.worker.prefetch import load_inputs
     from dhp_ray.runtime.worker.rank import Rank
 
-    processor = processor_spec(config).load()
-
+    processor = ProcessorSpec.of(config.model, config.data).load()
     member = Rank(config, Membership(rank, NUM_RANKS, 1, "127.0.0.1", port), CPU)
 
     def inputs_of(plan: RankPlan) -> StepInputs:

@@ -24,12 +24,12 @@ from dhp_ray.config import CONF, PREPARE_DATA, Config, load
 from dhp_ray.data import synthetic
 from dhp_ray.data.index import image_root, index_fragments
 from dhp_ray.data.order import RowRange, fragment_order
-from dhp_ray.data.processor import Processor
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, make_item, read_payloads
 from dhp_ray.planner import ClusterSpec, CostModel, Plan, plan_batch
 from dhp_ray.planner.plan.types import RankPlan, Sample, encoded_images
 from dhp_ray.runtime.messages import Membership
-from dhp_ray.runtime.worker.prefetch import payload_of, processor_spec
+from dhp_ray.runtime.worker.prefetch import decodings, payload_of
 from dhp_ray.runtime.worker.rank import Rank
 from dhp_ray.train.collate import Payload
 from dhp_ray.train.results import StepResult
@@ -110,7 +110,7 @@ def data_overrides(test_data: str, folder: Path, num_rows: int = 854) -> list[st
 
 def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
     """The first samples of epoch 0 that have at most `max_tokens` tokens (0: any), in the order of the stream."""
-    processor = processor_spec(config).load()
+    processor = ProcessorSpec.of(config.model, config.data).load()
     rows = rows_of(config, num_samples, max_tokens)
     folder = tempfile.TemporaryDirectory(prefix="dhp_ray_corpus_")
     path = Path(folder.name) / "patches.npy"
@@ -120,7 +120,7 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
         sample = Sample(row["id"], row["text_tokens"], row["vision_tokens"],
                         tuple((int(t), int(h), int(w)) for t, h, w in row["grids"]))
         samples.append(sample)
-        payload = payload_of(row, [True] * len(sample.vision_grids), processor)
+        payload = payload_of(row, [decode() for decode in decodings(row, [True] * len(sample.vision_grids), processor)])
         patches += [pixels for pixels in payload.pixels if pixels is not None]
         payloads[sample.id] = replace(payload, pixels=[None] * len(sample.vision_grids))
         first_patch[sample.id] = place
@@ -132,7 +132,7 @@ def corpus_of(config: Config, num_samples: int, max_tokens: int = 0) -> Corpus:
 def rows_of(config: Config, num_samples: int, max_tokens: int = 0) -> list[dict[str, Any]]:
     """Rows as the reading stage makes them, images encoded as stored; see `corpus_of`."""
     fragments = index_fragments(config.data)
-    reader = ReadFragments(processor_spec(config), image_root(config.data), config.seed)
+    reader = ReadFragments(ProcessorSpec.of(config.model, config.data), image_root(config.data), config.seed)
     rows: list[dict[str, Any]] = []
     for position, number in enumerate(fragment_order(config.seed, 0, len(fragments)).tolist()):
         item = make_item(0, [(RowRange(position, 0, fragments[number].num_rows), number, fragments[number])])

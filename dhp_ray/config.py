@@ -86,13 +86,8 @@ def check(config: Config) -> None:
     if bool(config.model.preset) == bool(config.model.path):
         raise ConfigError(f"model.preset: got {config.model.preset!r} with model.path={config.model.path!r}; allowed: "
                           "exactly one of the two")
-    if len(set(config.train.freeze)) == 2:
-        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left "
-                          "to train")
+    check_train(config.train, config.planner.sync, "planner.sync")
     _check_lora(config)
-    if config.train.expert_parallel not in ("auto", "1") and config.planner.sync == "step":
-        raise ConfigError(f"train.expert_parallel: got {config.train.expert_parallel} with planner.sync=step, where "
-                          "each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     if config.cluster.max_workers and config.cluster.max_workers < config.cluster.num_workers:
         raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers}; allowed: 0, or at least "
                           f"cluster.num_workers ({config.cluster.num_workers})")
@@ -106,6 +101,16 @@ def check(config: Config) -> None:
         raise ConfigError("eval.generate: got true without eval.path; allowed: false, or held-out samples to answer")
     if not config.run.dir:
         raise ConfigError("run.dir: got nothing; allowed: a folder or URI that every node reaches")
+
+
+def check_train(train: Any, sync: str, sync_key: str) -> None:
+    """Refuse what neither a run nor a simulation can train."""
+    if len(set(train.freeze)) == 2:
+        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two, or nothing is left "
+                          "to train")
+    if train.expert_parallel not in ("auto", "1") and sync == "step":
+        raise ConfigError(f"train.expert_parallel: got {train.expert_parallel} with {sync_key}=step, where each rank "
+                          f"has all experts; allowed: 1, or {sync_key}=micro_batch")
 
 
 def _check_lora(config: Config) -> None:
@@ -321,7 +326,6 @@ def dump(config: Config) -> str:
 
 
 def help_text(purpose: str, command: Command = TRAIN) -> str:
-    """Return the page that `--help` prints."""
     groups = " ".join(f"[{group}=NAME]" for group in command.choices)
     lines = [f"usage: python {command.name} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
     for group in command.choices:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def printable(text: str) -> str:
     """The text on one line, with escapes for characters that a terminal obeys, or that hide or reorder others."""
@@ -20,5 +23,13 @@ def first_line(error: BaseException) -> str:
 
 
 def named_line(error: BaseException) -> str:
-    """The error's name and the first line of its message."""
     return f"{type(error).__name__}: {first_line_of(str(error))}".removesuffix(": ")
+
+
+@contextmanager
+def about(kind: type[Exception], what: object) -> Iterator[None]:
+    """Let errors of this kind begin with what they are about."""
+    try:
+        yield
+    except kind as error:
+        raise kind(f"{what}: {error}") from None

@@ -23,7 +23,6 @@ MANIFEST_FILE = "manifest.json"
 
 
 def plan_file(step: int) -> str:
-    """The plan of a step."""
     return f"{PLANS_FOLDER}/step_{step:06d}.json"
 
 
@@ -33,12 +32,10 @@ def trace_file(step: int) -> str:
 
 
 def step_folder(step: int) -> str:
-    """A folder of one step, among those of others."""
     return f"step_{step:06d}"
 
 
 def checkpoint_folder(step: int) -> str:
-    """The checkpoint of a step."""
     return f"{CHECKPOINTS_FOLDER}/{step_folder(step)}"
 
 

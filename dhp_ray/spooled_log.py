@@ -80,7 +80,6 @@ class SpooledLog:
         self._changed = True
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """All lines, in order."""
         with storage_errors(str(self._path), "cannot be read"), open(self._path, encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
                 try:

@@ -76,7 +76,6 @@ class Folder:
         return self._files, self._path
 
     def child(self, name: str) -> Folder:
-        """The folder `name` inside this one."""
         # an object store's options follow the path: s3://bucket/runs?region=...
         base, mark, options = _cut(full_uri(self.uri))
         return Folder(f"{base.rstrip('/')}/{_checked(name)}{mark}{options}")
@@ -134,7 +133,6 @@ class Folder:
                         shutil.copyfile(file, temporary)
 
     def download(self, name: str, local_path: str | Path) -> None:
-        """Copy the file or folder `name` to `local_path` on this machine."""
         target = Path(local_path)
         with storage_errors(self._full(name), f"cannot be copied to {target}"):
             if self._files.get_file_info(self._at(name)).type == fs.FileType.NotFound:

@@ -118,7 +118,7 @@ def export(folder: Folder, config: Config, step: int, out: Path) -> int:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        from dhp_ray.runtime.job.export import export_checkpoint  # torch takes seconds to import
+        from dhp_ray.runtime.worker.export import export_checkpoint  # torch takes seconds to import
 
         with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
             task = progress.add_task("writing files", total=None)

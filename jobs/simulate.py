@@ -95,7 +95,7 @@ def run(simulation: Simulated, settings: Simulation) -> None:
 
 def report(simulation: Simulated, settings: Simulation) -> int:
     """Print the table and write the files."""
-    from dhp_ray.simulate.results import text_of, write_results
+    from dhp_ray.simulate.run import text_of, write_results
 
     machine, cluster = simulation.machine, settings.cluster
     limits = machine.first.limits

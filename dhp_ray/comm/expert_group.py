@@ -35,7 +35,7 @@ class ExpertGroup:
     def __init__(self, size: int, index: int, group: dist.ProcessGroup, holders: dist.ProcessGroup,
                  progress: Progress) -> None:
         self.size, self.index, self.holders = size, index, holders
-        self._group, self.progress = group, progress
+        self.group, self.progress = group, progress
         self.num_tokens = 0
         self.blocked_s = 0.0
         """Seconds in exchanges so far, on the CPU; 0 on devices, where LayerMarks show what a rank waits for."""
@@ -45,7 +45,7 @@ class ExpertGroup:
         """
         padded = F.pad(tokens, (0, 0, 0, self.num_tokens - len(tokens)), value=padding).contiguous()
         begin = self._begin()
-        found = gather_over_ranks(padded, self._group)
+        found = gather_over_ranks(padded, self.group)
         self._end(begin)
         return found.flatten(0, 1)
 
@@ -55,18 +55,14 @@ class ExpertGroup:
         """
         received = torch.empty_like(partial)
         begin = self._begin()
-        dist.all_to_all_single(received, partial.contiguous(), group=self._group)
+        dist.all_to_all_single(received, partial.contiguous(), group=self.group)
         self._end(begin)
         return received.view(self.size, -1, partial.shape[1])[:, :num_tokens].sum(0)
 
     def release(self) -> None:
         """Drop the references to the groups, which would keep their sockets open."""
         gone: Any = None
-        self._group = self.holders = gone
-
-    def gather_parts(self, part: Tensor) -> Tensor:
-        """(E, *shape) of the equally shaped tensors of all ranks of the group, which all call this."""
-        return gather_over_ranks(part, self._group)
+        self.group = self.holders = gone
 
     def _begin(self) -> float:
         self.progress.mark("tokens of other ranks", waits_for_peers=True, timed=True)

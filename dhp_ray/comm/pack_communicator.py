@@ -110,8 +110,7 @@ def post_together(operations: list[dist.P2POp]) -> list[dist.Work]:
     the batch here.
     """
     batch = getattr(operations[0].group, "batch_isend_irecv", dist.batch_isend_irecv)
-    works: list[dist.Work] = batch(operations)
-    return works
+    return batch(operations)
 
 
 def exchange_rows(
@@ -135,9 +134,7 @@ def exchange_rows(
     """
     # A member without images has no input that requires a gradient; the anchor makes autograd call its backward.
     anchor = torch.zeros((), requires_grad=True) if differentiable and not rows.requires_grad else None
-    exchanged: Tensor = _ExchangeRows.apply(rows, anchor, dict(enumerate(send_index)),
-                                             dict(enumerate(receive_counts)), link)
-    return exchanged
+    return _ExchangeRows.apply(rows, anchor, dict(enumerate(send_index)), dict(enumerate(receive_counts)), link)
 
 
 def send_rows(

@@ -117,8 +117,8 @@ class Transport:
         return PackCommunicator(ranks, self._rank, own or self._parent, pack_index, self._progress)
 
     def counters(self) -> dict[str, int]:
-        """Totals since the start: hits, creations, evictions, overflows."""
-        return dict(self._pool.counters) if self._pool is not None else dict.fromkeys(COUNTERS.values(), 0)
+        """Totals since the start: hits, creations, evictions and overflows of the pool; empty without one."""
+        return dict(self._pool.counters) if self._pool is not None else {}
 
     def close(self) -> None:
         """Destroy every group that the transport made; every rank calls it alike."""

@@ -84,10 +84,8 @@ def rendezvous(
     timeout_s: float,
     aborted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return once all ranks of a generation have called this.
-
-    Raises:
-        RendezvousError: the generation was aborted, or not all arrived within `timeout_s`.
+    """Return once all ranks of a generation have called this. RendezvousError: the generation was aborted, or not all
+    arrived within `timeout_s`.
     """
     place = f"generation-{generation}"
     store.set(f"{place}/here-{rank}", "1")
@@ -108,10 +106,7 @@ def init_world(
     store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta
 ) -> None:
     """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for
-    the others.
-
-    Raises:
-        RendezvousError: not all of them arrived.
+    the others. RendezvousError: not all of them arrived.
     """
     _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
     if rank == 0:  # no rank is in an earlier generation any more
@@ -143,10 +138,7 @@ def make_group(
     them.
 
     Members wait `timeout` for one another, and in collectives `collective_timeout` (None: as long). `options`: those
-    of the backend.
-
-    Raises:
-        RendezvousError: not all of its ranks arrived.
+    of the backend. RendezvousError: not all of its ranks arrived.
     """
     members = torch_ranks(ranks)
     member = own_rank() in ranks

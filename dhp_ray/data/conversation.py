@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dhp_ray.data.errors import RowError
-from dhp_ray.errors import first_line
+from dhp_ray.errors import about, first_line
 
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
@@ -169,10 +169,8 @@ def _turn(number: int, turn: Any) -> Turn:
         parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
         parts = []
-    try:
+    with about(RowError, f"turn {number}"):
         calls = _calls(calls) if _holds_any(calls) else ""
-    except RowError as error:
-        raise RowError(f"turn {number}: {error}") from None
     if not parts and not calls and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):

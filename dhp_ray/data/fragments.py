@@ -135,7 +135,6 @@ class FragmentWriter:
             self._pack()
 
     def table(self) -> pa.Table:
-        """The fragments so far."""
         self._pack()
         table = pa.Table.from_batches(self._batches, _SCHEMA).combine_chunks()
         return table.replace_schema_metadata({"files": json.dumps(list(self._files))})

@@ -19,6 +19,7 @@ from typing import Any
 from dhp_ray.credentials import masked
 from dhp_ray.data.conversation import MEDIA, Turn, check_counts
 from dhp_ray.data.errors import RowError
+from dhp_ray.errors import about
 from dhp_ray.schema import Data
 
 FRAMES_MAGIC = b"dhp_ray frames 1"
@@ -67,14 +68,12 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
         name = f"{part.kind} {next(numbers[part.kind])}"
         given = next(following[part.kind]) if part.source is None else part.source
         source, rate = unwrap(given, part.kind)
-        try:
+        with about(RowError, name):
             if part.kind != "video" or not isinstance(source, list):
                 found[name] = _encoded(source, image_root, most, members)
             else:
                 encoded = list(_encoded_frames(source, image_root, most, members))
                 found[name] = pack_frames(encoded, limits.video_fps if rate is None else rate)
-        except RowError as error:
-            raise RowError(f"{name}: {error}") from None
         total += len(found[name])
         if len(found) > 1:
             _check_size("the row", total, most)
@@ -149,10 +148,8 @@ def _encoded_frames(
     """The encoded frames of a video, which together have at most `max_file_bytes`."""
     total = 0
     for number, frame in enumerate(frames, 1):
-        try:
+        with about(RowError, f"frame {number}"):
             encoded = _encoded(unwrap(frame, "image")[0], image_root, max_file_bytes, members)
-        except RowError as error:
-            raise RowError(f"frame {number}: {error}") from None
         total += len(encoded)
         _check_size("the video", total, max_file_bytes)
         yield encoded
@@ -187,7 +184,6 @@ def _encoded(value: Any, image_root: str, max_file_bytes: int, members: Mapping[
 
 
 def _from_data_uri(text: str) -> bytes:
-    """The bytes that a data: URI carries."""
     head = _DATA_URI.match(text)
     try:
         if head is None:

@@ -27,7 +27,7 @@ from dhp_ray.data.media import read_media
 from dhp_ray.data.order import RowRange, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.video import read_clip
-from dhp_ray.errors import first_line
+from dhp_ray.errors import about, first_line
 
 PAYLOAD = pa.schema([
     ("position", pa.int64()),  # place of the fragment in the epoch's order
@@ -163,11 +163,9 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
     media = read_media(row.fields, turns, image_root, limits, row.members)
     sizes: list[Size] = []
     for name, data in media.items():
-        try:
+        with about(RowError, name):
             sizes.append(read_clip(data, limits) if name.startswith("video") else
                          image_size(data, limits.max_decoded_pixels))
-        except RowError as error:
-            raise RowError(f"{name}: {error}") from None
     return turns, list(media.values()), sizes
 
 

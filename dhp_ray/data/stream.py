@@ -25,10 +25,10 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Thread
 from typing import Any
 
@@ -75,7 +75,6 @@ class GlobalBatch:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
         return max((sample.num_tokens for sample in self.samples), default=1)
 
 
@@ -170,7 +169,6 @@ class Stream:
         self._start(epoch, np.array(given, np.int64))
 
     def start_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
         first = epoch * self.num_rows
         self._start(epoch, self._given if self._given.sum() == first else rows_given(self._shares, first))
 
@@ -373,7 +371,7 @@ class PartBlocks:
         self._left = deque((number, share.num_rows) for number, share in shares.items())
         self._first = 0  # row of the next share with which the next block begins
         self._dropped = 0  # rows that Ray Data has still to give and nobody waits for
-        self._coming: Future[Any] | None = _ask_next(self._entries)
+        self._coming: Future[Any] | None = in_thread(partial(next, self._entries), "blocks")
 
     def __iter__(self) -> PartBlocks:
         return self
@@ -400,7 +398,7 @@ class PartBlocks:
     def _entry(self) -> Any:
         """Ray Data's next block; None if it has to be read here."""
         while self._entries is not None:
-            self._coming = self._coming or _ask_next(self._entries)
+            self._coming = self._coming or in_thread(partial(next, self._entries), "blocks")
             while not wait([self._coming], LOOK_S).done:
                 if self._dropped or unnoticed_loss():
                     return None
@@ -416,15 +414,15 @@ class PartBlocks:
         return None
 
 
-def _ask_next(entries: Iterator[Any]) -> Future[Any]:
-    """The next entry, from a thread for which the interpreter does not wait when it ends."""
+def in_thread(call: Callable[[], Any], name: str) -> Future[Any]:
+    """What `call` returns, from a thread for which the interpreter does not wait when it ends."""
     answer: Future[Any] = Future()
 
-    def ask() -> None:
+    def run() -> None:
         try:
-            answer.set_result(next(entries))
+            answer.set_result(call())
         except BaseException as error:  # for the code that waits for it
             answer.set_exception(error)
 
-    Thread(target=ask, name="blocks", daemon=True).start()
+    Thread(target=run, name=name, daemon=True).start()
     return answer

@@ -99,7 +99,6 @@ def sample(index: int, data: PreparedData, seed: int, processor: Processor) -> d
 
 
 def target_tokens(random: np.random.Generator, data: PreparedData) -> int:
-    """The intended length of a sample, in tokens."""
     shape = data.synthetic
     is_long = random.random() < shape.long_fraction
     median, sigma = (shape.long_median_tokens,

@@ -33,7 +33,7 @@ from dhp_ray.data.errors import RowError
 from dhp_ray.data.families.base import Clip, VisionFamily, patches
 from dhp_ray.data.images import decode_rgb, image_size
 from dhp_ray.data.media import FRAMES_MAGIC, MediaLimits, unpack_frames
-from dhp_ray.errors import first_line
+from dhp_ray.errors import about, first_line
 
 MAX_FRAMES_PER_SECOND = 240  # a file that claims more is made to look shorter than it is
 CONTAINERS = "MP4 or MOV, WebM or Matroska, AVI"
@@ -188,10 +188,8 @@ class FrameFiles:
         self._max_pixels = limits.max_decoded_pixels
         sizes = []
         for number, frame in enumerate(self._frames, 1):
-            try:
+            with about(RowError, f"frame {number}"):
                 sizes.append(image_size(frame, self._max_pixels))
-            except RowError as error:
-                raise RowError(f"frame {number}: {error}") from None
             if sizes[-1] != sizes[0]:
                 raise RowError(f"frame {number} has {'x'.join(map(str, sizes[-1]))} pixels, the first "
                                f"{'x'.join(map(str, sizes[0]))}; allowed: frames of one size")

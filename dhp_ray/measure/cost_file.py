@@ -19,17 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import yaml
 
-from dhp_ray.measure.fitting import (
-    Fit,
-    Links,
-    Observations,
-    PackSeconds,
-    fit_compute,
-    fit_links,
-    fit_ring,
-    fixed_of_micro_batch,
-    observed,
-)
+from dhp_ray.measure.fitting import Fit, Links, fit_compute, fit_links, fit_ring, fixed_of_micro_batch, observed
 from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.planner.cost.derived import (
     forward_pass_share,
@@ -71,7 +61,6 @@ class Measured:
                 f"{100 * seen['spread']:.1f} % apart in the median"]
 
     def text(self) -> str:
-        """The content of the file."""
         head = "".join(f"# {line}\n" for line in self.summary())
         constants = {name: value for name, value in self.cost.to_json().items()
                      if value not in ({}, "", 0.0) or name in ("quadratic_s", "linear_s", "fixed_s", "overlap")}
@@ -119,7 +108,9 @@ def measured_cost(
     links = fit_links([result.exchanged for result in results.get("exchanges", ())])
     rings: dict[str, Fit] = {}
     for sync, of_mode in seen.items():
-        if packs := _ring_packs(of_mode, sync):
+        packs = [pack for pack in of_mode.packs if pack.degree > 1]
+        of_images = [pack for pack in packs if pack.has_images and sync == "micro_batch"]  # `fixed_of_micro_batch`
+        if packs := of_images or packs:
             rings[sync] = fit_ring(packs, compute, ring_bytes_per_token(memory), links,
                                    fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync))
     ring = rings.get(main_sync)
@@ -145,14 +136,10 @@ def measured_cost(
         "versions": {package: version(package) for package in ("torch", "transformers", "dhp_ray")},
         "measured": {"max_tokens": tokens, "packs": len(main.packs), "repeats": main.num_repeats,
                      "spread": float(np.median(main.spreads)), "derived": not_measured},
-        "errors": compute.errors | {kind: _of_packs(fit) for kind, fit in fits.items()}}, fits)
-
-
-def _ring_packs(seen: Observations, sync: str) -> list[PackSeconds]:
-    """The packs on several ranks; in micro_batch those with images, if any (`fixed_of_micro_batch`)."""
-    packs = [pack for pack in seen.packs if pack.degree > 1]
-    of_images = [pack for pack in packs if pack.has_images and sync == "micro_batch"]
-    return of_images or packs
+        "errors": compute.errors | {kind: {"median": float(np.median(fit.relative_errors)),
+                                           "mean": float(fit.relative_errors.mean()),
+                                           "worst": float(fit.relative_errors.max())} for kind, fit in fits.items()}},
+        fits)
 
 
 def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, dict[int, float]]:
@@ -163,11 +150,6 @@ def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, d
         across = {degree: min(rate, max(inside.values())) for degree, rate in across.items()}
     return {kind: {degree: rate / slowness for degree, rate in table.items()}
             for kind, table in (("intra", inside), ("inter", across))}
-
-
-def _of_packs(fit: Fit) -> dict[str, float]:
-    errors = fit.relative_errors
-    return {"median": float(np.median(errors)), "mean": float(errors.mean()), "worst": float(errors.max())}
 
 
 def _rounded(value: Any) -> Any:

@@ -141,8 +141,7 @@ class Fit(NamedTuple):
 
     @property
     def relative_errors(self) -> np.ndarray:
-        found: np.ndarray = np.abs(self.predicted / self.measured - 1.0)
-        return found
+        return np.abs(self.predicted / self.measured - 1.0)
 
 
 def fit_compute(packs: Sequence[PackSeconds]) -> Fit:

@@ -43,7 +43,6 @@ class Member:
     warm: bool = False
 
     def measure(self, part: str) -> PartResult:
-        """Measure a part of PARTS."""
         if part == "exchanges":
             return PartResult(exchanged=self._exchanges())
         return PartResult(rounds=[self.repeats(plan) for plan in self.spec.rounds(part)])

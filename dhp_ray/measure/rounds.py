@@ -13,15 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import isqrt, prod, sqrt
 from typing import NamedTuple
 
 import numpy as np
 
-from dhp_ray.planner.plan.cluster import ClusterSpec
+from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.plan.cluster import ClusterSpec, numbered
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample
+from dhp_ray.schema import Config
 from dhp_ray.train.results import PackTime
 
+MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}
+"""Longer packs are not measured, even if a rank would hold them: their time follows from the others."""
+SMALLEST_SIDE = 56
+"""Pixels of the smallest image's sides."""
+NUM_SIDES = 4
+WIDE = (5, 2)
+"""Width and height of one more image are in this ratio."""
 SHORTEST = 32
 """Text tokens of the shortest sequence."""
 TEXT_BESIDE_IMAGES = 40
@@ -124,6 +134,24 @@ class Spec:
                 pieces.append([])
             pieces[-1].append(load)
         return [self.plan_of([(ranks, load) for load in piece for ranks in groups]) for piece in pieces if piece]
+
+
+def spec_of(config: Config, shape: ModelShape, sync: str, nodes: Sequence[str], max_tokens: int) -> Spec:
+    """What is measured for a run of this configuration; `nodes`: the node of each rank, by any name."""
+    grids = image_grids(config, shape, max_tokens) if shape.vision else ()
+    return Spec(sync=sync, nodes=numbered(nodes), sizes=Sizes(max_tokens, grids, shape.merge_area))
+
+
+def image_grids(config: Config, shape: ModelShape, max_tokens: int) -> tuple[Grid, ...]:
+    """Grids of growing images, as the run's processor cuts them, up to half of a pack's tokens."""
+    processor = ProcessorSpec.of(config.model, config.data).load()
+    most = isqrt(int(min(config.data.max_pixels, shape.token_pixels * max_tokens / 2)))
+    sides = [SMALLEST_SIDE * (most / SMALLEST_SIDE) ** (step / (NUM_SIDES - 1)) for step in range(NUM_SIDES)]
+    sizes = [(int(side), int(side)) for side in sides]
+    sizes.append((int(sides[2] * sqrt(WIDE[0] / WIDE[1])), int(sides[2] * sqrt(WIDE[1] / WIDE[0]))))
+    grids = {processor.family.written(size).pieces[0] for size in sizes if min(size) > 0}
+    return tuple(sorted((grid for grid in grids if prod(grid) // shape.merge_area <= max_tokens / 2),
+                        key=prod))
 
 
 class StepTiming(NamedTuple):

@@ -109,10 +109,8 @@ def plan_batch(
     longer.
     encoder: `group`, images are encoded in the packs; `world`, apart from them if memory allows, by any rank; `auto`:
     the shorter plan of the two.
-
-    Raises:
-        SequenceTooLongError: a sequence does not fit the whole cluster.
-        PlanError: no sequences, one without tokens, an unknown planner, mode or place for the encoder.
+    SequenceTooLongError: a sequence does not fit the whole cluster. PlanError: no sequences, one without tokens, an
+    unknown planner, mode or place for the encoder.
     """
     begin = time.perf_counter()
     problem = checked_problem(samples, cluster, cost, planner=planner, sync=sync, pool=pool, encoder=encoder)

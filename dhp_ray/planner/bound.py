@@ -152,7 +152,7 @@ def lower_bound_s(problem: Problem) -> float:
         micro_batches = -(-int(problem.items.tokens.sum()) // problem.cluster.max_tokens)
     items, apart = problem.items, problem.encoder != "group"
     if apart:
-        items = items.copy()  # type: ignore[attr-defined]
+        items = items.copy()
         items.host_s = problem.cost.host_s(items.tokens.astype(np.float64))  # packs then move no patches
         if problem.cost.cuts_images:  # several ranks may encode one image
             items.image_s = 0.0
@@ -163,7 +163,6 @@ def lower_bound_s(problem: Problem) -> float:
 
 
 def bounded(problem: Problem) -> Problem:
-    """The problem with its lower bound."""
     return replace(problem, lower_bound_s=lower_bound_s(problem))
 
 

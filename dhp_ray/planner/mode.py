@@ -128,7 +128,6 @@ def equal_samples(num_sequences: int, sequence_tokens: int, merge_area: int) -> 
 
 
 def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:
-    """Samples of at most `limit_tokens` tokens."""
     return [sample for sample in samples if sample.num_tokens <= limit_tokens]
 
 

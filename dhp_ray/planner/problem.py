@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from dhp_ray.planner.cost.model import CostModel
-from dhp_ray.planner.cost.rates import Number, Rate, Rates, predicted_s
+from dhp_ray.planner.cost.rates import Rate, Rates, predicted_s
 from dhp_ray.planner.encoder.members import fullest_member_s
 from dhp_ray.planner.errors import PlanError, SequenceTooLongError
 from dhp_ray.planner.plan.cluster import ClusterSpec, sizes_of
 from dhp_ray.planner.plan.types import Sample
+from dhp_ray.planner.primitives.best_fit import Packs
 from dhp_ray.planner.primitives.compiled import inner
-from dhp_ray.planner.primitives.packing import Packs
 from dhp_ray.planner.schedule import Ranks, firsts_of
-
-Whole = TypeVar("Whole", int, np.ndarray)
 
 DEGREES = 32
 """`fullest_s` of an item has an entry for each degree from 1 to DEGREES."""
@@ -37,31 +35,8 @@ were moved. minimum_degree: the fewest ranks that hold it. A pack has the sums o
 largest `image_s`, and `fullest_s` of all their images.
 """
 
-
-class ItemOf(Protocol[Number, Whole]):
-    """The fields of ITEM: numbers of one record, arrays of many."""
-
-    language_s: Number
-    attention_s: Number
-    vision_s: Number
-    image_s: Number
-    host_s: Number
-    tokens: Whole
-    minimum_degree: Whole
-    fullest_s: np.ndarray
-
-
-Item: TypeAlias = ItemOf[float, int]
-
-
-class Items(ItemOf[np.ndarray, np.ndarray], Protocol):
-    """A numpy.recarray of ITEM."""
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: np.ndarray | slice) -> Items: ...
+Item: TypeAlias = np.record
+Items: TypeAlias = np.recarray
 
 
 class Machine(NamedTuple):
@@ -84,28 +59,12 @@ class Machine(NamedTuple):
     rates: Rates
 
 
-def items_of(
-    tokens: np.ndarray,
-    language_s: np.ndarray,
-    attention_s: np.ndarray,
-    vision_s: np.ndarray,
-    image_s: np.ndarray,
-    host_s: np.ndarray,
-    fullest_s: np.ndarray,
-    most_tokens_per_rank: int,
-) -> Items:
-    """One item for each entry of the arrays."""
-    items = cast(Items, np.recarray(len(tokens), dtype=ITEM))
-    items.tokens, items.language_s, items.attention_s, items.vision_s, items.image_s, items.host_s, items.fullest_s = (
-        tokens,
-        language_s,
-        attention_s,
-        vision_s,
-        image_s,
-        host_s,
-        fullest_s,
-    )
-    items.minimum_degree = -(-tokens // most_tokens_per_rank)
+def items_of(most_tokens_per_rank: int, **columns: np.ndarray) -> Items:
+    """The items with these fields, and the fewest ranks that hold each."""
+    items = np.recarray(len(columns["tokens"]), dtype=ITEM)
+    for name, values in columns.items():
+        setattr(items, name, values)
+    items.minimum_degree = -(-items.tokens // most_tokens_per_rank)
     return items
 
 
@@ -231,13 +190,11 @@ class Problem:
 def packed(problem: Problem, packs: Packs) -> Items:
     """Make every pack of sequences an item, whose images count as dealt out evenly."""
     items, first = problem.items, packs.first[:-1]
-    tokens, language, attention, vision, host = (
-        np.add.reduceat(array[packs.rows], first)
-        for array in (items.tokens, items.language_s, items.attention_s, items.vision_s, items.host_s)
-    )
+    sums = {name: np.add.reduceat(items[name][packs.rows], first)
+            for name in ("tokens", "language_s", "attention_s", "vision_s", "host_s")}
     image = np.maximum.reduceat(items.image_s[packs.rows], first)
-    return items_of(tokens, language, attention, vision, image, host, _evenly_s(vision, image),
-                    problem.cluster.most_tokens_per_rank)
+    return items_of(problem.cluster.most_tokens_per_rank, image_s=image,
+                    fullest_s=_evenly_s(sums["vision_s"], image), **sums)
 
 
 def _fullest_s(
@@ -253,8 +210,7 @@ def _fullest_s(
 
 def _evenly_s(vision_s: np.ndarray, image_s: np.ndarray) -> np.ndarray:
     """`fullest_s` of items whose images are dealt out evenly, but at least the largest image."""
-    fullest: np.ndarray = np.maximum(vision_s[:, None] / np.arange(1, DEGREES + 1), image_s[:, None])
-    return fullest
+    return np.maximum(vision_s[:, None] / np.arange(1, DEGREES + 1), image_s[:, None])
 
 
 def cheap_tokens(cost: CostModel, cluster: ClusterSpec) -> int:
@@ -279,10 +235,7 @@ def problem_of(
 ) -> Problem:
     """Check a batch and lay it out in arrays. `deals_images`: its images are dealt to ranks as they will be, which
     planners need. Without, `fullest_s` counts them as dealt out evenly, which is quicker: for those who do not read it.
-
-    Raises:
-        PlanError: there is no sequence, or one without tokens.
-        SequenceTooLongError: a sequence does not fit the whole cluster.
+    PlanError: there is no sequence, or one without tokens. SequenceTooLongError: one does not fit the whole cluster.
     """
     if not samples:
         raise PlanError("batch: no sequences; a batch has at least one")
@@ -307,8 +260,8 @@ def problem_of(
     each = np.arange(len(samples) + 1)
     fullest = (_fullest_s(each[:-1], each, firsts_of(counts), seconds, patches, cluster.num_ranks) if deals_images
                else _evenly_s(vision, image))
-    items = items_of(tokens, attention + cost.linear_s * tokens, attention, vision, image, host, fullest,
-                     cluster.most_tokens_per_rank)
+    items = items_of(cluster.most_tokens_per_rank, tokens=tokens, language_s=attention + cost.linear_s * tokens,
+                     attention_s=attention, vision_s=vision, image_s=image, host_s=host, fullest_s=fullest)
     rows = patches * (np.array([sample.vision_tokens for sample in samples]) / np.maximum(of_sample, 1.0))[owner]
     return Problem(tuple(samples), cluster, cost, sync, tuple(pool), items, firsts_of(counts), seconds, patches, rows,
                    encoder)

@@ -39,8 +39,7 @@ def group_of_row(schedule: Schedule) -> np.ndarray:
 def crosses_nodes(schedule: Schedule, node: np.ndarray) -> np.ndarray:
     """Whether each group's ranks are on more than one node; `node`: the node of each rank."""
     nodes, first = node[schedule.ranks], schedule.first_rank[:-1]
-    crosses: np.ndarray = np.minimum.reduceat(nodes, first) < np.maximum.reduceat(nodes, first)
-    return crosses
+    return np.minimum.reduceat(nodes, first) < np.maximum.reduceat(nodes, first)
 
 
 def firsts_of(sizes: Sequence[int] | np.ndarray) -> np.ndarray:

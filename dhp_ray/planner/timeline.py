@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,8 @@ class PackTimes(NamedTuple):
 
 
 def times_of(problem: Problem, schedule: Schedule) -> PackTimes:
-    """The times of each group."""
     items, first_rank, degree = problem.items, schedule.first_rank[:-1], np.diff(schedule.first_rank)
-    rates = problem.machine.rates[degree]
+    rates: Any = problem.machine.rates[degree]
     speed = np.minimum.reduceat(problem.speeds[schedule.ranks], first_rank)
     tokens, language, attention, host = (
         np.add.reduceat(array[schedule.rows], schedule.first_row[:-1])
@@ -86,8 +85,7 @@ def micro_batches_s(micro_batch: np.ndarray, times: PackTimes) -> np.ndarray:
     pack_s, encode_s, rest_s = longest = np.zeros((3, len(numbers)))
     for of_micro_batch, of_packs in zip(longest, times):
         np.maximum.at(of_micro_batch, place, of_packs)
-    seconds: np.ndarray = np.maximum(pack_s, encode_s + rest_s)
-    return seconds
+    return np.maximum(pack_s, encode_s + rest_s)
 
 
 def time_of(problem: Problem, schedule: Schedule) -> float:
@@ -241,7 +239,8 @@ def timeline_of(
     cost, speeds = problem.cost, problem.speeds
     forward = cost.vision_forward
     backward = 0.0 if forward == 1.0 else 1.0 - forward + (0.0 if keeps else forward)  # 0: nothing of it is trained
-    exchange_s = _exchange_s(images, schedule, cost, len(speeds))
+    rows = _most_rows(images.rows, images.encoder, images.group, schedule.ranks, schedule.first_rank, len(speeds))
+    exchange_s = cost.feature_bytes / cost.slowest_bytes_per_s * rows
     if passes is not None:
         return _in_lockstep(problem, schedule, times_s, images, passes, forward, backward, float(exchange_s.max()))
     busy_s = np.bincount(images.encoder, images.seconds / speeds[images.encoder], len(speeds))
@@ -283,13 +282,6 @@ def _in_lockstep(
         for at_s in (forward * passes_s, ready_s, ended_s, begin_s, begin_s + backward * passes_s))
     return EncoderTimeline(encoded_s, ready_all_s, ready_s + begins_s[schedule.micro_batch], ended_all_s, begin_all_s,
                            end_s, forward * busy_s.sum(axis=1), backward * busy_s.sum(axis=1))
-
-
-def _exchange_s(images: EncodedImages, schedule: Schedule, cost: CostModel, num_ranks: int) -> np.ndarray:
-    """Seconds of each rank for the rows that it sends or receives, whichever are more."""
-    rows = _most_rows(images.rows, images.encoder, images.group, schedule.ranks, schedule.first_rank, num_ranks)
-    seconds: np.ndarray = cost.feature_bytes / cost.slowest_bytes_per_s * rows
-    return seconds
 
 
 @compiled
@@ -369,7 +361,6 @@ def apart_timeline(plan: Plan) -> EncoderTimeline | None:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The groups of a plan as flat arrays."""
     rows, num_rows = flat([group.sequences for group in plan.groups])
     ranks, degrees = flat([group.ranks for group in plan.groups])
     micro_batch = np.array([group.micro_batch for group in plan.groups], dtype=np.int64)

@@ -7,15 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dhp_ray.run_folder import (
-    CONFIG_FILE,
-    EVENTS_FILE,
-    METRICS_FILE,
-    PLANS_FOLDER,
-    SKIPPED_FILE,
-    plan_file,
-    step_of,
-)
+from dhp_ray.run_folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, PLANS_FOLDER, SKIPPED_FILE, plan_file, step_of
 from dhp_ray.schema import ConfigError
 from dhp_ray.storage import Folder, StorageError
 
@@ -33,7 +25,7 @@ class RunFiles:
 
     def plan(self, step: int) -> dict[str, Any]:
         """The plan file of a step, in the form of `Plan.to_json`."""
-        return _object(self.folder, plan_file(step))
+        return _parsed(self.folder.read(plan_file(step)), f"{self.folder.uri}/{plan_file(step)}:")
 
 
 def read_run(folder: Folder) -> RunFiles:
@@ -52,10 +44,6 @@ def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:
     # the text after the last newline is still being written
     texts = folder.read(name).decode(errors="replace").split("\n")[:-1]
     return [_parsed(text, f"{folder.uri}/{name}: line {number} is") for number, text in enumerate(texts, start=1)]
-
-
-def _object(folder: Folder, name: str) -> dict[str, Any]:
-    return _parsed(folder.read(name), f"{folder.uri}/{name}:")
 
 
 def _parsed(text: str | bytes, words: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from dhp_ray.planner import plan_starts
 from dhp_ray.planner.plan.types import Pack, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
-from dhp_ray.train.results import StepResult
+from dhp_ray.train.results import StepResult, last_end_s
 
 ENCODER = "tab:orange"
 """Colour of images encoded apart from the packs, and of their backward pass."""
@@ -54,7 +54,6 @@ def _colours(plan: Plan) -> Any:
 
 
 def _longest(plan: Plan, group: Pack) -> int:
-    """Tokens of a pack's longest sequence."""
     return max(plan.samples[row].num_tokens for row in group.sequences)
 
 
@@ -83,15 +82,8 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
                                             label=f"fixed {plan.fixed_s:.4g} s"))
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
-    axes.set(xlim=(0, max(makespan, plan.lower_bound_s) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5),
-             xlabel="time [s]", ylabel="rank")
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(
-        f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} sequences in {len(plan.groups)} packs on "
-        f"{plan.cluster.num_ranks} ranks",
-        loc="left",
-    )
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+    _label(axes, plan, max(makespan, plan.lower_bound_s), f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} "
+           f"sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", 3)
 
 
 def _draw_measured(
@@ -106,7 +98,7 @@ def _draw_measured(
 
     boxes, faces = [], []
     for result in results:
-        for time in (*result.pack_times, *result.encoder_times):
+        for time in result.times:
             face = to_rgba(colour(_longest(plan, plan.groups[time.index])) if time.index >= 0 else ENCODER)
             blocked_s = min(time.blocked_s, time.end_s - time.start_s)
             boxes += [Rectangle((time.start_s, result.rank - 0.5), time.end_s - time.start_s - blocked_s, 1),
@@ -114,15 +106,17 @@ def _draw_measured(
             faces += [face, (*face[:3], 0.25)]
     axes.add_collection(PatchCollection(boxes, facecolors=faces, edgecolors="black", linewidths=_line_width(plan)))
     end_s = max((result.step_time_s for result in results), default=0.0)
-    last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
-                 default=0.0)
+    last_s = last_end_s(results)
     axes.axvline(last_s, color="black", label=f"last pack or image {last_s:.4g} s")
     axes.axvline(end_s, color="gray", linestyle=":", label=f"updated {end_s:.4g} s")
-    axes.set(xlim=(0, max(end_s, 1e-9) * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]",
-             ylabel="rank")
+    _label(axes, plan, max(end_s, 1e-9), f"{told}; pale: waiting in exchanges; orange: encoder", 2)
+
+
+def _label(axes: Any, plan: Plan, end_s: float, title: str, columns: int) -> None:
+    axes.set(xlim=(0, end_s * 1.02), ylim=(plan.cluster.num_ranks - 0.5, -0.5), xlabel="time [s]", ylabel="rank")
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(f"{told}; pale: waiting in exchanges; orange: encoder", loc="left")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+    axes.set_title(title, loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False)
 
 
 def _line_width(plan: Plan) -> float:

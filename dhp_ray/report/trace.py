@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dhp_ray.planner.plan.types import Plan, encoding_ranks
-from dhp_ray.train.results import PackTime, StepResult
+from dhp_ray.train.results import PackTime, StepResult, last_end_s
 
 GAP_S = 2e-6
 """Shorter gaps between packs are not shown."""
@@ -26,8 +26,7 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     Only the sum of a pack's exchanges is known: `exchange` is one slice at its end. `wait`: before and between packs,
     while inputs are put together, and until all ranks are done. `update`: reduction and update.
     """
-    last_s = max((time.end_s for result in results for time in (*result.pack_times, *result.encoder_times)),
-                 default=0.0)
+    last_s = last_end_s(results)
     events = [event for result in results for event in _rank_events(plan, result, last_s)]
     step = results[0].step if results else 0
     return {"traceEvents": events, "displayTimeUnit": "ms",

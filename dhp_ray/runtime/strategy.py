@@ -89,7 +89,6 @@ class PackLimits(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of the largest pack that a rank holds."""
         return max(self.tokens, self.beyond.tokens_per_rank)
 
     @property
@@ -196,21 +195,25 @@ class Strategy:
         """Return the memory model of a rank that trains the run's model in this mode."""
         config, ranks, world_size = self.config, self.ranks, num_ranks or self.ranks.size
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
-        pooled = device.pool_groups(ranks.memory_bytes)
-        num_groups = min(pooled, 2**world_size - world_size - 1)  # sets of two ranks and more
         sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
         memory = MemoryModel(ranks.shape, MemorySettings(
             sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
-            communicators_bytes=device.group_bytes * (
-                num_groups * (config.comm.transport == "pool") + 2 * (sharing > 1)),
+            communicators_bytes=device.group_bytes * self._num_communicators(world_size, sharing),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
             expert_parallel=sharing))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
                                        self.moved_share, 0 if given == "auto" else int(given))
+
+    def _num_communicators(self, world_size: int, sharing: int) -> int:
+        """Process groups of a rank: of all ranks, for the engine and for packs; the pool's; two of shared experts."""
+        device, pooled = ACCELERATORS[self.ranks.kind], 0
+        if self.config.comm.transport == "pool":
+            pooled = min(device.pool_groups(self.ranks.memory_bytes), 2**world_size - world_size - 1)  # sets of ranks
+        return 2 * (world_size > 1) + pooled + 2 * (sharing > 1)
 
     def device_tokens(self, memory: MemoryModel) -> int:
         """Return the tokens of a pack that each rank's device holds if packs move `moved_share`; 0: not even one."""
@@ -289,7 +292,6 @@ class Strategy:
         return self.ranks.described and len(self._modes(sync)) > 1
 
     def choose(self, num_ranks: int = 0) -> Choice:
-        """Return the mode in which these ranks train."""
         planner, num_ranks = self.config.planner, num_ranks or self.ranks.size
         modes = self._modes()
         values = zip(("planner.sync", RECOMPUTATION, SHARING), zip(*modes))
@@ -385,11 +387,14 @@ class Strategy:
 
     def origin(self, mode: Mode, device_name: str = "") -> Origin:
         """Return the origin of costs that are measured here, on devices of this name (empty: that of the first)."""
-        return origin_of(self.config, self.memory(mode), self.ranks.kind, device_name or self.ranks.device_names[0],
-                         self.ranks.size, self.ranks.fused)
+        config, ranks, lora = self.config, self.ranks, self.config.train.lora
+        device: dict[str, Any] = {"kind": ranks.kind, "name": device_name or ranks.device_names[0], "count": ranks.size}
+        if ranks.kind == "cpu":
+            device["threads"] = max(1, int(config.cluster.cpus_per_worker))
+        adapters = {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}
+        return origin_of_run(self.memory(mode), model_name(config), adapters, device, ranks.fused)
 
     def _slowest(self, memory: MemoryModel) -> tuple[CostModel, Device]:
-        """Return the costs on the slowest device, and that device."""
         found = []
         for name in self.ranks.device_names:
             known = _described(name)
@@ -515,20 +520,7 @@ def skipped_images(limit: int, largest: int) -> str:
             if 0 < limit < largest else "")
 
 
-def origin_of(
-    config: Config, memory: MemoryModel, kind: str, device_name: str, num_ranks: int, fused: bool = False
-) -> Origin:
-    """Return the origin of a cost that is measured for a run on these devices, with or without fused operators."""
-    device: dict[str, Any] = {"kind": kind, "name": device_name, "count": num_ranks}
-    if kind == "cpu":
-        device["threads"] = max(1, int(config.cluster.cpus_per_worker))
-    lora = config.train.lora
-    adapters = {"rank": lora.rank, "targets": list(lora.targets), "dropout": lora.dropout} if lora.rank else {}
-    return origin_of_run(memory, model_name(config), adapters, device, fused)
-
-
 def model_name(config: Config) -> str:
-    """Return the preset, or the name of the model folder."""
     return config.model.preset or Path(config.model.path).resolve().name
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF
 from dhp_ray.planner.cost.derived import Device
 from dhp_ray.planner.cost.model import CostModel
@@ -45,7 +44,6 @@ class SimulatedCluster:
         self.shape = ModelShape.load(CONF / "model_shape" / f"{settings.model}.yaml")
         self.device = Device.load(CONF / "device" / f"{cluster.device}.yaml")
         self.memory_bytes = cluster.memory_gib * 2**30
-        self.pool_groups = ACCELERATORS[cluster.kind].pool_groups(int(self.memory_bytes))
         self.place = cache(self._place)
         given = settings.train.tokens_per_rank
         strategy = Strategy(_config(settings, longest_tokens), self._ranks(self._nodes(cluster.num_ranks)),
@@ -125,7 +123,6 @@ def _begun(strategy: Strategy, mode: Mode) -> Strategy:
 
 
 def _config(settings: Simulation, longest_tokens: int) -> Config:
-    """The configuration of a run with these settings."""
     config, train, faults = Config(), settings.train, settings.faults
     return replace(
         config, data=replace(config.data, max_pixels=settings.workload.max_pixels),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.planner import LAST_RESORT, ClusterSpec, Plan, checked_problem, plan_batch, plan_uniform, static_layout
 from dhp_ray.planner.baselines.static import Layout
 from dhp_ray.planner.cost.model import CostModel
@@ -39,8 +38,7 @@ class SimulatedPlanner:
     layout_batches: Callable[[], Sequence[Sequence[Sample]]]
     _layout: Layout | None = None
 
-    def plan(self, samples: Sequence[Sample], speeds: tuple[float, ...], pool: Sequence[tuple[int, ...]],
-             name: str = "") -> Plan:
+    def plan(self, samples: Sequence[Sample], speeds: tuple[float, ...], name: str = "") -> Plan:
         """Plan a batch. `name`: use this planner instead. PlanError: it cannot."""
         cluster = replace(self.cluster, speeds=speeds)
         if (name or self.name) == "static":
@@ -48,10 +46,9 @@ class SimulatedPlanner:
                 self._layout = static_layout([
                     checked_problem(batch, self.cluster, self.cost, sync=self.sync, encoder=self.encoder)
                     for batch in self.layout_batches()])
-            problem = checked_problem(samples, cluster, self.cost, sync=self.sync, pool=pool, encoder=self.encoder)
+            problem = checked_problem(samples, cluster, self.cost, sync=self.sync, encoder=self.encoder)
             return plan_uniform(problem, self._layout)
-        return plan_batch(samples, cluster, self.cost, planner=name or self.name, sync=self.sync, pool=pool,
-                          encoder=self.encoder)
+        return plan_batch(samples, cluster, self.cost, planner=name or self.name, sync=self.sync, encoder=self.encoder)
 
 
 class Prepared(NamedTuple):
@@ -61,7 +58,6 @@ class Prepared(NamedTuple):
     samples: Sequence[Sample]
     plan: Plan
     speeds: tuple[float, ...]
-    pool: list[tuple[int, ...]]
     begun_s: float
     planned_s: float
 
@@ -80,24 +76,21 @@ class SimulatedDispatcher:
     """Plans batch after batch for one membership, a step ahead. Times are simulated seconds."""
 
     planner: SimulatedPlanner
-    book: GroupCacheState
     planning: PlanningSettings
     expectation: Expectation = field(default_factory=Expectation)
     _planner_free_s: float = 0.0  # one plan is made at a time, also one that nobody waits for any more
 
     def begin(self, step: int, samples: Sequence[Sample], speeds: tuple[float, ...], now_s: float) -> Prepared:
-        """Plan a batch, from `now_s` on."""
-        pool = self.book.held()
-        plan = self.planner.plan(samples, speeds, pool)
+        plan = self.planner.plan(samples, speeds)
         begun_s = max(now_s, self._planner_free_s)
         self._planner_free_s = begun_s + _planning_s(plan, self.planning.item_s)
-        return Prepared(step, samples, plan, speeds, pool, begun_s, self._planner_free_s)
+        return Prepared(step, samples, plan, speeds, begun_s, self._planner_free_s)
 
     def take(self, prepared: Prepared, free_s: float, scale: float | None) -> Dispatched:
         """The plan that ranks get, which are free at `free_s`; `scale`: measured over predicted seconds."""
         sent_s, plan, late, begun = max(free_s, prepared.planned_s), prepared.plan, False, True
         if prepared.planned_s > free_s:
-            resort = self.planner.plan(prepared.samples, prepared.speeds, prepared.pool, LAST_RESORT)
+            resort = self.planner.plan(prepared.samples, prepared.speeds, LAST_RESORT)
             resort_s = free_s + _planning_s(resort, LAST_RESORT_ITEM_S)
             expected_s = self.expectation.makespan_s(resort.lower_bound_s)
             given_up_s = max(resort_s, free_s + patience_s(resort.predicted_time_s, expected_s, scale))

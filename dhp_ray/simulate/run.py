@@ -9,22 +9,25 @@ batch, through faults, as in `runtime/driver`. The pure functions that decide th
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import CONF
 from dhp_ray.planner.cost.work import PAID_ONCE, work_of
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.problem import problem_of
+from dhp_ray.report.step_picture import draw_plan
+from dhp_ray.report.trace import trace_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import ConfigError, Elastic
 from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, faults_of, generation_of, speeds_of
@@ -146,12 +149,12 @@ class SimulatedRun:
         return self.generation.newest >= self.settings.num_batches
 
     def _entered(self, generation: SimulatedGeneration) -> SimulatedGeneration:
-        """Enter a membership: make its planner, its meter and its pool of groups, and begin to copy its state."""
+        """Enter a membership: make its planner and its meter, and begin to copy its state."""
         self.place = self.machine.place(generation.nodes)
         planning, place = self.settings.planning, self.place
         planner = SimulatedPlanner(self.record.planner, place.mode.sync, planning.encoder, place.cluster, place.cost,
                                    self._layout_batches)
-        self.dispatcher = SimulatedDispatcher(planner, GroupCacheState(self.machine.pool_groups), planning)
+        self.dispatcher = SimulatedDispatcher(planner, planning)
         self.meter = SpeedMeter(generation.size, Elastic().evict_below)
         self.mirroring.enter()
         if self._mirrors and generation.size > 1:
@@ -208,12 +211,11 @@ class SimulatedRun:
 
     def _run(self, plan: Plan) -> SimulatedStep:
         """Simulate a step at the true speeds of the ranks."""
-        made = [key for change, key in self.dispatcher.book.take(plan.process_groups()) if change == "create"]
         cluster = plan.cluster
         if not self.even:
             cluster = replace(cluster, speeds=tuple(self.speeds[list(self.generation.slots)].tolist()))
         problem = problem_of(plan.samples, cluster, self.place.cost, plan.sync, deals_images=False)
-        return simulate_step(plan, problem, made=made)
+        return simulate_step(plan, problem)
 
     def _end_s(self, step: int, end_s: float) -> float:
         """When a step ends: with its work, or with the last copies if it is mirrored or its generation's first."""
@@ -249,8 +251,7 @@ class SimulatedRun:
         self.progress(number, self.now_s)
 
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
-        makespan_s = step.packs_end_s - float(step.made_s.max())
-        self.scale.observe(makespan_s, plan.makespan_s)
+        self.scale.observe(step.packs_end_s, plan.makespan_s)
         if not self.even:
             cost = self.place.cost
             work, num_ranks = work_of(plan), self.generation.size
@@ -349,3 +350,44 @@ def simulated(simulation: Simulated, progress: Progress = lambda planner, step, 
         run = SimulatedRun(planner, simulation.machine, simulation.batches, partial(progress, planner))
         simulation.records.append(run.simulate())
         yield simulation.records[-1]
+
+
+HEAD = ("planner", "step s", "tokens/s", "a rank", "samples/s", "of the first", "computing", "exchange", "update",
+        "idle", "waits s", "memory", "faults", "again")
+"""`of the first`: tokens/s over the first planner's. `waits s`: for plans, in all. `again`: steps that faults undid."""
+
+
+def text_of(summaries: Sequence[dict[str, Any]]) -> str:
+    """The table, and a line for each planner that could not go on."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    first = summaries[0]["tokens_per_s"]
+    for summary in summaries:
+        shares = [f"{100 * summary['shares'].get(name, 0.0):.1f} %"
+                  for name in ("compute", "exchange", "update", "idle")]
+        rows.append((
+            summary["planner"], f"{summary['step_s']:.4g}", f"{summary['tokens_per_s']:,.0f}",
+            f"{summary['tokens_per_s_per_rank']:,.0f}", f"{summary['samples_per_s']:.4g}",
+            f"{summary['tokens_per_s'] / first:.3f}" if first else "", *shares,
+            f"{summary['plan_wait_s']:.3g}", f"{100 * summary['memory_share']:.0f} %",
+            str(summary["faults"]), str(summary["steps_run_again"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                       for column, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+    lines += [f"{summary['planner']} could not go on after step {summary['steps']}: {summary['error']}"
+              for summary in summaries if summary["error"]]
+    return "\n".join(lines)
+
+
+def write_results(simulation: Simulated, folder: Path) -> list[Path]:
+    """Write everything; returns the files. OSError: the folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(simulation.to_json(), indent=1))
+    files = [folder / "results.json"]
+    step = next((record.first for record in simulation.records if record.first), None)
+    if step:
+        results = step.results(1)
+        draw_plan(step.plan, folder / "step.png", results, told="simulated")
+        details = {"simulated": True, "planner": step.plan.planner, "step": 1}
+        (folder / "trace.json").write_text(json.dumps(trace_of(step.plan, results) | {"otherData": details}))
+        files += [folder / "step.png", folder / "trace.json"]
+    return files

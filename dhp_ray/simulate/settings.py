@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from dhp_ray.config import CONF, Command, check_limits, load
+from dhp_ray.config import CONF, Command, check_limits, check_train, load
 from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 
 YEARS_S = 100 * MONTH_S
@@ -207,8 +207,7 @@ class Simulation:
 
 def load_simulation(argv: list[str]) -> Simulation:
     """The simulation that `argv` asks for. ConfigError: one line: the key, its value, what is allowed."""
-    settings: Simulation = load(argv, SIMULATE)
-    return settings
+    return load(argv, SIMULATE)
 
 
 def check_simulation(settings: Simulation) -> None:
@@ -221,14 +220,10 @@ def check_simulation(settings: Simulation) -> None:
     for name in settings.planners:
         if name not in PLANNERS:
             raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
-    if settings.train.expert_parallel not in ("auto", "1") and settings.sync == "step":
-        raise ConfigError(f"train.expert_parallel: got {settings.train.expert_parallel} with sync=step, where each "
-                          "rank has all experts; allowed: 1, or sync=micro_batch")
+    check_train(settings.train, settings.sync, "sync")
     if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":  # a run refuses this too
         raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
                           "fp32 kernel)")
-    if len(set(settings.train.freeze)) == 2:
-        raise ConfigError("train.freeze: got vision and language; allowed: at most one of the two")
     _check_faults(settings)
 
 

@@ -159,12 +159,10 @@ def drawn_numbers(numbers: Numbers, count: int, random: np.random.Generator) -> 
 
 def _in_steps(values: np.ndarray, step: int) -> list[int]:
     """Round to the nearest multiple of a step, at least one step."""
-    found: list[int] = (step * np.maximum(1, np.rint(values / step)).astype(np.int64)).tolist()
-    return found
+    return (step * np.maximum(1, np.rint(values / step)).astype(np.int64)).tolist()
 
 
 def _lengths(path: str) -> np.ndarray:
-    """(rows,) the column num_tokens of a CSV file."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             tokens = np.array([int(line["num_tokens"]) for line in csv.DictReader(file)], dtype=np.int64)

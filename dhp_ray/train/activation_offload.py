@@ -51,7 +51,6 @@ class HostBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all chunks."""
         return len(self._chunks) * CHUNK_BYTES
 
     def clear(self) -> None:
@@ -295,5 +294,4 @@ class PackOffload:
 
 
 def storages_of(values: Iterable[Any]) -> set[torch.UntypedStorage]:
-    """Return the storages of the tensors among `values`."""
     return {value.untyped_storage() for value in tree_leaves(list(values)) if isinstance(value, Tensor)}

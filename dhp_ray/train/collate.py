@@ -72,12 +72,8 @@ def placeholder(sample: Sample) -> Payload:
 def check_payload(
     sample: Sample, payload: Payload, adapter: LanguageModel, encoded_here: tuple[bool, ...] = ()
 ) -> None:
-    """Refuse a payload that is not what was planned; a rank calls it a batch ahead, before others depend on the sample.
-
-    `encoded_here` says of each image whether this rank encodes it and so needs its pixels.
-
-    Raises:
-        ValueError: one line that names the sample.
+    """Refuse a payload that is not what was planned (ValueError); a rank calls it a batch ahead, before others depend
+    on the sample. `encoded_here` says of each image whether this rank encodes it and so needs its pixels.
     """
     ids, where = payload.input_ids, f"sample {sample.id}"
     if len(ids) != sample.num_tokens or len(payload.labels) != len(ids):
@@ -189,7 +185,6 @@ class PackInputs:
         return len(self.valid_index)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PackInputs:
-        """The same inputs with every tensor changed."""
         def if_any(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else change(tensor)
 
@@ -309,7 +304,6 @@ def _packed(
 
 
 def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> EncoderArguments:
-    """Return an encoder's arguments with every tensor changed."""
     return {name: value.map(change) if isinstance(value, Segments) else change(value)
             for name, value in arguments.items()}
 

@@ -60,10 +60,8 @@ class FlatEngine(Engine):
         Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
         and frozen parameters come from a rank that has them, if there is one.
 
-        With `initialize` False the values of trained parameters are not used: `load_state` must follow.
-
-        Raises:
-            ModelError: a file of weights cannot be read.
+        With `initialize` False the values of trained parameters are not used: `load_state` must follow. ModelError: a
+        file of weights cannot be read.
         """
         self.module, self.world_size, self.rank = module, world_size, rank
         self.compute_type = COMPUTE_TYPES[precision]
@@ -148,7 +146,9 @@ class FlatEngine(Engine):
                 self._hooks.append(
                     parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
                 )
-        move_buffers(self.module, self.device)
+        for holder in self.module.modules():
+            for name, buffer in holder.named_buffers(recurse=False):
+                setattr(holder, name, buffer.to(self.device))
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -229,13 +229,6 @@ def place(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.data = value
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Bring a module's buffers to `device`, and no parameter."""
-    for holder in module.modules():
-        for name, buffer in holder.named_buffers(recurse=False):
-            setattr(holder, name, buffer.to(device))
-
-
 def load_frozen(
     frozen: Mapping[str, nn.Parameter],
     weights: StoredWeights,
@@ -252,7 +245,8 @@ def load_frozen(
     Every rank calls this, with equal names and `bucket_elements`, the number of elements moved at a time. If it raises,
     parameters are as before.
     """
-    has = all(map(_has_values, frozen.values()))
+    has = all(not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
+              for parameter in frozen.values())
     having = numbers_of_ranks(torch.tensor(float(has)), group, progress)
     if all(having):
         return
@@ -281,10 +275,6 @@ def load_frozen(
     if not has:
         for name, parameter in frozen.items():
             place(parameter, whole[layout.interval(name)].view(layout.shapes[name]))
-
-
-def _has_values(parameter: nn.Parameter) -> bool:
-    return not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 
 def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:

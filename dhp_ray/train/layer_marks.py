@@ -49,7 +49,6 @@ class LayerMarks:
 
 
 def layers_by_name(adapter: LanguageModel, *others: Module) -> dict[str, Module]:
-    """The layers of a model, and `others` of its modules, by their names in it."""
     names = {module: name for name, module in adapter.module.named_modules()}
     return {names[layer]: layer for layer in (*adapter.units(), *others)}
 

@@ -213,8 +213,7 @@ class RankStep:
         counts = torch.zeros(layers, self.adapter.num_experts, dtype=torch.int64, device=self.device)
         for run in runs:
             counts += 0 if run.routed is None else run.routed
-        found: list[int] = self.engine.progress.read(counts.flatten())
-        return found
+        return self.engine.progress.read(counts.flatten())
 
 
 class MicroBatchStep(RankStep):

@@ -70,6 +70,15 @@ class StepResult(NamedTuple):  # tuples: the driver unpickles one of each rank a
     experts: ExpertsUsed | None = None
     """Of all ranks; None without experts."""
 
+    @property
+    def times(self) -> tuple[PackTime, ...]:
+        return *self.pack_times, *self.encoder_times
+
+
+def last_end_s(results: Sequence[StepResult]) -> float:
+    """Return when the last pack or encoder phase ends, on its rank's clock."""
+    return max((time.end_s for result in results for time in result.times), default=0.0)
+
 
 def busy_s_of(work: Work, results: Sequence[StepResult]) -> np.ndarray:
     """Return the measured seconds of each row of a plan's work, without waits; NaN if no rank has reported it."""

@@ -107,11 +107,8 @@ class ShardedEngine(Engine):
         without weights, from whose files it reads its rows. `world_group` holds all ranks, even if there is only one.
         `expert_group`: the ranks that share each layer's experts; None: they are sharded over all ranks, like the rest.
 
-        With `initialize` False the values of trained parameters are not used: `load_state` must follow.
-
-        Raises:
-            ModelError: a file of weights cannot be read.
-            ValueError: a parameter is a scalar, which cannot be sharded.
+        With `initialize` False the values of trained parameters are not used: `load_state` must follow. ModelError: a
+        file of weights cannot be read. ValueError: a parameter is a scalar, which cannot be sharded.
         """
         progress = progress or Progress(device)
         self.adapter, self.rank, self.world_size = adapter, rank, world_group.size()
@@ -254,7 +251,7 @@ class ShardedEngine(Engine):
         padded = rows.new_zeros(most, *rows.shape[1:])
         padded[: len(rows)] = rows
         whole = gather_over_ranks(padded, group).flatten(0, 1)[: len(parameter)]
-        return parallel.group.gather_parts(whole) if parallel and name in self._shared else whole
+        return gather_over_ranks(whole, parallel.group.group) if parallel and name in self._shared else whole
 
     def _rows(self, piece: Piece) -> Tensor:
         """Return this rank's rows of a parameter, flattened; writing to them changes the parameter."""

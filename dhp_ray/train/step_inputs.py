@@ -52,10 +52,8 @@ class StepInputs:
         self.vision = self._encoded(kept, adapter)
 
     def add(self, pack: Pack, payloads: Mapping[str, Payload], adapter: LanguageModel) -> None:
-        """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards.
-
-        Raises:
-            ValueError: one line that names the sample whose payload is missing or not what was planned.
+        """Collate the next pack. Its pixels in `payloads` are no longer needed afterwards. ValueError: the payload of a
+        sample is missing or not what was planned.
         """
         # if this rank encodes a sample's images apart, the payload with their pixels is there already
         self.payloads |= {sample.id: payloads[sample.id] for sample in pack.samples

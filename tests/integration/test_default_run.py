@@ -60,7 +60,7 @@ def test_the_curves_are_read_back_by_tensorboard(first_run: FirstRun) -> None:
     assert {"loss/train", "loss/learning_rate", "loss/gradient_norm", "throughput/tokens_per_s",
             "throughput/step_time_s", "plan/planning_time_s",
             "data/data_wait_s", "balance/predicted_makespan_s", "balance/measured_makespan_s", "balance/idle_fraction",
-            "plan/degree_1", "comm/pool_hits", "elastic/num_ranks", "elastic/generation", "elastic/speed_0"} <= tags
+            "plan/degree_1", "elastic/num_ranks", "elastic/generation", "elastic/speed_0"} <= tags
     assert [picture.step for picture in events.Images("plan/planned_and_measured")] == [1, FIRST_STEPS]
     assert {"configuration", "cluster"} <= set(events.Tags()["tensors"])
     assert [point.value for point in events.Scalars("loss/train")] == pytest.approx(losses(folder), rel=1e-6)

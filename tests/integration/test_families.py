@@ -39,7 +39,7 @@ def keys(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("preset", [*PATCH_DIMS, "tiny_qwen3_vl_moe"])
+@pytest.mark.parametrize("preset", [*PATCH_DIMS, "tiny_qwen3_vl_moe", "tiny_qwen3_5_moe"])
 def test_a_strangers_model_trains_alike_on_any_ranks_and_goes_back(
     preset: str, nlvr: list[str], test_data: Path, tmp_path: Path
 ) -> None:

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, first_with, rooms_for, shrink
+from dhp_ray.planner.primitives.best_fit import OWNER, ROOM, add, best_fit_decreasing, first_with, rooms_for, shrink
 from dhp_ray.planner.primitives.compiled import compiled
-from dhp_ray.planner.primitives.packing import best_fit_decreasing
 
 
 @compiled

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.planner import ClusterSpec, CostModel, Sample, plan_batch
 from dhp_ray.planner.encoder.members import encoders_of, fullest_member_s
-from dhp_ray.planner.primitives.packing import Packs
+from dhp_ray.planner.primitives.best_fit import Packs
 from dhp_ray.planner.problem import DEGREES, packed, problem_of, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of
 from dhp_ray.planner.timeline import times_of

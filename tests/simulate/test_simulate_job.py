@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dhp_ray.simulate.results import text_of
-from dhp_ray.simulate.run import prepared, simulated
+from dhp_ray.simulate.run import prepared, simulated, text_of
 from dhp_ray.simulate.settings import load_simulation
 from tests.checkout import ROOT, job_of
 from tests.simulate.simulations import SMALL

@@ -159,21 +159,6 @@ def test_a_slow_rank_holds_up_those_that_it_runs_with() -> None:
     assert step.left_s[1] == alone.left_s[1]
 
 
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_groups_that_are_new_are_made_first(sync: str) -> None:
-    cost = replace(COST, group_s=0.5)
-    samples = [Sample(str(index), 3500) for index in range(2)]
-    plan = plan_batch(samples, ClusterSpec(4, 4, 2000), cost, sync=sync)
-    groups = plan.process_groups()
-    assert groups
-    problem = true_problem(plan, cost)
-    known, new = (simulate_step(plan, problem, made=made) for made in ((), groups))
-    assert known.time_s == pytest.approx(plan.predicted_time_s)
-    assert new.made_s.max() == 0.5 * max(sum(rank in group for group in groups) for rank in range(4))
-    assert new.time_s == pytest.approx(known.time_s + new.made_s.max())
-    assert new.shares()["groups"] > 0
-
-
 def test_a_micro_batch_takes_what_its_parameters_take_to_travel() -> None:
     cost = replace(COST, gather_s=3.0)
     plan = plan_batch([Sample("a", 100), Sample("b", 300)], ClusterSpec(2, 2, 200), cost, sync="micro_batch")

@@ -96,7 +96,7 @@ def generations(rank: int) -> None:
         engine = make_step(adapter, rank, 4, sharing=sharing).engine
         parallel = engine.expert_parallel
         assert parallel is not None
-        groups = [weakref.ref(group) for group in (parallel.group.holders, parallel.group._group)]
+        groups = [weakref.ref(group) for group in (parallel.group.holders, parallel.group.group)]
         found = full_parameters(engine)
         assert found.keys() == (wanted.keys() if rank == 0 else set())
         assert all(torch.equal(found[name], wanted[name]) for name in found)

@@ -27,7 +27,6 @@ DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parq
 
 
 def format_suffixes(data_format: str) -> tuple[str, ...]:
-    """The endings of the files of a `data.format`."""
     return tuple(suffix for kind in DATA_FORMATS[data_format] for suffix in FILE_FORMATS[kind].SUFFIXES)
 
 

@@ -87,8 +87,7 @@ def groups_as_packs(problem: Problem, rounds: MegatronRounds) -> Schedule:
 def _micro_batches(problem: Problem, round_: np.ndarray, turn: np.ndarray) -> np.ndarray:
     """The micro-batch of each pack, given the round and turn of packs in this order."""
     new = (np.diff(round_, prepend=0) != 0) | (np.diff(turn, prepend=0) != 0)
-    numbers: np.ndarray = np.cumsum(new) * int(problem.sync == "micro_batch")
-    return numbers
+    return np.cumsum(new) * int(problem.sync == "micro_batch")
 
 
 def rounds_of(problem: Problem, cap: int, packs: bool) -> MegatronRounds:
@@ -104,8 +103,7 @@ def _ranks(rounds: MegatronRounds, group: np.ndarray) -> np.ndarray:
     """The ranks of these groups, one group after another."""
     degree = rounds.degree[group]
     first = firsts_of(degree)
-    ranks: np.ndarray = np.repeat(rounds.first_rank[group] - first[:-1], degree) + np.arange(first[-1])
-    return ranks
+    return np.repeat(rounds.first_rank[group] - first[:-1], degree) + np.arange(first[-1])
 
 
 @compiled

@@ -29,14 +29,12 @@ def capacities(tokens: np.ndarray, degree: int | np.ndarray, cap: int) -> np.nda
 
 def degrees_at(tokens: np.ndarray, cap: int, num_ranks: int) -> np.ndarray:
     """The fewest ranks that hold each sequence (or pack) with at most `cap` tokens a rank, or all ranks."""
-    degrees: np.ndarray = np.minimum(-(-tokens // cap), num_ranks)
-    return degrees
+    return np.minimum(-(-tokens // cap), num_ranks)
 
 
 def powers_of_two(degrees: np.ndarray, num_ranks: int) -> np.ndarray:
     """The next power of two of each degree, or all ranks."""
-    powers: np.ndarray = np.minimum(2 ** np.ceil(np.log2(degrees)).astype(np.int64), num_ranks)
-    return powers
+    return np.minimum(2 ** np.ceil(np.log2(degrees)).astype(np.int64), num_ranks)
 
 
 def cap_of_rounds(problem: Problem, memory: int, more: int) -> float:

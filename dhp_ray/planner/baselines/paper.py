@@ -18,10 +18,10 @@ from __future__ import annotations
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, tuned
+from dhp_ray.planner.primitives.best_fit import Packs, best_fit_decreasing
 from dhp_ray.planner.primitives.bisection import halve
 from dhp_ray.planner.primitives.compiled import compiled, inner
 from dhp_ray.planner.primitives.list_schedule import run_next
-from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
 from dhp_ray.planner.primitives.sorting import ascending
 from dhp_ray.planner.problem import Item, Items, Machine, Problem, least_degree, packed, time_s
 from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of, gathered

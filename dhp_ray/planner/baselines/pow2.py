@@ -19,9 +19,9 @@ import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import capacities, degrees_at, powers_of_two, tuned
 from dhp_ray.planner.baselines.paper import dealt, first_fit
+from dhp_ray.planner.primitives.best_fit import Packs, best_fit_decreasing
 from dhp_ray.planner.primitives.compiled import compiled
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
-from dhp_ray.planner.primitives.packing import Packs, best_fit_decreasing
 from dhp_ray.planner.problem import Problem, packed, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 from dhp_ray.planner.timeline import time_of

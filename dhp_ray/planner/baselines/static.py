@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dhp_ray.planner.baselines.pack_cap import best_cap, capacities
+from dhp_ray.planner.primitives.best_fit import best_fit_decreasing
 from dhp_ray.planner.primitives.list_schedule import on_earliest_blocks
-from dhp_ray.planner.primitives.packing import best_fit_decreasing
 from dhp_ray.planner.problem import Problem, packed, times_at
 from dhp_ray.planner.schedule import Schedule, firsts_of, gathered
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from dhp_ray.errors import about
 from dhp_ray.planner.cost.model import SYNCS, CostModel, constant, constants_of_file
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import (
@@ -160,11 +161,7 @@ class Device:
 
     @classmethod
     def load(cls, path: str | Path) -> Device:
-        """The description in a YAML file.
-
-        Raises:
-            PlanError: one line that names the file and the key.
-        """
+        """The description in a YAML file. PlanError: one line that names the file and the key."""
         tree = constants_of_file(path)
         names = [item.name for item in fields(cls)]
         if sorted(map(str, tree)) != sorted(names):
@@ -174,10 +171,8 @@ class Device:
             isinstance(part, str | int) and not isinstance(part, bool) and str(part) for part in matches
         ):
             raise PlanError(f"{path}: matches: got {matches!r}; allowed: a list of parts of names")
-        try:
+        with about(PlanError, path):
             numbers = {name: constant(name, tree[name]) for name in names[2:]}
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
         if not all(numbers.values()):
             raise PlanError(f"{path}: got {numbers}; allowed: numbers above 0")
         return cls(name=str(tree["name"]), matches=tuple(map(str, matches)), **numbers)

@@ -56,12 +56,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import yaml
 
-from dhp_ray.errors import first_line
+from dhp_ray.errors import about, first_line
 from dhp_ray.planner.cost.rates import RATE, Rates, pairs_of, predicted_s
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, ClusterSpec, LayerShare, Recomputation
@@ -73,10 +73,7 @@ Bandwidth = dict[int, float]
 
 def links_of(value: Any) -> tuple[Bandwidth, Bandwidth]:
     """Bandwidth inside a node and across nodes, from `bandwidth_bytes_per_s`: a number or a table by degree; one for
-    all links, or `intra` and `inter`.
-
-    Raises:
-        PlanError: names the part that is missing or is not a number above 0.
+    all links, or `intra` and `inter`. PlanError: a part is missing or is not a number above 0.
     """
     if isinstance(value, dict) and set(map(str, value)) & {"intra", "inter"}:
         for key in ("intra", "inter"):
@@ -98,11 +95,7 @@ def by_degree(table: Bandwidth, max_degree: int) -> np.ndarray:
 
 
 def constant(name: str, value: Any) -> float:
-    """A number in a cost file that must be at least 0.
-
-    Raises:
-        PlanError: it is not.
-    """
+    """A number in a cost file. PlanError: it is not at least 0."""
     if isinstance(value, str):  # YAML 1.1 reads 1e-9 as text
         with contextlib.suppress(ValueError):
             value = float(value)
@@ -131,20 +124,15 @@ SECTIONS = ("device", "model", "settings", "versions", "measured", "intervals", 
 
 
 def constants_of_file(path: str | Path) -> dict[str, Any]:
-    """The content of a cost file, including its sections.
-
-    Raises:
-        PlanError: one line that names the file, which is not a mapping or cannot be read.
-    """
+    """The content of a YAML file. PlanError: one line that names the file, which is not a mapping or cannot be read."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
     return constants_of_text(text, path)
 
 
 def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
-    """The same of the text of a file."""
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -227,16 +215,10 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """The constants of a YAML file.
-
-        Raises:
-            PlanError: one line that names the file and the key.
-        """
+        """The constants of a YAML file. PlanError: one line that names the file and the key."""
         tree = constants_of_file(path)
-        try:
+        with about(PlanError, path):
             return cls.from_json(tree)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
 
     @classmethod
     def from_json(cls, tree: Any) -> CostModel:
@@ -280,14 +262,6 @@ class CostModel:
         """Bytes that one rank holds while a pack of `num_tokens` runs on `degree` ranks."""
         return self.resident(sync) + self.memory_bytes_per_token * num_tokens / degree
 
-    def tokens_at_equal_memory(self, tokens_per_rank: int, sync: str, other: str) -> int:
-        """The tokens that a rank holds in mode `other` on a device that holds `tokens_per_rank` in mode `sync`, both
-        besides the mode's resident state; below 1 if the resident state alone does not fit.
-        """
-        if self.memory_bytes_per_token == 0.0:
-            return tokens_per_rank
-        return int((self.memory_bytes(tokens_per_rank, 1, sync) - self.resident(other)) / self.memory_bytes_per_token)
-
     @property
     def cuts_images(self) -> bool:
         """Whether several ranks may encode an image apart from the packs: where the memory of its parts is known."""
@@ -307,15 +281,11 @@ class CostModel:
         `encoder_pass_s`.
         """
         patches = grids[:, 1] * grids[:, 2]
-        seconds: np.ndarray = grids[:, 0] * (
-            self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches
-        )
-        return seconds
+        return grids[:, 0] * (self.vision_quadratic_s * patches * patches + self.vision_linear_s * patches)
 
     def image_s(self, sample: Sample) -> list[float]:
         """Seconds of one rank to encode each image of a sample, in order."""
-        return self.images_s(np.array(sample.vision_grids,
-                                      dtype=np.float64).reshape(-1, 3)).tolist()  # type: ignore[no-any-return]
+        return self.images_s(np.array(sample.vision_grids, dtype=np.float64).reshape(-1, 3)).tolist()
 
     def host_s(self, num_tokens: Any, num_patches: Any = 0.0) -> Any:
         """Seconds that the host link of one rank takes, one way, for all activations of these tokens and patches."""
@@ -330,7 +300,7 @@ class CostModel:
         """
         if (max_degree, beyond) not in self._cache:
             degrees = np.maximum(np.arange(max_degree + 1, dtype=np.float64), 1.0)
-            steps, rates = degrees - 1, cast(Rates, np.recarray(max_degree + 1, dtype=RATE))
+            steps, rates = degrees - 1, np.recarray(max_degree + 1, dtype=RATE)
             rates.inside_s, rates.across_s = [
                 self.comm_bytes_per_token / degrees / by_degree(link, max_degree) * (steps > 0)
                 for link in links_of(self.bandwidth_bytes_per_s)

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dhp_ray.errors import about
 from dhp_ray.planner.cost.model import SYNCS, CostModel, constants_of_file
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model import MemoryModel
-from dhp_ray.planner.memory.model_shape import ModelShape
 
 SETTINGS = ("precision", "activation_checkpointing", "freeze", "lora")
 """Settings of a run, under the user's names (`train.`)."""
@@ -53,17 +53,12 @@ class CostFile:
     @classmethod
     def parsed(cls, tree: Mapping[str, Any], name: str | Path) -> CostFile:
         """The content of a file with this name. Raises PlanError as `load` does."""
-        try:
+        with about(PlanError, name):
             return cls(CostModel.from_json(tree), origin_of(tree))
-        except PlanError as error:
-            raise PlanError(f"{name}: {error}") from None
 
 
 def origin_of(sections: Mapping[str, Any]) -> Origin | None:
-    """The origin in the sections of a file; None if it has none of them.
-
-    Raises:
-        PlanError: a section is missing or is not a mapping.
+    """The origin in the sections of a file; None if it has none of them. PlanError: some are missing, or no mappings.
     """
     needed = {"device": ("kind", "name"), "model": ("name", "shape"), "settings": ("sync", *SETTINGS)}
     if not any(section in sections for section in needed):
@@ -93,16 +88,13 @@ def origin_of_run(
     """The origin that costs of this run must have. `lora`: the settings of its adapters, empty without them. `fused`:
     norms, rotations and SwiGLU are fused operators.
     """
-    settings = memory.settings
-    return Origin(device, {"name": model_name, "family": memory.shape.family, "shape": shape_numbers(memory.shape)}, {
+    settings, shape = memory.settings, asdict(memory.shape)
+    family = shape.pop("family")
+    numbers = {name: [dict(layer) for layer in value] if isinstance(value, tuple) else value
+               for name, value in shape.items()}
+    return Origin(device, {"name": model_name, "family": family, "shape": numbers}, {
         "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
         "freeze": sorted(settings.frozen), "lora": dict(lora), "fused_operators": fused})
-
-
-def shape_numbers(shape: ModelShape) -> dict[str, Any]:
-    """Every number of a shape, in plain lists and mappings."""
-    return {name: [dict(layer) for layer in value] if isinstance(value, tuple) else value
-            for name, value in asdict(shape).items() if name != "family"}
 
 
 def _same_shape(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ compiled loops with the numbers of one.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,40 +25,9 @@ again, for each second, of images (`encoded_again`) and of all else (`again`). T
 forward pass.
 """
 
-
-class OverlapOf(Protocol[Number]):
-    """The fields of RATE that apply to a pack whatever its ranks' links."""
-
-    overlap: Number
-    overhead_s: Number
-    least_s: Number
-    moved: Number
-    again: Number
-    encoded_again: Number
-    from_tokens: Number
-    free_tokens: Number
-    forward: Number
-
-
-class RateOf(OverlapOf[Number], Protocol[Number]):
-    """The fields of RATE: numbers of one record, arrays of many."""
-
-    inside_s: Number
-    across_s: Number
-    encoder_pass_s: Number
-
-
-Rate: TypeAlias = RateOf[float]
-
-
-class Rates(RateOf[np.ndarray], Protocol):
-    """A numpy.recarray of RATE: one for each degree from 0 (unused) on, or for each of many packs."""
-
-    def __len__(self) -> int: ...
-    @overload
-    def __getitem__(self, degree: int) -> Rate: ...
-    @overload
-    def __getitem__(self, degree: np.ndarray) -> Rates: ...
+Rate: TypeAlias = np.record
+Rates: TypeAlias = np.recarray
+"""One for each degree from 0 (unused) on, or for each of many packs."""
 
 
 def pairs_of(num_tokens: Any, block: float) -> Any:
@@ -81,9 +50,8 @@ def predicted_s(
     rate: Any,
 ) -> Number:
     """Seconds of a pack by the formula above: `running_s`, and at least `least_s`."""
-    time_s: Number = np.maximum(rate.least_s, running_s(
+    return np.maximum(rate.least_s, running_s(
         language_s, attention_s, encode_s, host_s, num_tokens, degree, speed, transfer_s, rate))
-    return time_s
 
 
 @shared
@@ -103,42 +71,21 @@ def running_s(
     `encode_s`: at the encoding member's own speed, including `encoder_pass_s` if it encodes any image. `rate`: the RATE
     of the degree, and `transfer_s` its `inside_s` or `across_s`.
     """
-    seconds = base_pack_s(language_s, attention_s, encode_s, num_tokens, degree, speed, transfer_s, rate)
+    exposed_s = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
+    seconds = language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
     if np.any(rate.moved):
         copied_s = host_s * rate.moved * share_of(num_tokens, rate)
         seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
     if np.any(rate.again):
-        seconds = seconds + share_of(num_tokens, rate) * recompute_s(seconds, encode_s, rate)
+        again_s = rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
+        seconds = seconds + share_of(num_tokens, rate) * again_s
     return seconds
-
-
-@shared
-def base_pack_s(
-    language_s: Number,
-    attention_s: Number,
-    encode_s: Number,
-    num_tokens: Number,
-    degree: Number,
-    speed: Number,
-    transfer_s: Number,
-    rate: Any,
-) -> Number:
-    """Seconds of a pack that keeps all activations on its ranks, without `least_s`."""
-    exposed_s: Number = np.maximum(0.0, transfer_s * num_tokens - rate.overlap * attention_s / speed)
-    return language_s / (degree * speed) + encode_s + exposed_s + rate.overhead_s
 
 
 @shared
 def share_of(num_tokens: Number, rate: Any) -> Number:
     """What `moved`, `again` and `encoded_again` are multiplied by (`LayerShare.share_of`)."""
-    share: Number = np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
-    return share
-
-
-@shared
-def recompute_s(seconds: Number, encode_s: Number, rate: Any) -> Number:
-    """Seconds that a pack of `seconds` computes again if all of its layers are recomputed."""
-    return rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
+    return np.maximum(0.0, 1.0 - rate.from_tokens / num_tokens) * (num_tokens > rate.free_tokens)
 
 
 @shared
@@ -152,6 +99,5 @@ def waits_s(compute_s: Number, copied_s: Number, forward: Number) -> Number:
     """Seconds that a pack waits for its copies out, during the share `forward` of its compute, and back, during the
     rest.
     """
-    waits: Number = np.maximum(0.0, copied_s - forward * compute_s) + np.maximum(
+    return np.maximum(0.0, copied_s - forward * compute_s) + np.maximum(
         0.0, copied_s - (1.0 - forward) * compute_s)
-    return waits

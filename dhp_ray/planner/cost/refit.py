@@ -75,8 +75,7 @@ def bounded_least_squares(
             break
         last = int(np.flatnonzero(wrong)[-1])
         place[last] = FREE if not free[last] else (LOW if x[last] < low[last] else HIGH)
-    found: np.ndarray = np.clip(x, low, high) / scale
-    return found
+    return np.clip(x, low, high) / scale
 
 
 STEP, FAR = 2.0, 100.0
@@ -164,8 +163,7 @@ def slowness_of(rows: Observed, predicted: np.ndarray) -> np.ndarray:
                         for number in range(len(ranks))])
     typical = np.sort(medians)[(len(medians) - 1) // 2]
     slower = medians / typical
-    found: np.ndarray = np.where(slower > NEAR, slower, 1.0)[place]
-    return found
+    return np.where(slower > NEAR, slower, 1.0)[place]
 
 
 def _typical_error(predicted: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> float:

@@ -60,12 +60,11 @@ class Work(NamedTuple):
     def seconds(self, cost: CostModel, terms: Sequence[str] = (*TERMS, WAITS)) -> np.ndarray:
         """Seconds of each row at nominal speed, summed over these terms."""
         counted = np.where(np.isin(TERMS, terms), constants_of(cost), 0.0)
-        found: np.ndarray = self.amounts @ counted + (self.waits_s if WAITS in terms else 0.0)
-        return found
+        return self.amounts @ counted + (self.waits_s if WAITS in terms else 0.0)
 
     def seconds_of_ranks(self, cost: CostModel, num_ranks: int, terms: Sequence[str] = (*TERMS, WAITS)) -> list[float]:
         """Seconds of each rank at nominal speed, summed over its rows and these terms."""
-        return np.bincount(self.rank, self.seconds(cost, terms), num_ranks).tolist()  # type: ignore[no-any-return]
+        return np.bincount(self.rank, self.seconds(cost, terms), num_ranks).tolist()
 
     def growth(self, before: CostModel, after: CostModel) -> float:
         """The median factor by which the seconds of rows grow from one cost to another; rows without a price do not
@@ -77,7 +76,6 @@ class Work(NamedTuple):
 
 
 def constants_of(cost: CostModel) -> np.ndarray:
-    """The constants of TERMS."""
     return np.array([getattr(cost, name) for name in TERMS])
 
 
@@ -139,7 +137,6 @@ def _waits_of_group(plan: Plan, group: Pack, cost: CostModel) -> float:
 
 
 def _constant(plan: Plan, name: str) -> float:
-    """A constant of the cost that the plan was made with."""
     return float(plan.inputs.get("cost", {}).get(name, getattr(CostModel, name)))
 
 

@@ -77,7 +77,6 @@ def encoded_images(problem: Problem, schedule: Schedule, num_parts: np.ndarray) 
 
 
 def grid_of(problem: Problem, image: int) -> Grid:
-    """The patches of an image of the batch."""
     row = int(np.searchsorted(problem.first_image, image, side="right")) - 1
     return problem.samples[row].vision_grids[image - int(problem.first_image[row])]
 

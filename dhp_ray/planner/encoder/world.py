@@ -374,7 +374,7 @@ class World(NamedTuple):
 
 def without_images(problem: Problem) -> Problem:
     """The batch without the costs of its images."""
-    items = problem.items.copy()  # type: ignore[attr-defined]
+    items = problem.items.copy()
     items.vision_s = items.image_s = items.fullest_s = 0.0
     items.host_s = problem.cost.host_s(items.tokens.astype(np.float64))
     return replace(problem, items=items, all_image_s=np.zeros_like(problem.all_image_s))

@@ -98,7 +98,6 @@ class MemorySettings:
         return not self.adapters and part not in self.frozen
 
     def num_parameters(self, shape: ModelShape) -> int:
-        """Number of parameters of the model and its adapters."""
         return shape.num_parameters() + sum(self.adapters.values())
 
     def num_trained(self, shape: ModelShape) -> int:

@@ -1,5 +1,4 @@
-"""The sizes of a model that planner, costs and memory need: plain numbers, filled by the model's adapter.
-"""
+"""The sizes of a model that planner, costs and memory need: plain numbers, filled by the model's adapter."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dhp_ray.errors import first_line
+from dhp_ray.planner.cost.model import constants_of_file
 from dhp_ray.planner.errors import PlanError
 
 
@@ -111,18 +108,8 @@ class ModelShape:
 
     @classmethod
     def load(cls, path: str | Path) -> ModelShape:
-        """The shape in a YAML file with these names (`conf/model_shape`).
-
-        Raises:
-            PlanError: one line that names the file and the key.
-        """
-        try:
-            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: cannot be read: {error.__class__.__name__}") from None
-        except yaml.YAMLError as error:
-            raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
-        found = _checked(cls, tree, f"{path}: ")
+        """The shape in a YAML file with these names (`conf/model_shape`). PlanError: the file, the key, its value."""
+        found = _checked(cls, constants_of_file(path), f"{path}: ")
         for part in found.keys() & {"language", "vision"}:
             if not isinstance(found[part], list):
                 raise PlanError(f"{path}: {part}: got {found[part]!r}; allowed: a list of layers")
@@ -148,12 +135,10 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Width of the language model's hidden states."""
         return self.language[0].width
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of encoder and language model together."""
         return sum(layer.count for layer in (*self.vision, *self.language))
 
     @property

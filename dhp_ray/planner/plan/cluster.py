@@ -49,7 +49,6 @@ LEAST_LAYERS = 2
 
 
 def num_relieved(share: float, num_layers: int) -> int:
-    """Number of layers that are relieved, of `num_layers`."""
     return min(num_layers, math.ceil(share * num_layers - 1e-9))  # 0.3 x 10 is a little more than 3
 
 

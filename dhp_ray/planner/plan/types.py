@@ -230,7 +230,6 @@ class Plan:
         return tuple(dict.fromkeys(group.ranks for group in self.groups if group.degree > 1))
 
     def degrees(self) -> dict[int, int]:
-        """Number of packs of each degree."""
         return dict(sorted(Counter(group.degree for group in self.groups).items()))
 
     def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
@@ -277,10 +276,8 @@ class Plan:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Plan:
         """The plan of a file as it was made (`replay` makes it again). The file does not contain what a pack's ranks
-        hold. In files without `vision`, encoders are places in the group's ranks.
-
-        Raises:
-            PlanError: the file has no inputs, or is damaged.
+        hold. In files without `vision`, encoders are places in the group's ranks. PlanError: it has no inputs, or is
+        damaged.
         """
         try:
             inputs, groups = dict(tree["inputs"]), tree["groups"]
@@ -296,10 +293,8 @@ class Plan:
 
 
 def of_json(tree: Any, kind: type[Kind]) -> Kind:
-    """An object of a plan file; unknown fields are ignored, and missing ones have their defaults.
-
-    Raises:
-        PlanError: the tree does not have this form.
+    """An object of a plan file; unknown fields are ignored, and missing ones have their defaults. PlanError: the tree
+    does not have this form.
     """
     try:
         return convert(tree, kind)

@@ -1,4 +1,5 @@
-"""Best fit: among many rooms, find the smallest that holds a need. Made for needs that fall, or nearly so.
+"""Best fit: among many rooms, find the smallest that holds a need. Made for needs that fall, or nearly so. And best-fit
+decreasing: sequences into packs, by memory only (arXiv 2602.21788, stage 1).
 
 Rooms that hold the least need so far, or more, are kept sorted; smaller rooms wait in a heap until the needs have
 fallen to them. If needs fall, the smallest room that holds one is the last of the sorted rooms, and what is left of it
@@ -14,9 +15,12 @@ and `state` (3,).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from dhp_ray.planner.primitives.compiled import inner
+from dhp_ray.planner.primitives.compiled import compiled, inner
+from dhp_ray.planner.schedule import by_owner
 
 ROOM, OWNER, WAITING, WAITING_OWNER = 0, 1, 2, 3
 """Rows of `rooms`: the sorted rooms (falling) and their owners, then the heap (largest first) and its owners."""
@@ -64,7 +68,6 @@ def largest(rooms: np.ndarray, state: np.ndarray) -> float:
 
 @inner
 def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> None:
-    """Reduce the room at `place` to `left`."""
     owner, count = rooms[OWNER, place], int(state[SORTED])
     while place + 1 < count and (rooms[ROOM, place + 1] > left or left < state[FLOOR]):
         rooms[ROOM, place], rooms[OWNER, place] = rooms[ROOM, place + 1], rooms[OWNER, place + 1]
@@ -79,7 +82,6 @@ def shrink(rooms: np.ndarray, state: np.ndarray, place: int, left: float) -> Non
 
 @inner
 def add(rooms: np.ndarray, state: np.ndarray, left: float, owner: int) -> None:
-    """Add a room."""
     if left < state[FLOOR]:
         state[HEAP] += 1
         _rise(rooms, int(state[HEAP]) - 1, left, owner)
@@ -114,3 +116,41 @@ def _drop_largest(rooms: np.ndarray, state: np.ndarray) -> None:
         rooms[WAITING, place], rooms[WAITING_OWNER, place] = rooms[WAITING, below], rooms[WAITING_OWNER, below]
         place = below
     _rise(rooms, place, left, owner)
+
+
+class Packs(NamedTuple):
+    """Pack p holds `rows[first[p]:first[p + 1]]`, longest first."""
+
+    rows: np.ndarray
+    first: np.ndarray
+
+
+def best_fit_decreasing(tokens: np.ndarray, capacity: np.ndarray) -> Packs:
+    """Packs of the sequences of these lengths, in the order in which they were opened. O(K log K) comparisons.
+
+    A pack has the capacity of its first (longest) sequence, in tokens. A sequence goes to the open pack with the least
+    room that holds it. (If capacities follow lengths, a later sequence never needs more capacity than a pack has,
+    because sequences come longest first.)
+    """
+    longest_first = np.argsort(-tokens, kind="stable")
+    pack, count = _packs(tokens, capacity, longest_first)
+    order, first = by_owner(pack, count)
+    return Packs(longest_first[order], first)
+
+
+@compiled
+def _packs(tokens: np.ndarray, capacity: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, int]:
+    """(pack of each sequence of `order`, number of packs)"""
+    pack, count = np.zeros(len(order), dtype=np.int64), 0
+    rooms, state = rooms_for(len(order))
+    for place in range(len(order)):
+        row = order[place]
+        found = first_with(rooms, state, tokens[row])
+        if found < 0:
+            pack[place] = count
+            add(rooms, state, capacity[row] - tokens[row], count)
+            count += 1
+        else:
+            pack[place] = int(rooms[OWNER, found])
+            shrink(rooms, state, found, rooms[ROOM, found] - tokens[row])
+    return pack, count

@@ -119,7 +119,6 @@ def _give(
     loads: Loads, largest: np.ndarray, smaller: np.ndarray, item: int, source: int, target: int, rank_of: np.ndarray,
     ends_s: np.ndarray, held: np.ndarray,
 ) -> None:
-    """Move an item from one rank to another."""
     if largest[source] == item:
         largest[source] = smaller[item]
     else:

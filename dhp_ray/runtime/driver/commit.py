@@ -20,7 +20,7 @@ from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Manifest
 from dhp_ray.storage import STORAGE_TIMEOUT_S
-from dhp_ray.train.results import PackTime, StepResult, busy_s_of
+from dhp_ray.train.results import StepResult, busy_s_of, last_end_s
 
 
 @dataclass
@@ -39,9 +39,7 @@ class Commits:
             with self.session.group.waits.on(f"the copies of the state after step {finished[-1].step}"):
                 self.session.group.call("mirrored")
         for step in finished:
-            last = step is finished[-1]
-            evaluated = evaluated_at(step.step) if last else {}
-            self.commit(replace(step, evaluated=evaluated))
+            self.commit(replace(step, evaluated=evaluated_at(step.step) if step is finished[-1] else {}))
 
     def commit(self, finished: FinishedStep) -> None:
         """Record a finished step; refuse one in which a rank ran another plan than the one written down."""
@@ -134,7 +132,6 @@ class Commits:
         self._noted_step = 0
 
     def _note_results(self, step: int, results: Sequence[StepResult]) -> None:
-        """Note what ranks report of saves with the results of a step, once."""
         if step != self._noted_step:
             self._noted_step = step
             for result in results:
@@ -179,7 +176,7 @@ class Commits:
         session.current.meter.observe(work.seconds_of_ranks(cost, num_ranks), busy_s(finished.results, num_ranks),
                                       work.seconds_of_ranks(cost, num_ranks, PAID_ONCE))
         for rank, slow in session.current.meter.news().items():
-            speed, place = session.current.meter.measured()[rank], session.group.members[rank].place
+            speed, place = session.current.meter.measured[rank], session.group.members[rank].place
             session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step,
                                   speed=round(speed, 2))
             session.tell(Notice(
@@ -190,19 +187,14 @@ class Commits:
 
 def makespan_s(results: Sequence[StepResult]) -> float:
     """Return the seconds from the first start of a pack or encoder phase to the last end, each on its rank's clock."""
-    times = _times(results)
-    return max(time.end_s for time in times) - min(time.start_s for time in times) if times else 0.0
+    return last_end_s(results) - min((time.start_s for result in results for time in result.times), default=0.0)
 
 
 def measured_idle_fraction(results: Sequence[StepResult]) -> float:
     """Return the share of the makespan in which ranks had no pack, or were blocked in an exchange."""
     span = makespan_s(results)
-    busy = sum(time.busy_s for time in _times(results))
+    busy = sum(time.busy_s for result in results for time in result.times)
     return min(1.0, max(0.0, 1.0 - busy / (len(results) * span))) if span > 0 else 0.0
-
-
-def _times(results: Sequence[StepResult]) -> list[PackTime]:
-    return [time for result in results for time in (*result.pack_times, *result.encoder_times)]
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:

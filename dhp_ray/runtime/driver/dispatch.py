@@ -92,7 +92,6 @@ class FinishedStep:
 
     @property
     def generation(self) -> int:
-        """Whose ranks ran it."""
         return int(self.plan_id.split(".")[0])
 
     @classmethod
@@ -240,7 +239,6 @@ class Dispatcher:
 
     @property
     def batches(self) -> dict[int, GlobalBatch]:
-        """The batches taken from the stream and not committed yet, by step."""
         return self.reader.batches
 
     @property

@@ -271,7 +271,6 @@ PICTURE_S = 0.5
 
 
 def export(session: Session) -> None:
-    """Write the model of a complete run."""
     with session.group.waits.on("the model to be written"):
         session.group.call("export", MODEL_FOLDER)
     session.group.call("leave")

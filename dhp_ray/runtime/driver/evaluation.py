@@ -141,7 +141,6 @@ class HeldOutEvaluation:
             raise _of_eval(error) from None
 
     def _report(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
-        """Report the held-out samples that are left out, each once per run."""
         for sample_id, reason in (dispatched.batch.skipped | failures).items():
             if self.config.data.on_error == "fail":
                 raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail)")

@@ -77,13 +77,14 @@ class SpeedMeter:
     evict_below: float = 0.0
     patience: int = 20
     _ranks: list[_Rank] = field(init=False, repr=False)
-    _measured: tuple[float, ...] = field(init=False, repr=False)
+    measured: tuple[float, ...] = field(init=False, repr=False)
+    """Speed of each rank: 1.0 is the group's typical one."""
     _typical: float = field(init=False, repr=False, default=1.0)
     _reported: set[int] = field(init=False, repr=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._ranks = [_Rank() for _ in range(self.num_ranks)]
-        self._measured = (1.0,) * self.num_ranks
+        self.measured = (1.0,) * self.num_ranks
 
     def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float], once_s: Sequence[float] = ()) -> None:
         """Take in one step: seconds by rank. `once_s`: the part of `nominal_s` that packs pay once (empty: none)."""
@@ -100,20 +101,16 @@ class SpeedMeter:
                     rank.nominal_s = rank.busy_s = rank.once_s = 0.0
         slowdowns = sorted(rank.busy_s / rank.nominal_s for rank in self._ranks if rank.nominal_s > 0)
         self._typical = typical = slowdowns[(len(slowdowns) - 1) // 2] if slowdowns else 0.0  # the lower median
-        self._measured = tuple(
+        self.measured = tuple(
             typical * rank.nominal_s / rank.busy_s if rank.busy_s > 0 else 1.0 for rank in self._ranks)
-        for rank, speed in zip(self._ranks, self._measured):
+        for rank, speed in zip(self._ranks, self.measured):
             passed = [limit for limit in (SLOW_BELOW, self.evict_below) if speed < limit]
             rank.below = {limit: rank.below.get(limit, 0) + 1 for limit in passed}
-
-    def measured(self) -> tuple[float, ...]:
-        """Speed of each rank: 1.0 is the group's typical one."""
-        return self._measured
 
     def planned(self) -> tuple[float, ...]:
         """The speeds to plan with: those of the packs' work, without what they pay once."""
         return tuple(1.0 if speed >= NOMINAL_FROM else _told(self._work_speed(rank))
-                     for rank, speed in zip(self._ranks, self.measured()))
+                     for rank, speed in zip(self._ranks, self.measured))
 
     def _work_speed(self, rank: _Rank) -> float:
         """Return the speed of a slow rank's work; its busy seconds are more than what its packs pay once."""
@@ -144,7 +141,7 @@ def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
     """Unblocked seconds of each rank's packs and encoder phases; 0 for a rank that has not reported."""
     seconds = [0.0] * num_ranks
     for result in results:
-        seconds[result.rank] = sum(time.busy_s for time in (*result.pack_times, *result.encoder_times))
+        seconds[result.rank] = sum(time.busy_s for time in result.times)
     return seconds
 
 

@@ -90,7 +90,6 @@ class WorkerGroup:
 
     @property
     def nodes(self) -> list[str]:
-        """The node of each rank."""
         return [member.described["node_id"] for member in self.members]
 
     @property
@@ -116,7 +115,6 @@ class WorkerGroup:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers of the model that the workers train."""
         return int(self.members[0].described["num_layers"])
 
     def membership(self) -> list[dict[str, Any]]:
@@ -149,7 +147,6 @@ class WorkerGroup:
         return [getattr(member.actor, method).remote(*arguments) for member in self.members]
 
     def prefetch(self, slices: Sequence[RankPlan], index: RowIndex) -> list[ray.ObjectRef]:
-        """Send each rank its slice of a plan."""
         return [member.actor.prefetch.remote(*packed_slice(plan, index.blocks_of(plan)))
                 for member, plan in zip(self.members, slices, strict=True)]
 
@@ -293,8 +290,7 @@ def _died(value: Any) -> bool:
 
 def _status_of(call: ray.ObjectRef) -> Status:
     try:
-        status: Status = ray.get(call, timeout=0)
-        return status
+        return ray.get(call, timeout=0)
     except (GetTimeoutError, RayTaskError):  # no answer, or the status call itself raised
         return Status(answered=False)
     except RayError:

@@ -105,7 +105,6 @@ class Session:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """Which rank holds the replica of each rank's shard."""
         return replica_ranks_of(self.group.nodes) if self.mirroring.every else ()
 
     @cached_property
@@ -181,12 +180,10 @@ class Session:
             self.tell(Notice(choice.line))
 
     def note_not_deleted(self, failures: Sequence[str]) -> None:
-        """Record what could not be deleted of old checkpoints."""
         for failure in failures:
             self.records.event("not_deleted", error=failure)
 
     def roll_back(self, step: int) -> None:
-        """Forget every step after `step`."""
         self.watch.close()
         self.records.truncate(step)
         self.note_not_deleted(self.checkpoints.discard_after(step))

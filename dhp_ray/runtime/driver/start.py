@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 
 import yaml
 
 from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import data_sources
-from dhp_ray.data.stream import Stream
+from dhp_ray.data.stream import Stream, in_thread
+from dhp_ray.errors import about
 from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.measure.rounds import PARTS, PartResult, Spec
@@ -53,12 +53,9 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     """Open or resume the run of `run.dir`, which is `folder`. `takes_over`: the workers hold the state of this run,
     whose driver was lost; they keep it. `stopping` returns why to end early.
     """
-    compiled = _compiled()  # done by the time the workers are up
-    try:
-        with group.waits.on("run.dir"):
-            folder.probe()
-    except StorageError as error:
-        raise StorageError(f"run.dir: {error}") from None
+    compiled = in_thread(warm_up, "planner-warm-up")  # done by the time the workers are up
+    with about(StorageError, "run.dir"), group.waits.on("run.dir"):
+        folder.probe()
     records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
         compare_config(folder, config, holds_steps=records.last_step > 0)
@@ -173,20 +170,6 @@ def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell
         tell(Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
                     "deleted"))
     return checkpoints.manifest(covered[-1]) if covered else None
-
-
-def _compiled() -> Future[float]:
-    """Compile the planner's loops in a thread; the future has the seconds that it took."""
-    done: Future[float] = Future()
-
-    def compile_loops() -> None:
-        try:
-            done.set_result(warm_up())
-        except BaseException as error:  # for the code that waits for it
-            done.set_exception(error)
-
-    Thread(target=compile_loops, name="planner-warm-up", daemon=True).start()
-    return done
 
 
 def first_samples(stream: Stream, num_samples: int) -> Sequence[Sample]:

@@ -116,7 +116,6 @@ def _answers(groups: list[list[Any]], fragments: Fragments) -> Iterator[Answer]:
 
 
 def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
-    """Yield each sample's number in the file, its fragment, and its offset in the fragment."""
     number = 0
     for fragment in fragments:
         for offset in range(fragment.num_rows):
@@ -126,17 +125,12 @@ def _samples(fragments: Fragments) -> Iterator[tuple[int, Fragment, int]]:
 
 def _collect(references: list[Any]) -> list[Any]:
     try:
-        found: list[Any] = ray.get(references)
+        return ray.get(references)
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        raise RunError(words_of(cause) if isinstance(cause, Exception) else first_line(error)) from None
     except RayError as error:
-        raise _failure(error) from None
-    return found
-
-
-def _failure(error: RayError) -> RunError:
-    cause = getattr(error, "cause", None)
-    if isinstance(error, RayTaskError):
-        return RunError(words_of(cause) if isinstance(cause, Exception) else first_line(error))
-    return RunError(f"a worker of the evaluation is lost: {first_line(error)}")
+        raise RunError(f"a worker of the evaluation is lost: {first_line(error)}") from None
 
 
 def _take(answer: Answer, config: Evaluation, predictions: Predictions, display: Display) -> None:

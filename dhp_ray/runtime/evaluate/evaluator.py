@@ -81,7 +81,6 @@ class Evaluator:
         return load_model(self.config.model.path, dtype, self.device)
 
     def load(self) -> None:
-        """Load everything."""
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))
         assert self.processor
         assert self.module
@@ -140,8 +139,7 @@ class Evaluator:
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
                                      synced_gpus=self.group is not None)
         new = found[0, inputs["input_ids"].shape[1]:]
-        text: str = self.processor.tokenizer.decode(new, skip_special_tokens=True)
-        return text
+        return self.processor.tokenizer.decode(new, skip_special_tokens=True)
 
     def _inputs(self, encoded: Encoded, media: list[Medium]) -> dict[str, Tensor]:
         """Return the transformers model's inputs for one sequence, to which the first entries of `media` belong."""

@@ -51,14 +51,10 @@ def fit(overrides: Overrides = ()) -> Result:
 
     Inside a trial of Ray Tune every committed step is reported, and the run goes on from Tune's checkpoint.
 
-    Returns:
-        `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder
-        (the former opens it, also where its URI has credentials, which nothing shows), and `error`, a RunError of one
-        line if the run has ended early.
-
-    Raises:
-        ConfigError: a key or value in `overrides` is not allowed; one line.
-        RunError: only in a trial, which has failed then: why the run has ended early.
+    Returns `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder
+    (the former opens it, also where its URI has credentials, which nothing shows), and `error`, a RunError of one line
+    if the run has ended early. ConfigError: a key or value in `overrides` is not allowed. RunError: only in a trial,
+    which has failed then: why the run has ended early.
     """
     trial = None
     name = current_trial()

@@ -40,7 +40,6 @@ def named_head() -> tuple[str, str]:
 
 
 def check_address() -> None:
-    """Refuse an address of a cluster that this machine is not a node of."""
     address, named_by = named_head()
     if "://" in address:
         raise ConfigError(f"{named_by}: got {masked(address)}; allowed: HOST:PORT of the head of a cluster that this "

@@ -40,7 +40,6 @@ def answer_of(program: subprocess.Popen[str]) -> dict[str, str]:
 
 
 def end_cluster(program: subprocess.Popen[str]) -> None:
-    """End the program, and with it the cluster."""
     assert program.stdin is not None
     program.stdin.close()
     try:

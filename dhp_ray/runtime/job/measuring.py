@@ -14,7 +14,7 @@ import ray
 from dhp_ray.comm.device import CPU, Accelerator, choose
 from dhp_ray.config import Config, ConfigError, check_device
 from dhp_ray.measure.cost_file import Measured, MeasuredSession, measured_cost
-from dhp_ray.measure.rounds import PARTS
+from dhp_ray.measure.rounds import MAX_TOKENS, PARTS
 from dhp_ray.model.fused import operators_of
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import allowed_modes
@@ -27,7 +27,6 @@ from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.strategy import Ranks, Strategy
 from dhp_ray.runtime.waits import Waits
-from dhp_ray.runtime.worker.measuring import MAX_TOKENS
 from dhp_ray.runtime.worker.run_model import state_size
 from dhp_ray.storage import Folder
 
@@ -94,7 +93,6 @@ def measure_here(
 
 
 def ranks_here(config: Config, accelerator: Accelerator) -> Ranks:
-    """Return what `cluster.num_workers` ranks on this machine have in common."""
     size, num_ranks, memory_bytes = state_size(config), config.cluster.num_workers, accelerator.memory_bytes()
     return Ranks(kind=accelerator.name, shape=size.shape, adapters=size.adapters, nodes=("here",) * num_ranks,
                  memory_bytes=memory_bytes // num_ranks if accelerator is CPU else memory_bytes,

@@ -223,14 +223,10 @@ def _check_output(output: str, samples: str) -> None:
         raise ConfigError(f"eval.output: got {output!r}, the file of eval.path; allowed: another file")
     if os.path.commonpath([written, read]) == read:
         raise ConfigError(f"eval.output: got {output!r}, inside eval.path ({samples}); allowed: a file outside of it")
-    _check_writable("eval.output", output)
-
-
-def _check_writable(key: str, file: str) -> None:
     try:
-        check_writable(Path(file))
+        check_writable(Path(output))
     except OSError as error:
-        raise ConfigError(f"{key}: {file} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"eval.output: {output} cannot be written: {error.strerror}") from None
 
 
 def _check_cost(path: str) -> None:

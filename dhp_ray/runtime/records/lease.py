@@ -119,8 +119,8 @@ class Lease:
         """Call this before something is written into the folder. StorageError: another start has taken it over."""
         later = [start for start in self._starts() if start.number > self.start.number]
         if later:
-            raise StorageError(f"run.dir: {self.folder.uri} was taken over by {self._words(later[-1])}, while this run "
-                               "did not renew its lease; this run has ended and writes no more")
+            raise StorageError(f"run.dir: {self.folder.uri} was taken over by {_who(self._read(later[-1]))}, while "
+                               "this run did not renew its lease; this run has ended and writes no more")
 
     def release(self) -> None:
         """Mark the run as ended; nothing happens if the lease is not held (any more)."""
@@ -196,12 +196,9 @@ class Lease:
         known = isinstance(found, dict) and {"state", "place", "pid", "born", "clock_s"} <= set(found)
         return dict(found) if known else {"state": "unknown"}  # then it expires, unless it changes
 
-    def _words(self, start: Start) -> str:
-        return _who(self._read(start))
-
     def _refusal(self, start: Start) -> RunError:
-        return RunError(f"run.dir: {self.folder.uri} is in use by {self._words(start)}; allowed: another run.dir, or "
-                        "this one once that run has ended")
+        return RunError(f"run.dir: {self.folder.uri} is in use by {_who(self._read(start))}; allowed: another run.dir, "
+                        "or this one once that run has ended")
 
 
 def _who(seen: dict[str, Any]) -> str:

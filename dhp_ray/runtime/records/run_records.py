@@ -98,24 +98,20 @@ class RunRecords:
         self.folder.write(plan_file(step), (json_text(plan_json) + "\n").encode())
 
     def read_plan(self, step: int) -> dict[str, Any]:
-        """Return the plan of a step, as it was written."""
-        tree: dict[str, Any] = json.loads(self.folder.read(plan_file(step)))
-        return tree
+        return json.loads(self.folder.read(plan_file(step)))
 
     def planned_cost(self) -> dict[str, Any]:
         """Return the cost constants of the newest step that is planned or committed; empty if there is none."""
         for step in (self.last_step + 1, self.last_step):
             if step and self.folder.exists(plan_file(step)):
-                found: dict[str, Any] = self.read_plan(step)["inputs"]["cost"]
-                return found
+                return self.read_plan(step)["inputs"]["cost"]
         return {}
 
     def planned_samples(self, step: int) -> list[dict[str, Any]]:
         """Return the samples of a step from its plan file; empty if there is no such file."""
         if not self.folder.exists(plan_file(step)):
             return []
-        found: list[dict[str, Any]] = self.read_plan(step)["inputs"]["samples"]
-        return found
+        return self.read_plan(step)["inputs"]["samples"]
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""
@@ -125,8 +121,7 @@ class RunRecords:
         """Return the `generation` (0 before the first) and the `ranks` that `cluster` wrote."""
         if not self.folder.exists(CLUSTER_FILE):
             return {"generation": 0, "ranks": []}
-        tree: dict[str, Any] = json.loads(self.folder.read(CLUSTER_FILE))
-        return tree
+        return json.loads(self.folder.read(CLUSTER_FILE))
 
     def truncate(self, step: int) -> None:
         """Forget every step after `step`, which is that of a checkpoint (0: there is none)."""
@@ -146,7 +141,6 @@ class RunRecords:
         self.flush()
 
     def step_times_s(self) -> Iterator[float]:
-        """Yield the seconds of the committed steps."""
         return (line["step_time_s"] for line in self._metrics.lines())
 
     @property

@@ -113,7 +113,9 @@ class ScalarLog:
 
     def hyperparameters(self, config: Config) -> None:
         """Write what the HPARAMS page lists for this run. A resumed run keeps the values of its first start there."""
-        self._write(self.first_step, summary=hparams_pb(hyperparameters_of(config)))
+        values = {dotted: ", ".join(map(str, value)) if isinstance(value, list) else value
+                  for dotted, value, _ in walk(config) if dotted.partition(".")[0] in HYPERPARAMETERS}
+        self._write(self.first_step, summary=hparams_pb(values))
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Write a PNG; its size stands in bytes 16 to 24 of the file."""
@@ -165,12 +167,6 @@ def scalars_of(metrics: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str
     if "applied" in extra:
         values["loss/update_applied"] = float(extra["applied"])
     return {tag: float(value) for tag, value in values.items()}
-
-
-def hyperparameters_of(config: Config) -> dict[str, float | bool | str]:
-    """{dotted key: value} of the keys of HYPERPARAMETERS; a list becomes one string."""
-    return {dotted: ", ".join(map(str, value)) if isinstance(value, list) else value
-            for dotted, value, _ in walk(config) if dotted.partition(".")[0] in HYPERPARAMETERS}
 
 
 def cluster_text(ranks: Sequence[Mapping[str, Any]]) -> str:

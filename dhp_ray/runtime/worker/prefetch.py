@@ -16,7 +16,7 @@ from dhp_ray.config import Config
 from dhp_ray.credentials import shown
 from dhp_ray.data.families.base import VisionFamily
 from dhp_ray.data.images import decode
-from dhp_ray.data.processor import Processor, ProcessorSpec
+from dhp_ray.data.processor import Processor
 from dhp_ray.data.video import decode_video
 from dhp_ray.errors import first_line, named_line
 from dhp_ray.model.language_model import LanguageModel
@@ -32,10 +32,6 @@ Decoding = Callable[[], Patches]
 
 DECODED_AHEAD = 2
 """The images and videos that each decoder may be ahead of the pack that is collated: one under way, and a next one."""
-
-
-def processor_spec(config: Config) -> ProcessorSpec:
-    return ProcessorSpec.of(config.model, config.data)
 
 
 def num_decoders(config: Config) -> int:
@@ -72,7 +68,7 @@ def load_inputs(
         """Return the payload of a sample; to be called in the order in which samples are decoded."""
         own = list(islice(decoded, len(decoded_by)))
         try:
-            payload = _payload(row_of[sample.id], [future.result() for future in own])
+            payload = payload_of(row_of[sample.id], [future.result() for future in own])
             check_payload(sample, payload, adapter, here)
         except MemoryError as error:  # of the machine, not of the sample
             raise RunError(f"step {plan.step}: no memory to decode sample {sample.id}: {named_line(error)}") from None
@@ -114,12 +110,8 @@ def futures_of(calls: Sequence[Decoding], executor: Executor, ahead: int) -> Ite
         yield waiting.popleft()
 
 
-def payload_of(row: dict[str, Any], encoded_here: Sequence[bool], processor: Processor) -> Payload:
-    """Return a row of a block as a payload, with the patches of the grids that are encoded here."""
-    return _payload(row, [decoding() for decoding in decodings(row, encoded_here, processor)])
-
-
-def _payload(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
+def payload_of(row: dict[str, Any], decoded: Sequence[Patches]) -> Payload:
+    """Return a row of a block as a payload, with what its `decodings` have returned."""
     return Payload(pixels=[patches for grids in decoded for patches in grids],
                    **{name: row[name] for name in ("input_ids", "labels", "grids", "media", "seconds")})
 

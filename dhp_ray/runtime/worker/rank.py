@@ -23,6 +23,8 @@ from dhp_ray.comm.transport import Transport, open_transport
 from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
 from dhp_ray.config import Config
 from dhp_ray.data.processor import Processor
+from dhp_ray.measure.member import Member
+from dhp_ray.measure.rounds import MAX_TOKENS, PartResult, Spec, spec_of
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.runtime.messages import Membership
 from dhp_ray.runtime.worker.export import export_model, save_folder
@@ -41,6 +43,9 @@ from dhp_ray.train.state.peer_replica import PeerReplica
 from dhp_ray.train.state.reshard import reshard
 from dhp_ray.train.state.shards import LocalShard
 from dhp_ray.train.step_inputs import StepInputs
+
+MeasuredPart = tuple[Spec, PartResult | None]
+"""What is measured, and a rank's result of one part (None: there is nothing of it to measure)."""
 
 
 class Rank:
@@ -169,6 +174,14 @@ class Rank:
         found = greedy_answers(self.stepper, inputs, sample_ids, self.config.eval.max_new_tokens,
                                end_ids_of(self.adapter, processor), processor.token_ids["pad"])
         return [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+
+    def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
+        """Measure a part, with packs of up to MAX_TOKENS; the state is useless afterwards. Every rank calls this."""
+        membership, tokens = self.membership, min(tokens_per_rank, MAX_TOKENS[self.accelerator.name])
+        nodes = membership.nodes or ("",) * membership.world_size
+        spec = spec_of(self.config, self.adapter.shape, self.mode.sync, nodes, tokens)
+        member = Member(membership.rank, spec, self.stepper, self.config.train.precision)
+        return spec, member.measure(part) if part in spec.parts() else None
 
     def learning_rate_factor(self, step: int, total_steps: int) -> float:
         train = self.config.train

@@ -28,8 +28,7 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 # The job's process imports this file to make the actors, and needs nothing of what takes seconds to import.
 if TYPE_CHECKING:
     from dhp_ray.model.language_model import LanguageModel
-    from dhp_ray.runtime.worker.measuring import MeasuredPart
-    from dhp_ray.runtime.worker.rank import Rank
+    from dhp_ray.runtime.worker.rank import MeasuredPart, Rank
     from dhp_ray.train.results import StepResult
     from dhp_ray.train.state.shards import LocalShard
     from dhp_ray.train.step_inputs import StepInputs
@@ -70,7 +69,7 @@ class Worker:
 
     def __init__(self, config: Config) -> None:
         gc.disable()  # collections would take a fifth of the time to import what methods import below
-        for part in ("measuring", "prefetch", "rank"):
+        for part in ("prefetch", "rank"):
             import_module(f"dhp_ray.runtime.worker.{part}")
         gc.enable()
         from dhp_ray.comm.progress import Progress
@@ -112,10 +111,10 @@ class Worker:
     @training
     def prepare(self) -> None:
         """Load what joining would take long for, while others still train."""
-        from dhp_ray.runtime.worker.prefetch import processor_spec
+        from dhp_ray.data.processor import ProcessorSpec
         from dhp_ray.runtime.worker.run_model import build_adapter
 
-        self.processor = processor_spec(self.config).load()
+        self.processor = ProcessorSpec.of(self.config.model, self.config.data).load()
         if self.adapter is None:
             self.adapter, self.unused = build_adapter(self.config), True
 
@@ -125,7 +124,7 @@ class Worker:
         import torch
 
         from dhp_ray.comm.progress import Progress
-        from dhp_ray.runtime.worker.prefetch import processor_spec
+        from dhp_ray.data.processor import ProcessorSpec
         from dhp_ray.runtime.worker.rank import Rank
 
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # of this thread, which runs the steps
@@ -138,7 +137,7 @@ class Worker:
             if self.aborted_generation >= self.generation:  # before this call came
                 self.progress.abort()
         self.prefetched.clear()
-        self.processor = processor_spec(self.config).load()
+        self.processor = ProcessorSpec.of(self.config.model, self.config.data).load()
         if not gc.get_freeze_count():
             gc.freeze()  # what is loaded stays; scanning it would take most of each change of membership
         keeps_state, mode = isinstance(origin, FromMemory), membership.mode_in(self.config)
@@ -231,9 +230,8 @@ class Worker:
     @training
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
         """Measure a part of what packs cost, with all ranks; the state is useless afterwards."""
-        from dhp_ray.runtime.worker.measuring import measured_on
-
-        return measured_on(self.rank, part, tokens_per_rank)
+        assert self.rank is not None
+        return self.rank.measure(part, tokens_per_rank)
 
     @training
     def save(self, step: int) -> None:
@@ -277,7 +275,6 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
-        """Return what this worker is doing; see Status."""
         call = self.call
         passed = self.progress.passed()
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,

@@ -53,12 +53,11 @@ from dhp_ray.model.weights import StoredWeights
 from dhp_ray.run_folder import tensors_folder
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, replacing, sync_folder
 from dhp_ray.train.engine import Engine
-from dhp_ray.train.state.shards import ShardState
+from dhp_ray.train.state.shards import CPU, ShardState
 
 DESCRIPTION = "parameters.json"
 INDEX = ".metadata"
 """torch's file of where each interval lies."""
-CPU = torch.device("cpu")
 POLL_S = 0.1
 """Seconds after which a wait for a save looks for an abort."""
 
@@ -142,27 +141,18 @@ class Checkpointer:
         self.group, self._files = group, None
 
     def load(self, name: str) -> None:
-        """Load the state from `name`, a `tensors_folder`, saved by any number of ranks.
-
-        Raises:
-            ValueError: it is of another model, or of other weights that are not trained, or its tensors cannot be read;
-                one line. The engine's state is then as before.
-            StorageError: one of its files is missing; one line.
+        """Load the state from `name`, a `tensors_folder`, saved by any number of ranks. ValueError: it is of another
+        model, or of other weights that are not trained, or cannot be read; the engine's state is then as before.
+        StorageError: one of its files is missing.
         """
         self.finish()
-        description = json.loads(self.folder.read(f"{name}/{DESCRIPTION}"))
-        compare_shapes(name, {key: tuple(shape) for key, shape in description["shapes"].items()}, self.engine.shapes)
-        compare_base(name, description.get("base", ""), self.base)
+        description = described(name, self.folder.read(f"{name}/{DESCRIPTION}"), self.engine.shapes, self.base)
         state = ShardState.zeros(self.engine.shard_size, CPU)
         local = self.folder.local_path()
         fetched = None if local else self._staged("load")
         try:
             source = local / name if local else self._fetch(name, state, self._staged("load"))
-            dcp.load(self._entries(state), storage_reader=dcp.FileSystemReader(source),
-                     planner=LoadPlanner(flatten_state_dict=False),
-                     process_group=self.group, no_dist=self.group is None)
-        except CheckpointException as error:
-            raise ValueError(f"{name}: cannot be read: {_first_failure(error)}") from None
+            load_entries(self._entries(state), name, source, self.group)
         finally:
             if fetched:
                 shutil.rmtree(fetched, ignore_errors=True)
@@ -279,7 +269,9 @@ class Checkpointer:
         return fetched
 
 
-def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]]) -> None:
+def compare_shapes(
+    checkpoint: str, saved: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise ValueError, with the first parameter that differs, unless a checkpoint is of this model."""
     for name in [*model, *(name for name in saved if name not in model)]:
         if saved.get(name) != model.get(name):
@@ -290,11 +282,34 @@ def compare_shapes(checkpoint: str, saved: dict[str, tuple[int, ...]], model: di
             )
 
 
-def compare_base(checkpoint: str, saved: str, base: StoredWeights | None) -> None:
-    """Raise ValueError unless `base` has the fingerprint `saved` (empty: the checkpoint has none)."""
-    if saved and base is not None and base.fingerprint != saved:
+def described(
+    checkpoint: str, content: bytes, shapes: Mapping[str, tuple[int, ...]], base: StoredWeights | None
+) -> dict[str, Any]:
+    """The `content` of a checkpoint's DESCRIPTION. ValueError: it is damaged, or of other shapes or another `base`."""
+    try:
+        description: dict[str, Any] = json.loads(content)
+        saved = {key: tuple(shape) for key, shape in description["shapes"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{checkpoint}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
+    compare_shapes(checkpoint, saved, shapes)
+    if description.get("base") and base is not None and base.fingerprint != description["base"]:
         raise ValueError(f"{checkpoint}: trained beside other weights than those in model.path, {base.path}; allowed: "
                          "the folder that the run began with")
+    return description
+
+
+def load_entries(
+    entries: dict[str, Intervals], name: str, folder: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill the entries from the files of checkpoint `name` in `folder`. ValueError: they cannot be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of a single process
+            dcp.load(entries, storage_reader=dcp.FileSystemReader(folder),
+                     planner=LoadPlanner(flatten_state_dict=False), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise ValueError(f"{name}: cannot be read: rank {rank}: {named_line(cause)}") from None
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
@@ -310,21 +325,10 @@ def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:
     return files
 
 
-def _first_failure(error: CheckpointException) -> str:
-    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    return f"rank {rank}: {named_line(cause)}"
-
-
 class StoredValues:
-    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. `name` is its name in errors.
-
-    Args:
-        shapes: those of the model's trained parameters.
-        others: the other parameters that `gather` may be asked for.
-        base: the files that these come from; None: there are none.
-
-    Raises:
-        ValueError: the checkpoint is of another model, or of another `base`, or damaged; one line.
+    """The values in `folder`, the `tensors_folder` of a checkpoint on this machine. `name` is its name in errors;
+    `shapes`: those of the model's trained parameters; `others`: the other ones that `gather` may be asked for, and
+    `base`: the files that these come from. ValueError: the checkpoint is of another model or `base`, or damaged.
     """
 
     def __init__(
@@ -333,36 +337,19 @@ class StoredValues:
     ) -> None:
         self.name, self.folder, self.shapes, self.others = name, folder, dict(shapes), others
         try:
-            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-            saved = {key: tuple(shape) for key, shape in description["shapes"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            content = (folder / DESCRIPTION).read_bytes()
+        except OSError as error:
             raise ValueError(f"{name}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
-        compare_shapes(name, saved, self.shapes)
-        compare_base(name, description.get("base", ""), base)
+        described(name, content, self.shapes, base)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        """As `Engine.gather`, for one rank; all that is wanted is read at once.
-
-        Raises:
-            ValueError: tensors cannot be read; one line.
-        """
+        """As `Engine.gather`, for one rank; all that is wanted is read at once. ValueError: it cannot be read."""
         names = [name for name, _ in wanted]
-        found = self._read([name for name in names if name in self.shapes])
+        found = {name: torch.empty(self.shapes[name]) for name in names if name in self.shapes}
+        load_entries({f"value.{name}": Intervals(value.numel(), {0: value.view(-1)}) for name, value in found.items()},
+                     self.name, self.folder)
         for name in names:
             yield name, found.pop(name) if name in found else self.others[name].detach().float()
-
-    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        found = {name: torch.empty(self.shapes[name]) for name in names}
-        entries = {f"value.{name}": Intervals(value.numel(), {0: value.view(-1)}) for name, value in found.items()}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is intended
-                dcp.load(entries, storage_reader=dcp.FileSystemReader(self.folder),
-                         planner=LoadPlanner(flatten_state_dict=False), no_dist=True)
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))
-            raise ValueError(f"{self.name}: cannot be read: {named_line(cause)}") from None
-        return found
 
 
 @dataclass
@@ -452,4 +439,4 @@ class LoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)  # type: ignore[no-any-return]
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)

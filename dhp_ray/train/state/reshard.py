@@ -45,11 +45,8 @@ def reshard(
 
     Every rank of the new membership calls this on a gloo group of them all; None is for a single rank. `supplies` are
     the shards that this rank is to supply: each old rank's shard is supplied by exactly one new rank, all in one
-    version. Values are moved, never computed with: the result is bit for bit what was supplied.
-
-    Raises:
-        ValueError: on all ranks alike, one line: an interval that nobody supplies, a shard supplied twice, or two
-            versions.
+    version. Values are moved, never computed with: the result is bit for bit what was supplied. ValueError, on all
+    ranks alike: an interval that nobody supplies, a shard supplied twice, or two versions.
     """
     offer: list[Offer] = [(shard.owner, shard.version, shard.state.vision_updates, shard.pieces)
                           for shard in supplies]

@@ -64,12 +64,9 @@ class Bucket:
 
 
 class FlatLayout:
-    """The layout of named parameters over a flat buffer and `world_size` ranks.
-
-    Args:
-        shapes: shape of each parameter, in the order of the buffer.
-        bucket_elements: wanted length of a bucket; rounded up so that every rank's slice is a multiple of
-            SLICE_ALIGNMENT.
+    """The layout of parameters, with these shapes in the order of the buffer, over a flat buffer and `world_size`
+    ranks. `bucket_elements`: wanted length of a bucket; rounded up so that a rank's slice is a multiple of
+    SLICE_ALIGNMENT.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], world_size: int, bucket_elements: int) -> None:

@@ -27,7 +27,7 @@ from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.model.build import build_model
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Pack, Sample
-from dhp_ray.runtime.worker.prefetch import payload_of
+from dhp_ray.runtime.worker.prefetch import decodings, payload_of
 from dhp_ray.schema import Data, Model
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -182,7 +182,7 @@ def records(data: Data) -> dict[str, Row]:
 
 
 def payload(record: Row) -> Payload:
-    return payload_of(record, (True,) * len(record["grids"]), PROCESSOR)
+    return payload_of(record, [decode() for decode in decodings(record, (True,) * len(record["grids"]), PROCESSOR)])
 
 
 def loss_and_gradient(adapter: LanguageModel, record: Row) -> tuple[float, torch.Tensor]:

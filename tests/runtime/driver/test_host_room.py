@@ -28,7 +28,7 @@ from tests.runtime.driver.groups import (
 
 AUTO = ("planner.tokens_per_rank=auto", "train.precision=bf16", "train.activation_offload=auto")
 MODE, RECOMPUTES = Mode("step", False), Mode("step", True)
-ROOM = 0.3
+ROOM = 0.36
 
 
 def on_hosts(group: Workers, host_gib: float) -> Workers:

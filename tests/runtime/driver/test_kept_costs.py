@@ -11,7 +11,6 @@ import yaml
 from dhp_ray.planner import CostModel
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.start import kept_cost
-from dhp_ray.runtime.strategy import origin_of
 from dhp_ray.storage import Folder
 from tests.runtime.driver.groups import config_of, group_of, strategy_of
 
@@ -23,8 +22,7 @@ def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure")
     group, folder = group_of(2, 8.0, config), Folder(str(tmp_path))
     assert kept_cost(folder, strategy_of(config, group), STEP) == (None, "")
-    memory = strategy_of(config, group).memory(STEP)
-    origin = origin_of(config, memory, "cuda", "NVIDIA H100 80GB HBM3", 2, True)
+    origin = strategy_of(config, group).origin(STEP)
     (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | origin.to_json()))
     found, reason = kept_cost(folder, strategy_of(config, group), STEP)
     assert found is not None

@@ -115,7 +115,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
 
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
-    memory_gib, mode = 0.2, Mode("step", False)
+    memory_gib, mode = 0.27, Mode("step", False)
     first = strategy_of(config, group_of(8, memory_gib, config)).tokens_that_fit()
     config.planner.tokens_per_rank = str(first)
 
@@ -139,7 +139,7 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
 
 def test_a_sequence_that_fits_the_run_waits_for_ranks_though_fewer_hold_less_each(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
-    memory_gib = 0.2
+    memory_gib = 0.27
     first = strategy_of(config, group_of(8, memory_gib, config)).tokens_that_fit()
     config.planner.tokens_per_rank = str(first)
     left = group_of(2, memory_gib, config)  # survivors

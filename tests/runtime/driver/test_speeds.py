@@ -20,7 +20,7 @@ def metered(num_ranks: int, steps: Sequence[tuple[Sequence[float], Sequence[floa
 
 
 def test_nothing_seen_is_nominal_speed() -> None:
-    assert SpeedMeter(3).measured() == SpeedMeter(3).planned() == (1.0, 1.0, 1.0)
+    assert SpeedMeter(3).measured == SpeedMeter(3).planned() == (1.0, 1.0, 1.0)
 
 
 def test_long_packs_make_nobody_slow() -> None:
@@ -32,7 +32,7 @@ def test_long_packs_make_nobody_slow() -> None:
 
 def test_a_machine_slow_as_a_whole_makes_nobody_slow() -> None:
     meter = metered(4, [((1.0, 2.0, 1.0, 0.5), (7.0, 14.0, 7.0, 3.5))] * 30, evict_below=0.5, patience=3)
-    assert meter.measured() == pytest.approx((1.0, 1.0, 1.0, 1.0))
+    assert meter.measured == pytest.approx((1.0, 1.0, 1.0, 1.0))
     assert not meter.slow()
     assert not meter.no_good()
 
@@ -48,7 +48,7 @@ def test_a_rank_at_a_third_is_seen_within_three_steps_and_so_is_its_recovery(num
     assert meter.planned()[1:] == (1.0,) * (num_ranks - 1)
     for _ in range(20):
         meter.observe(nominal, bad)
-    assert meter.measured()[0] == pytest.approx(1 / 3, abs=1e-3)
+    assert meter.measured[0] == pytest.approx(1 / 3, abs=1e-3)
     for _ in range(5):
         meter.observe(nominal, good)
     assert meter.planned() == (1.0,) * num_ranks
@@ -68,7 +68,7 @@ def test_plans_are_told_the_speed_of_the_work_without_what_packs_pay_once() -> N
         meter = SpeedMeter(3, evict_below=0.2, patience=3)
         for _ in range(10):
             meter.observe((6.0,) * 3, (11.0 * scale, 6.0 * scale, 6.0 * scale), (1.0,) * 3)
-        assert meter.measured() == pytest.approx((6 / 11, 1.0, 1.0))
+        assert meter.measured == pytest.approx((6 / 11, 1.0, 1.0))
         assert meter.planned() == (0.5, 1.0, 1.0)
 
 

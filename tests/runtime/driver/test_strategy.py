@@ -18,7 +18,7 @@ from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, origin_of
+from dhp_ray.runtime.strategy import RECOMPUTATION, Choice
 from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import (
     GIB,
@@ -157,14 +157,17 @@ def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> No
 
 
 def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path))
-    models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step", False)) for size in (1, 2, 3, 16)]
-    found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
-    assert found == [0, 1, 4, CUDA.pool_groups(80 * GIB)]
+    """Beside that of all ranks for packs, and the engine's."""
+    for words, pooled in (([], [0] * 4), (["comm.transport=pool"], [0, 1, 4, CUDA.pool_groups(80 * GIB)])):
+        config = config_of(str(tmp_path), *words)
+        models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step", False))
+                  for size in (1, 2, 3, 16)]
+        found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
+        assert found == [0, *(2 + count for count in pooled[1:])]
 
 
 def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: Path) -> None:
-    config = config_of(str(tmp_path), "train.precision=bf16")
+    config = config_of(str(tmp_path), "train.precision=bf16", "comm.transport=pool")
     described = {"memory_bytes": 80 * GIB, "fused": True, **state_size(config)._asdict()}
 
     def cost(*names: str, **changed: Any) -> CostModel:
@@ -194,7 +197,7 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
     described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", "fused": False,
                  **state_size(config)._asdict()}
     group, mode = Workers(members(described, described)), Mode("step", False)
-    origin = origin_of(config, strategy_of(config, group).memory(mode), "cpu", "AMD EPYC", 2)
+    origin = strategy_of(config, group).origin(mode)
     tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
     path = tmp_path / "cost.yaml"
     path.write_text(yaml.safe_dump(tree | origin.to_json()))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,13 @@ import torch
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
 from dhp_ray.data.index import index_fragments
-from dhp_ray.data.processor import ProcessorSpec
+from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.reader import ReadFragments, read_payloads
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan, RankPlan, Sample, encoded_images, planned_samples
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.runtime.worker import prefetch
-from dhp_ray.runtime.worker.prefetch import Patches, encoded_grids, futures_of, load_inputs, num_decoders, payload_of
+from dhp_ray.runtime.worker.prefetch import Patches, decodings, encoded_grids, futures_of, load_inputs, num_decoders
 from dhp_ray.schema import Cluster, Config, Data
 from dhp_ray.train.collate import Payload, check_payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -83,6 +84,11 @@ def plan_apart(samples: list[Sample]) -> Plan:
     plan = with_images_apart(Plan("listed", "step", ClusterSpec(3, 3, 10**5), tuple(samples), groups, 1.0, 1.0))
     plan.validate()
     return plan
+
+
+def payload_of(record: dict[str, Any], here: Sequence[bool], processor: Processor) -> Payload:
+    """A row as a payload, with the patches of these grids."""
+    return prefetch.payload_of(record, [decode() for decode in decodings(record, here, processor)])
 
 
 def test_a_video_in_pieces_has_the_loss_of_plain_transformers(tmp_path: Path) -> None:
