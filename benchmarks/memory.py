@@ -38,7 +38,7 @@ def tokens_per_rank(name: str, gibibytes: int, num_devices: int, sync: str) -> i
     shape, pixels = shape_of(name), Data().max_pixels
     largest = FAMILIES[shape.family].largest_image_tokens(pixels, pixels, shape.token_pixels)
     settings = MemorySettings(sync=sync, world_size=num_devices, precision="bf16", recomputes=True, device=device.name,
-                              largest_image=largest, communicators_bytes=2 * device.group_bytes)
+                              largest_image=largest, communicators_bytes=device.group_bytes + device.world_bytes)
     memory = MemoryModel(shape, settings).with_image_limit(MEMORY_SHARE * memory_bytes, largest)
     return memory.tokens_that_fit(MEMORY_SHARE * memory_bytes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -62,8 +62,7 @@ class Planned(NamedTuple):
 
 
 class Opened:
-    """A case with its batches and costs. Process groups are taken to be there: every planner's steps are without the
-    making of them."""
+    """A case with its batches and costs."""
 
     def __init__(self, case: Case, batches: Sequence[Sequence[Sample]] | None = None) -> None:
         """Raises:
@@ -74,7 +73,7 @@ class Opened:
         longest = max(sample.num_tokens for batch in self.batches for sample in batch)
         self.machine = SimulatedCluster(settings, longest, self.batches[0])
         self.place: Place = self.machine.place(tuple(rank // NODE_RANKS for rank in range(case.num_ranks)))
-        self.cost: CostModel = replace(self.place.cost, group_s=0.0)
+        self.cost: CostModel = self.place.cost
 
     @property
     def cluster(self) -> ClusterSpec:

@@ -147,7 +147,7 @@ class Planner:
 
 @dataclass(kw_only=True)
 class Comm:
-    transport: str = key("parent", "parent: packs exchange over one group of all ranks, none is made in training; "
+    transport: str = key("parent", "parent: packs exchange over one group of all ranks, so none is made in training; "
                          "pool: process groups of each plan, as many as 5 % of the device's memory hold, at most 64, "
                          "and the parent group for further ones", choices=("pool", "parent"))
     timeout_s: float = key(600.0, "seconds after which a collective counts as stuck", above=0, maximum=MONTH_S)

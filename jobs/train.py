@@ -18,8 +18,8 @@ def _main(argv: list[str], signals: ShutdownSignals) -> int:
     from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are handled
 
     if "--help" in argv or "-h" in argv:
-        print(help_text("Train a language or vision-language model on a Ray cluster, with process groups planned for "
-                        "every batch."))
+        print(help_text("Train a language or vision-language model on a Ray cluster, with context-parallel groups "
+                        "planned for every batch."))
         return 0
     try:
         config = load(argv)

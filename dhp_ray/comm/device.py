@@ -33,7 +33,9 @@ class Accelerator:
     visible: str = ""
     """The environment variable that hides some of its devices."""
     group_bytes: int = 0
-    """The approximate device memory of a process group of the pool."""
+    """The approximate device memory of a process group of packs, which is made with `pack_options`."""
+    world_bytes: int = 0
+    """That of any other process group."""
 
     def num_devices(self) -> int:
         """Return the most devices of this machine, by their files: a library takes seconds to import."""
@@ -109,8 +111,8 @@ class Accelerator:
         fitting = int(POOL_SHARE * memory_bytes / self.group_bytes) if self.group_bytes else POOL_GROUPS
         return max(1, min(POOL_GROUPS, fitting))
 
-    def pool_options(self) -> Any:
-        """Return the options that a group of the pool is made with: small buffers where their size can be chosen."""
+    def pack_options(self) -> Any:
+        """Return the options that a group of packs is made with: small buffers where their size can be chosen."""
         if self.name != "npu":
             return None
         import torch_npu
@@ -143,8 +145,8 @@ POOL_GROUPS, POOL_SHARE = 64, 0.05
 """The most groups that `auto` keeps (gloo's groups take a socket per pair of ranks), and the share of a device's memory
 for them.
 """
-HCCL_BUFFER_MB = 32
-"""HCCL takes two such buffers per group; by default each has 200 MB, and 64 groups would take 25 GB."""
+HCCL_BUFFER_MB, HCCL_DEFAULT_MB = 32, 200
+"""HCCL takes two buffers per group, of the second size by default: 64 groups would take 25 GB."""
 NCCL_BYTES = 64 * 2**20
 """An unmeasured estimate: what a communicator takes grows with its members and links."""
 
@@ -154,8 +156,9 @@ number. With fewer, streams share a queue: a rank's gather waits behind an excha
 """
 
 CPU = Accelerator("cpu", "gloo", None)
-CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES)
-NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20)
+CUDA = Accelerator("cuda", "nccl", "GPU", "/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES", NCCL_BYTES, NCCL_BYTES)
+NPU = Accelerator("npu", "hccl", "NPU", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES", 2 * HCCL_BUFFER_MB * 2**20,
+                  2 * HCCL_DEFAULT_MB * 2**20)
 WATCHDOGS = {f"TORCH_{library}_{name}": "0" for library in ("NCCL", "HCCL")
              for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC")}
 """By default torch's watchdogs end the process when a peer is gone, and so do the threads that watch them; a survivor

@@ -67,7 +67,7 @@ class GroupPool:
     def _create(self, key: Key) -> None:
         with self.progress.waiting("making of a process group"):
             self._groups[key] = make_group(key, self.accelerator.backend, self.timeout,
-                                           self.accelerator.pool_options())
+                                           self.accelerator.pack_options())
         if own_rank() in key:
             warm_up_group(self._groups[key], key, self.progress)
             if self.accelerator.backend != "gloo":
@@ -148,7 +148,7 @@ def open_transport(
     group = None
     if world_size > 1:
         ranks = range(world_size)
-        group = make_group(ranks, accelerator.backend, timeout)
+        group = make_group(ranks, accelerator.backend, timeout, accelerator.pack_options())
         warm_up_group(group, ranks, progress)
     pool = GroupPool(capacity, timeout, accelerator, progress) if name == "pool" else None
     return Transport(rank, group, pool, progress)

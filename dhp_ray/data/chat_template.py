@@ -49,10 +49,10 @@ class ChatTemplate:
 
     Qwen3.5's writes a thought, which may be empty, before the last answer and takes those of earlier ones away:
 
-        prompted    <|im_start|>assistant\\n<think>\\n                    the end of a prompt
-        unthinking  <|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n    before a last answer without a thought
-        earlier     <|im_start|>assistant\\n                              before an earlier answer
-        closing     <|im_end|>                                          after each
+        prompted         <|im_start|>assistant\\n<think>\\n                    the end of a prompt
+        without_thought  <|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n    before a last answer without a thought
+        earlier          <|im_start|>assistant\\n                              before an earlier answer
+        closing          <|im_end|>                                          after each
 
     The whole conversation thus does not show earlier answers as they are generated. Each answer that is learned is
     therefore written as if it were the last; all else as the template writes it.
@@ -61,7 +61,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, template: str) -> None:
         self.tokenizer, self.template = tokenizer, template
         self._asked = self._apply([ASKED], prompt=False)
-        self._prompted, self._unthinking, self._earlier, self._closing = self._answer_frame()
+        self._prompted, self._without_thought, self._earlier, self._closing = self._answer_frame()
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its calls of
@@ -72,7 +72,7 @@ class ChatTemplate:
         frame = self._text([turn if number not in learned else
                             replace(turn, parts=(ContentPart("text", stand_in),), calls="")
                             for number, turn in enumerate(turns, 1)], prompt=False)
-        before = "|".join(map(re.escape, (self._unthinking, self._earlier)))
+        before = "|".join(map(re.escape, (self._without_thought, self._earlier)))
         text, *others = re.split(f"(?:{before}){stand_in}{re.escape(self._closing)}", frame)
         if len(others) != len(learned):
             raise RowError(f"the chat template leaves out or changes {len(learned) - len(others)} of {len(learned)} "
@@ -90,7 +90,7 @@ class ChatTemplate:
         """The text of the turns and what the template writes before the next answer, an empty thought too."""
         text = self._text(turns, prompt=True)
         _check_all_there(turns, text)
-        return text + self._unthinking[len(self._prompted) :]
+        return text + self._without_thought[len(self._prompted) :]
 
     def answer(self, number: int, turn: Turn) -> str:
         """The text of an answer, with the calls of tools as the template writes them."""
@@ -106,13 +106,16 @@ class ChatTemplate:
             written = self._apply([ASKED, turn.message()], prompt=False).removeprefix(self._asked)
         except TemplateError as error:
             raise RowError(f"the chat template refuses turn {number}, of the assistant: {first_line(error)}") from None
-        prompt = self._unthinking if written.startswith(self._unthinking) else self._prompted
+        prompt = self._without_thought if written.startswith(self._without_thought) else self._prompted
         said, closing, _ = written.removeprefix(prompt).rpartition(self._closing)
-        spoken, text = _spoken(said), _spoken(turn.text)
-        whole = spoken.startswith(text) if turn.calls else spoken == text
+        thought, text = split_thought(turn.text)
+        kept, rest = split_thought(said)
+        whole = kept == thought and (rest.startswith(text) if turn.calls else rest == text)
         if not written.startswith(prompt) or not closing or not whole:
             raise RowError(f"the chat template changes an answer, turn {number}; allowed: a text that it writes as it "
                            "is, or stripped, behind one thought in <think>...</think> at most")
+        if thought and not text and not turn.calls:
+            raise RowError(f"turn {number} has a thought and no answer; allowed: both, or the answer alone")
         if "<think>" in prompt and said.lstrip().startswith("<think>"):
             raise RowError(f"turn {number} begins a thought that does not end; allowed: <think>...</think>, then the "
                            "answer")
@@ -167,7 +170,7 @@ class ChatTemplate:
                            "a folder whose chat template writes them")
 
     def _answer_frame(self) -> tuple[str, str, str, str]:
-        """What the class names prompted, unthinking, earlier and closing."""
+        """What the class names prompted, without_thought, earlier and closing."""
         messages: list[dict[str, Any]] = []
         frames = set()
         for number in range(2):
@@ -182,11 +185,11 @@ class ChatTemplate:
                                 "answers may go)")
             frames.add((prompt[len(asked) :], before, closing.rstrip()))
         earlier, _, rest = answered.removeprefix(self._asked).partition("answer 0")
-        prompted, unthinking, closing = frames.pop()
+        prompted, without_thought, closing = frames.pop()
         if frames or not all((prompted, earlier, closing)) or not rest.startswith(closing):
             raise DataError("model.path: its chat template writes answers in different ways; allowed: one opening and "
                             "one end for all")
-        return prompted, unthinking, earlier, closing
+        return prompted, without_thought, earlier, closing
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool) -> str:
         text = self.tokenizer.apply_chat_template(messages, tools, chat_template=self.template, tokenize=False,
@@ -215,9 +218,18 @@ def _without_breaks(parts: Sequence[ContentPart]) -> Iterator[ContentPart]:
         after_mark = part.marked
 
 
-def _spoken(answer: str) -> str:
-    """An answer without the tokens around its thought, and without white space there."""
-    return "\n".join(text for piece in re.split("</?think>", answer) if (text := piece.strip()))
+_THOUGHT = re.compile(r"\s*(?:<think>(.*?)</think>|(.*?)</think>(?=\n|\s*\Z))(.*)", re.DOTALL)
+
+
+def split_thought(answer: str) -> tuple[str, str]:
+    """The thought of an answer and its text, stripped. A thought lies between <think> and </think> before the text, or,
+    where its prompt began it, before a </think> that ends a line; with further tags all is text.
+    """
+    found = _THOUGHT.fullmatch(answer)
+    thought, text = (found[1] or found[2] or "", found[3]) if found else ("", answer)
+    if found and re.search("</?think>", thought + text):
+        thought, text = "", answer
+    return thought.strip(), text.strip()
 
 
 def _check_all_there(turns: Sequence[Turn], text: str) -> None:
@@ -226,8 +238,7 @@ def _check_all_there(turns: Sequence[Turn], text: str) -> None:
     """
     position = 0
     for number, turn in enumerate(turns, 1):
-        pieces = [turn.text.rpartition("</think>")[2]] if turn.role == "assistant" else [
-            part.text for part in turn.parts]
+        pieces = [split_thought(turn.text)[1]] if turn.role == "assistant" else [part.text for part in turn.parts]
         pieces += [call["function"]["name"] for call in json.loads(turn.calls or "[]")]
         for piece in map(str.strip, pieces):
             forms = {piece, json.dumps(piece, ensure_ascii=False)[1:-1]} if turn.role == "tool" else {piece}

@@ -176,7 +176,10 @@ def _turn(number: int, turn: Any) -> Turn:
     if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):
         if not isinstance(thought, str):
             raise RowError(f"turn {number} has reasoning_content {_brief(thought)}; allowed: a text")
-        parts = [ContentPart("text", f"<think>\n{thought.strip()}\n</think>\n\n"), *parts]
+        if "</think>" in "".join(part.text for part in parts):
+            raise RowError(f"turn {number} has reasoning_content, and </think> in its text; allowed: one of them")
+        if thought := thought.strip():
+            parts = [ContentPart("text", f"<think>\n{thought}\n</think>\n\n"), *parts]
     result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn), calls)
     _check_text(f"turn {number}", result.text + calls)
     if result.media and result.role not in ("user", "tool"):

@@ -204,7 +204,8 @@ def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tenso
     out.
     """
     def multiplied(x: Tensor, weight: Tensor) -> Tensor:
-        # as it is, or by the rows of its matrices; viewed here, its gradient is added before others are computed
+        # as it is, or by the rows of its matrices. Autograd adds the gradient of the latest view first, so it is freed
+        # before that of another weight is there.
         out: Tensor = _Products.apply(x, weight.view(len(ends), -1, weight.shape[-1]), ends)
         return out
 

@@ -84,8 +84,8 @@ def tiny_qwen3_5(token_ids: Mapping[str, int]) -> Qwen3_5Config:
 
 
 def tiny_qwen3_5_moe(token_ids: Mapping[str, int]) -> Qwen3_5MoeConfig:
-    """`tiny_qwen3_5` with 6 experts of width 96 in a layer, of which each token takes 2, and one of width 64 that all
-    share: 1.6 million parameters.
+    """`tiny_qwen3_5` with 6 experts of width 96 in a layer, of which each token takes 2, and a shared one of width
+    64: 1.5 million parameters.
     """
     tree = _qwen3_5(token_ids, **EXPERTS, shared_expert_intermediate_size=64)
     del tree["text_config"]["intermediate_size"]

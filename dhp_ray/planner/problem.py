@@ -62,8 +62,8 @@ class Machine(NamedTuple):
 def items_of(most_tokens_per_rank: int, **columns: np.ndarray) -> Items:
     """The items with these fields, and the fewest ranks that hold each."""
     items = np.recarray(len(columns["tokens"]), dtype=ITEM)
-    for name, values in columns.items():
-        setattr(items, name, values)
+    for name in (field for field in ITEM.names or () if field != "minimum_degree"):
+        items[name] = columns[name]
     items.minimum_degree = -(-items.tokens // most_tokens_per_rank)
     return items
 

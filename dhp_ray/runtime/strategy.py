@@ -200,7 +200,7 @@ class Strategy:
             sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
-            communicators_bytes=device.group_bytes * self._num_communicators(world_size, sharing),
+            communicators_bytes=self._communicators_bytes(world_size, sharing),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
             expert_parallel=sharing))
         if self.image_limit:
@@ -208,12 +208,15 @@ class Strategy:
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),
                                        self.moved_share, 0 if given == "auto" else int(given))
 
-    def _num_communicators(self, world_size: int, sharing: int) -> int:
-        """Process groups of a rank: of all ranks, for the engine and for packs; the pool's; two of shared experts."""
-        device, pooled = ACCELERATORS[self.ranks.kind], 0
+    def _communicators_bytes(self, world_size: int, sharing: int) -> int:
+        """Of the process groups of packs: one of all ranks, and those of the pool; of the engine's, of all ranks; and
+        of two for expert parallelism.
+        """
+        device, apart = ACCELERATORS[self.ranks.kind], world_size > 1
+        of_packs = int(apart)
         if self.config.comm.transport == "pool":
-            pooled = min(device.pool_groups(self.ranks.memory_bytes), 2**world_size - world_size - 1)  # sets of ranks
-        return 2 * (world_size > 1) + pooled + 2 * (sharing > 1)
+            of_packs += min(device.pool_groups(self.ranks.memory_bytes), 2**world_size - world_size - 1)
+        return device.group_bytes * of_packs + device.world_bytes * (apart + 2 * (sharing > 1))
 
     def device_tokens(self, memory: MemoryModel) -> int:
         """Return the tokens of a pack that each rank's device holds if packs move `moved_share`; 0: not even one."""

@@ -65,6 +65,9 @@ def test_a_thought_beside_an_answer_lies_before_it() -> None:
     first, answer = talk("a", "b")
     assert learned([first, answer | {"reasoning_content": " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
     assert learned([first, answer | {"reasoning_content": None}]) == "b<|im_end|>"
+    assert learned([first, answer | {"reasoning_content": " "}]) == "b<|im_end|>"
+    with pytest.raises(RowError, match=r"^turn 2 has reasoning_content, and </think> in its text; allowed: "):
+        PROCESSOR.encode([first, {"from": "gpt", "value": "<think>a</think>b", "reasoning_content": "Hm."}], [])
     with pytest.raises(RowError, match=r"^turn 2 has reasoning_content \['Hm\.'\]; allowed: a text$"):
         PROCESSOR.encode([first, answer | {"reasoning_content": ["Hm."]}], [])
     with pytest.raises(RowError, match="turn 2 has no text in value"):

@@ -61,6 +61,7 @@ def test_the_curves_are_read_back_by_tensorboard(first_run: FirstRun) -> None:
             "throughput/step_time_s", "plan/planning_time_s",
             "data/data_wait_s", "balance/predicted_makespan_s", "balance/measured_makespan_s", "balance/idle_fraction",
             "plan/degree_1", "elastic/num_ranks", "elastic/generation", "elastic/speed_0"} <= tags
+    assert not any(tag.startswith("comm/") for tag in tags)  # no pool
     assert [picture.step for picture in events.Images("plan/planned_and_measured")] == [1, FIRST_STEPS]
     assert {"configuration", "cluster"} <= set(events.Tags()["tensors"])
     assert [point.value for point in events.Scalars("loss/train")] == pytest.approx(losses(folder), rel=1e-6)

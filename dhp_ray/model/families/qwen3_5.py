@@ -59,7 +59,7 @@ class Qwen35(Qwen3Vision):
 
 
 class Qwen35Moe(Qwen35):
-    """`VisionLanguageModel` of Qwen3.5 with experts, beside which each layer has one that every token takes."""
+    """`VisionLanguageModel` of Qwen3.5 with experts, of which each layer has a shared one too."""
 
     model_class = Qwen3_5MoeForConditionalGeneration
     config_class = Qwen3_5MoeConfig

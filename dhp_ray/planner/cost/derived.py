@@ -68,13 +68,13 @@ def experts_traffic(layer: LayerShape) -> Traffic:
     """Bytes that one token moves in a layer's experts (`model/experts.py`) and their router, without products.
 
     For each value, in bf16, forward and backward: 14 and 40 of the experts' width (SiLU, two factors), 8 and 8 of the
-    rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input. What an
-    expert of all tokens gives is gated and added, 10 and 24.
+    rows that go to them and come back, both once for each expert of the token; 10 and 40 of the router's input. The
+    output of a shared expert is gated and added, 10 and 24.
     """
     narrow, wide = layer.experts_per_token * layer.mlp_width, layer.experts_per_token * layer.width
-    beside = bool(layer.shared_width)
-    return Traffic(14 * narrow + 8 * wide + (10 + 10 * beside) * layer.width,
-                   40 * narrow + 8 * wide + (40 + 24 * beside) * layer.width)
+    shared = bool(layer.shared_width)
+    return Traffic(14 * narrow + 8 * wide + (10 + 10 * shared) * layer.width,
+                   40 * narrow + 8 * wide + (40 + 24 * shared) * layer.width)
 
 
 def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: bool) -> Traffic:
@@ -108,10 +108,10 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(2 * layer.width), SUM.times(2 * layer.width),
              # of queries, keys and values; where they are one product, they are joined
              SUM_OF_GRADIENTS.times(2 * layer.width)]
-    gated_width = layer.shared_width if layer.experts else layer.gated * layer.mlp_width
     if layer.experts:
         parts += [experts_traffic(layer), SUM_OF_GRADIENTS.times(layer.width)]
-    if gated_width:
+    if layer.shared_width or (layer.gated and not layer.experts):
+        gated_width = layer.shared_width or layer.mlp_width
         parts += [(FUSED_SWIGLU if fused else SWIGLU).times(gated_width), SUM_OF_GRADIENTS.times(layer.width)]
     elif not layer.experts:
         parts.append(GELU.times(layer.mlp_width))
@@ -127,7 +127,7 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
 
 LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 7
 """Kernels that a layer of transformers launches forward; those that one with experts launches beside them, and those of
-an expert that all tokens take; and those of a gated delta net for each chunk of a sequence. Twice as many backward.
+a shared expert; and those of a gated delta net for each chunk of a sequence. Twice as many backward.
 Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9

@@ -138,7 +138,7 @@ def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
-        raise PlanError(f"{path}: no constants; it is a mapping from names to values")
+        raise PlanError(f"{path}: not a mapping from names to values")
     return tree
 
 

@@ -39,8 +39,8 @@ their layers as trained weights do, and nothing of norms:
       net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 4 (keys and queries) + 2 c C + (12 + 3 c) H V, the first for
                    chunks that are full, on one rank (else `_beside_tokens`); gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
-                   unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D; one beside
-                   them, S wide, c S (3 + t), and c (D + 1) for its gate
+                   unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D; a
+                   shared expert of width S keeps c S (3 + t), and c (D + 1) for its gate
 
 The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
 host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
@@ -333,7 +333,7 @@ class MemoryModel:
         if self.settings.drops and part in self.settings.adapters:
             # two gradients of the MLP's last product and, for dropout, a hash and its copy, or a mask and a third
             # gradient
-            dropout = (2 * c + max(4, 1 + c)) * layer.mlp_width * positions
+            dropout = (2 * c + max(4, 1 + c)) * (layer.shared_width or layer.mlp_width) * positions
             yield "dropout backward", under_way | {
                 "layer, recomputed": again * positions, "dropout": dropout,
                 "layer, backward": gradient * positions}
@@ -371,9 +371,9 @@ class MemoryModel:
         if self.settings.expert_parallel > 1:
             found |= {"tokens gathered": (0.0, wide + summed), "sums scattered": (0.0, 2 * summed),
                       "gradients scattered": (3 * weights, 2 * summed - trained * wide - gone)}
-        # of what the expert of all tokens gives, and of its gate's input, until its own backward pass, the layer's last
-        beside = 2 * self._c * layer.width * positions * bool(layer.shared_width)
-        return {name: {"gradients of weights": kept, "layer, backward": here + beside * (name != "experts forward")}
+        # the gradients of the shared expert's output and of its gate's input wait for its backward pass, which is last
+        shared = 2 * self._c * layer.width * positions * bool(layer.shared_width)
+        return {name: {"gradients of weights": kept, "layer, backward": here + shared * (name != "experts forward")}
                 for name, (kept, here) in found.items()}
 
     def _attention(self, layer: LayerShape, positions: int, degree: int) -> float:
@@ -528,8 +528,8 @@ class MemoryModel:
         c, trained = self._c, self._trains_weights[part]
         if layer.experts:
             row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
-            beside = c * (layer.shared_width * (3 + trained) + layer.width + 1) if layer.shared_width else 0
-            return math.ceil(self._rows(layer) * row) + 4 * layer.experts + beside
+            shared = layer.shared_width and c * (layer.shared_width * (3 + self._trains[part]) + layer.width + 1)
+            return math.ceil(self._rows(layer) * row) + 4 * layer.experts + shared
         return c * layer.mlp_width * ((3 if layer.gated else 1) + self._trains[part])
 
     def _rows(self, layer: LayerShape) -> float:

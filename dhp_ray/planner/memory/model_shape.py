@@ -22,7 +22,7 @@ class LayerShape:
 
     Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
     With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `experts_per_token`;
-    beside them there may be one of `shared_width` that all tokens take, whose output is gated.
+    all tokens may also take a shared expert of `shared_width`, whose output is gated.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
     layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
     centered_norms: RMS norms multiply with 1 + weight, in fp32.

@@ -309,7 +309,8 @@ def load_entries(
                      planner=LoadPlanner(flatten_state_dict=False), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise ValueError(f"{name}: cannot be read: rank {rank}: {named_line(cause)}") from None
+        where = "" if group is None else f"rank {rank}: "
+        raise ValueError(f"{name}: cannot be read: {where}{named_line(cause)}") from None
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:

@@ -244,7 +244,11 @@ def test_a_template_that_keeps_all_thoughts_is_the_same_for_learned_answers(tmp_
     ("<think>a</think>b<think>c</think>d", r"^the chat template changes an answer, turn 2; allowed: a text that it "
                                            r"writes as it is, or stripped, behind one thought in "
                                            r"<think>\.\.\.</think> at most$"),
-    ("a <think>b</think> c", "^the chat template changes an answer, turn 2; ")])
+    ("a <think>b</think> c", "^the chat template changes an answer, turn 2; "),
+    ("Use </think> here", "^the chat template changes an answer, turn 2; "),
+    ("<think>a</think></think>b", "^the chat template changes an answer, turn 2; "),
+    ("<think><think>a</think>b", "^the chat template changes an answer, turn 2; "),
+    ("<think>a</think>\n", "^turn 2 has a thought and no answer; allowed: both, or the answer alone$")])
 def test_thoughts_that_the_template_would_lose_are_bad_rows(tmp_path: Path, answer: str, reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         from_folder(tmp_path).encode(talk("a", answer, "c", "d"), [])

@@ -34,7 +34,7 @@ def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("", "no constants; it is a mapping from names to values"),
+    ("", "not a mapping from names to values"),
     ("linear_s: [\n", "not YAML: "), ("linear_s: -1\n", "quadratic_s: missing"),
     (yaml.safe_dump(COST.to_json()), "it does not say what it was measured on")])
 def test_a_damaged_file_is_a_reason_to_measure_again(tmp_path: Path, text: str, reason: str) -> None:
