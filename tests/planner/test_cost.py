@@ -103,7 +103,7 @@ def test_a_file_that_is_no_cost_file(tmp_path):
     with pytest.raises(PlanError, match=r"broken.yaml: not YAML"):
         CostModel.load(tmp_path / "broken.yaml")
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(PlanError, match=r"list.yaml: no constants"):
+    with pytest.raises(PlanError, match=r"list.yaml: not a mapping from names to values"):
         CostModel.load(tmp_path / "list.yaml")
 
 

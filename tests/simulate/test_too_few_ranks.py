@@ -21,7 +21,7 @@ def test_too_few_wait_for_others() -> None:
 
 def test_steps_that_the_ranks_left_do_not_hold_wait_for_others() -> None:
     """Four ranks hold the batches that are next when a node is lost, but not the last one."""
-    words = ["faults.mirror_every_steps='1'", *QUICK, "cluster.memory_gib=57", "num_batches=12", "global_samples=12",
+    words = ["faults.mirror_every_steps='1'", *QUICK, "cluster.memory_gib=56.4", "num_batches=12", "global_samples=12",
              "train.activation_checkpointing=false"]
     machine, batches = small(*words).machine, small(*words).batches
     assert [step for step in range(7, 13) if not machine.holds(4, max(sample.num_tokens for sample in batches(step)))
@@ -74,7 +74,7 @@ def test_a_fault_while_a_checkpoint_is_staged_ends_that() -> None:
 
 
 def test_steps_that_are_run_again_wait_for_the_ranks_that_they_need() -> None:
-    words = [*QUICK, "faults.mirror_every_steps='0'", "cluster.memory_gib=56.5", "global_samples=12",
+    words = [*QUICK, "faults.mirror_every_steps='0'", "cluster.memory_gib=55.9", "global_samples=12",
              "train.activation_checkpointing=false"]
     machine, batches = small(*words).machine, small(*words).batches
     held = [machine.holds(4, max(sample.num_tokens for sample in batches(step))) for step in range(1, 6)]
