@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dhp_ray.data.chat_template import split_thought
 from dhp_ray.data.conversation import last_answer, read_turns, stored_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats import read_texts
@@ -75,7 +76,7 @@ def score(prediction: str, references: Sequence[str]) -> Scores:
     """All scores of an answer, each with the reference that gives the highest score; there is at least one. Thoughts do
     not count.
     """
-    said, *right = (text.rpartition("</think>")[2] for text in (prediction, *references))
+    said, *right = (split_thought(text)[1] for text in (prediction, *references))
 
     def best(score: Callable[[str, str], float]) -> float:
         return max(score(said, reference) for reference in right)

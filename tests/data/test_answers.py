@@ -89,6 +89,7 @@ def test_the_best_reference_counts_for_each_score() -> None:
     assert score("Red car", ["bus", "red car."]).exact_match == 1
     assert score("caf\ud83d", ["no", "caf\ud83d"]) == Scores(1, 1, 1)
     assert score("A car.\n</think>\n\nred", ["<think>Hm.</think>red"]) == Scores(1, 1, 1)  # thoughts do not count
+    assert score("Say </think> here", ["here"]).exact_match == 0  # prose does
     with pytest.raises(ValueError, match="empty"):
         score("red", [])
 
