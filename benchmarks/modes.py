@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.scale_cases import Case, opened  # noqa: E402
 from dhp_ray.planner import warm_up  # noqa: E402
-from dhp_ray.planner.mode import Candidate, Mode, Offer, candidates_of, choose  # noqa: E402
+from dhp_ray.planner.cost.model import SYNCS  # noqa: E402
+from dhp_ray.planner.mode import Candidate, Offer, allowed_modes, candidates_of, choose  # noqa: E402
 from dhp_ray.planner.problem import problem_of  # noqa: E402
 from dhp_ray.simulate.step import simulate_step  # noqa: E402
 
@@ -45,8 +46,8 @@ class Found(NamedTuple):
 
 def found_in(case: Case) -> list[Found]:
     found = []
-    for sync in ("step", "micro_batch"):
-        for again in ("packs", "true"):
+    for sync in SYNCS:
+        for again in ("packs", "selective", "true"):
             one = opened(Case(case.model, case.device, case.workload, sync, seeds=(0,), recomputes=again))
             if one is None:
                 continue
@@ -72,7 +73,7 @@ def row(case: Case, found: Sequence[Found]) -> str:
     chosen, least_s = taken(found), min(one.exact_s for one in found)
     by_mode = {one.candidate.mode: one for one in found}
     cells = [f"{by_mode[mode].exact_s:.3g}" if mode in by_mode else "-"
-             for mode in (Mode(sync, again) for sync in ("step", "micro_batch") for again in (False, True))]
+             for mode in allowed_modes("auto", "auto")]
     return (f"| {case.model}, {case.device}, {case.workload} | {' | '.join(cells)} | {chosen.candidate.mode} | "
             f"{chosen.exact_s / least_s:.3f} | {chosen.spread_s / min(one.spread_s for one in found):.3f} |")
 
@@ -82,8 +83,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     models = parser.parse_args(argv).models.split(",")
     warm_up()
-    print("| 64 devices, one batch | step, by pack | step, all | micro_batch, by pack | micro_batch, all | auto takes "
-          "| over the best | with errors |\n|" + "---|" * 8)
+    columns = [f"{sync}, {again}" for sync in SYNCS for again in ("by pack", "but attention", "all")]
+    print(f"| 64 devices, one batch | {' | '.join(columns)} | auto takes | over the best | with errors |\n|"
+          + "---|" * (len(columns) + 4))
     every = []
     for case in (Case(model, device, mix) for model in models for device in ("910B", "H100") for mix in MIXES):
         if found := found_in(case):

@@ -240,7 +240,7 @@ def traced(
         adapter.add_lora(lora)
     inputs, load = make_inputs(samples, adapter, degree)
     if settings.recomputes:
-        adapter.set_activation_checkpointing()
+        adapter.set_activation_checkpointing(keeps_attention=settings.keeps_attention)
     optimizer = OptimizerSettings(lambda name: 1e-3, adapter.decays, 0.01, (0.9, 0.95), 1e-8, 1.0)
     link, encodes = SilentLink(degree, traced_member(adapter, degree)), inputs.num_images > 0
     inputs = replace(inputs, offload=share, recomputed=recomputed)

@@ -24,6 +24,7 @@ from torch import Tensor
 from dhp_ray.comm.pack_communicator import PackCommunicator, Pending, Tag
 from dhp_ray.model.layout import PackLayout
 from dhp_ray.model.pieces import Pieces
+from dhp_ray.model.recomputation import attention_once
 from dhp_ray.model.segment_attention import Segments, add_rows, kernel_for, segment_attention
 
 NAME = "dhp_ring"
@@ -90,7 +91,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
     context.move(q.device)
     if context.layout.degree == 1 and num_tokens:  # no sums over steps, no exchange
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-        return segment_attention(query, key, value, context.segments[0], scale)[None]
+        return segment_attention(query, key, value, context.segments[0], scale, kept=True)[None]
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     anchor = torch.zeros((), requires_grad=True) if context.differentiable and not requires_grad else None
     out: Tensor = _RingAttention.apply(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), anchor, scale, context)
@@ -148,19 +149,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor | None, scale: float, context: PackContext
     ) -> Tensor:
-        kernel, wide = kernel_for(q.device), torch.promote_types(q.dtype, torch.float32)
         kv = torch.stack((k, v))
-        out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
-        for source, shard in _travelling(kv, context, Tag.RING_FORWARD):
-            segments = context.segments[source]
-            if len(segments):
-                shard_k, shard_v = shard[:, segments.key_rows]
-                part, part_lse = kernel.forward(q[segments.query_rows], shard_k, shard_v, segments, scale)
-                if source == context.member:  # comes first, and every token sees itself: all of `out` is written
-                    out, lse = part.to(wide), part_lse
-                else:
-                    _merge(out, lse, part, part_lse, segments)
-        out = out.to(q.dtype)
+        out, lse = attention_once(lambda: _turn(q, kv, scale, context))
         ctx.save_for_backward(q, kv, out, lse)
         ctx.scale, ctx.context = scale, context
         return out
@@ -190,6 +180,22 @@ class _RingAttention(torch.autograd.Function):
         if pending is not None:
             pending.wait()
         return d_q.to(q.dtype), d_kv[0].to(q.dtype), d_kv[1].to(q.dtype), None, None, None
+
+
+def _turn(q: Tensor, kv: Tensor, scale: float, context: PackContext) -> tuple[Tensor, Tensor]:
+    """The output (L, H, D) and the log-sum-exp (H, L) after a turn of the ring."""
+    kernel, wide = kernel_for(q.device), torch.promote_types(q.dtype, torch.float32)
+    out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
+    for source, shard in _travelling(kv, context, Tag.RING_FORWARD):
+        segments = context.segments[source]
+        if len(segments):
+            shard_k, shard_v = shard[:, segments.key_rows]
+            part, part_lse = kernel.forward(q[segments.query_rows], shard_k, shard_v, segments, scale)
+            if source == context.member:  # comes first, and every token sees itself: all of `out` is written
+                out, lse = part.to(wide), part_lse
+            else:
+                _merge(out, lse, part, part_lse, segments)
+    return out.to(q.dtype), lse
 
 
 def _travelling(shard: Tensor, context: PackContext, tag: Tag) -> Iterator[tuple[int, Tensor]]:

@@ -24,7 +24,7 @@ it knows c, which the members of a pack add up at the end of their forward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
+from dhp_ray.model.recomputation import once
 from dhp_ray.model.segment_attention import kernel_for
 
 NAME = "dhp_experts"
@@ -109,29 +110,16 @@ class Routing:
 
 
 _routing: ContextVar[Routing | None] = ContextVar("routing of the pack that runs", default=None)
-_kept: ContextVar[list[Tensor] | None] = ContextVar("choice of the layer that runs", default=None)
 
 
 @contextmanager
-def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
+def counted_by(routing: Routing | None) -> Iterator[None]:
+    """Put this around a pack's forward pass whose routers count in `routing`."""
+    token = _routing.set(routing)
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-def counted_by(routing: Routing | None) -> AbstractContextManager[None]:
-    """Put this around a pack's forward pass whose routers count in `routing`."""
-    return _set(_routing, routing)
-
-
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a layer's forward pass and of its second run, as torch's checkpoint asks for them: the second run
-    takes the experts that the first has chosen.
-    """
-    kept: list[Tensor] = []
-    return _set(_kept, kept), _set(_kept, kept)
+        _routing.reset(token)
 
 
 class Router(Module):
@@ -146,15 +134,16 @@ class Router(Module):
         """Logits (L, E), fp32, the weights (L, k) of the chosen experts, and their numbers (L, k), of `hidden` (L, D).
         """
         logits: Tensor = _Logits.apply(hidden, self.weight)
-        kept, routing, layer = _kept.get(), _routing.get(), 0
-        if kept:
-            (chosen,) = kept
-        else:
+        routing, layer = _routing.get(), 0
+
+        def choose() -> tuple[Tensor]:
+            nonlocal layer
             chosen = logits.detach().topk(self.top_k, dim=-1).indices
-            if kept is not None:
-                kept.append(chosen)
             if routing:
                 layer = routing.add(chosen)
+            return (chosen,)
+
+        (chosen,) = once(choose)
         probabilities: Tensor = _Probabilities.apply(logits, routing, layer)
         weights = probabilities.gather(1, chosen)
         if self.normalizes:

@@ -28,12 +28,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dhp_ray.compatibility import checkpoint_activations
 from dhp_ray.model import attention
 from dhp_ray.model.attention import PackContext
-from dhp_ray.model.experts import BalanceLosses, Routing, checkpoint_contexts, has_experts, use_experts
+from dhp_ray.model.experts import BalanceLosses, Routing, has_experts, use_experts
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.layout import PackLayout, zigzag_of_all
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
+from dhp_ray.model.recomputation import checkpoint_contexts
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
@@ -81,7 +82,7 @@ class LanguageModel:
         config: Any = module.config
         self.check(config)
         attention.register()
-        self.module, self._checkpoints = module.train(), False
+        self.module, self._checkpoints, self._keeps_attention = module.train(), False, False
         self.language.set_attn_implementation(attention.NAME)
         self.replace_modules()
         text = config.get_text_config()
@@ -354,9 +355,10 @@ class LanguageModel:
                 layer.self_attn = FusedAttention(layer.self_attn, operators)
         fuse(language, operators, ("norm",))
 
-    def set_activation_checkpointing(self, share: float = 1.0) -> None:
+    def set_activation_checkpointing(self, share: float = 1.0, keeps_attention: bool = False) -> None:
         """Recompute this share of the layers in the backward pass (activation checkpointing, arXiv 1604.06174), and
-        keep the activations of the others. May change between two packs.
+        keep the activations of the others. May change between two packs. With `keeps_attention`, layers that are
+        recomputed keep the results of attention (`recomputation.py`).
 
             share 0.5 of 6 layers   forward     0 1 2 3 4 5      layers 0 to 2 keep their input alone
                                     backward    5 4 3 | 2 2 1 1 0 0
@@ -364,8 +366,9 @@ class LanguageModel:
         The first layers of the encoder and of the language model are recomputed: in the backward pass the others are
         over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
         """
+        self._keeps_attention = keeps_attention
         if share and not self._checkpoints:
-            checkpoint_activations(self.module, checkpoint_contexts)
+            checkpoint_activations(self.module, lambda: checkpoint_contexts(self._keeps_attention))
             self._checkpoints = True
         for _, layers in self.stacks():
             count = num_relieved(share, len(layers))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.layout import Blocks
+from dhp_ray.model.recomputation import attention_once
 
 RowIndex = slice | Tensor
 """Which rows of a local tensor: one slice where they are contiguous (a view, no copy), else a long index."""
@@ -158,11 +159,13 @@ def kernel_for(device: torch.device) -> Kernel:
     return cast(Kernel, importlib.import_module(f"dhp_ray.model.kernels.{device.type}"))
 
 
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kept: bool = False
+) -> Tensor:
     """Each segment's queries attend to its keys: (L, H, D) for q (L, H, D), k and v (Lk, Hk, D), H a multiple of Hk.
 
     `segments` cover all L and Lk rows, one after the other, on the device of q. scale: what products of queries and
-    keys are multiplied with.
+    keys are multiplied with. kept: a layer that is recomputed may keep the results (`recomputation.py`).
 
     Raises:
         ValueError: the segments are of other rows than q and k have.
@@ -170,14 +173,17 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale
     if (segments.query_offsets[-1], segments.key_offsets[-1]) != (len(q), len(k)):
         raise ValueError(f"segment attention: {len(q)} queries and {len(k)} keys; the segments have "
                          f"{segments.query_offsets[-1]} and {segments.key_offsets[-1]}")
-    out: Tensor = _SegmentAttention.apply(q, k, v, segments, scale)
+    out: Tensor = _SegmentAttention.apply(q, k, v, segments, scale, kept)
     return out
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        out, lse = kernel_for(q.device).forward(q, k, v, segments, scale)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, kept: bool
+    ) -> Tensor:
+        compute = partial(kernel_for(q.device).forward, q, k, v, segments, scale)
+        out, lse = attention_once(compute) if kept else compute()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -186,4 +192,4 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         parts = kernel_for(q.device).backward(gradient, q, k, v, out, lse, ctx.segments, ctx.scale)
-        return *(part.to(q.dtype) for part in parts), None, None
+        return *(part.to(q.dtype) for part in parts), None, None, None

@@ -40,25 +40,36 @@ changed one case, which then took 3 % longer.
 MEMORY_SHARE = 0.9
 """The share of a device's memory, and of a node's, that plans use; the rest is for the allocator and libraries."""
 
-RECOMPUTES = {"true": (True,), "false": (False,), "packs": (False,), "auto": (False, True)}
-"""For each value of `train.activation_checkpointing`, whether all activations of all packs are recomputed. If not, with
-packs and auto some of larger packs are.
+NOTHING, ALL, BUT_ATTENTION = (False, False), (True, False), (True, True)
+RECOMPUTES = {"true": (ALL,), "selective": (BUT_ATTENTION,), "false": (NOTHING,), "packs": (NOTHING,),
+              "auto": (NOTHING, BUT_ATTENTION, ALL)}
+"""For each value of `train.activation_checkpointing`, what all packs may recompute, as `Mode` has it. Those that
+recompute nothing may do so, with packs and auto, where a pack is larger.
 """
 
 
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), whether all activations are recomputed (otherwise those of some packs
-    may be: `Offer.recomputation`), and the most ranks that share a layer's experts: in force is the largest divisor of
-    ranks and experts up to it (`ModelShape.ranks_that_share`).
+    """How ranks synchronise (step, micro_batch), whether all layers are recomputed (otherwise those of some packs may
+    be: `Offer.recomputation`), the most ranks that share a layer's experts: in force is the largest divisor of ranks
+    and experts up to it (`ModelShape.ranks_that_share`); and whether layers that are recomputed keep the results of
+    attention.
     """
 
     sync: str
     recomputes: bool
     expert_parallel: int = 1
+    keeps_attention: bool = False
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """The value of `train.activation_checkpointing` that is this mode, or where larger packs differ, false."""
+        return "selective" if self.keeps_attention else str(self.recomputes).lower()
 
     def __str__(self) -> str:
+        again = (" with selective recomputation" if self.keeps_attention
+                 else " with recomputation" if self.recomputes else "")
         shared = f", experts shared by up to {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
-        return f"{self.sync}{' with recomputation' if self.recomputes else ''}{shared}"
+        return f"{self.sync}{again}{shared}"
 
 
 PLAIN = Mode("step", False)
@@ -69,8 +80,8 @@ def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> 
     memory that their parameters need, most first. `sharing`: how many ranks may share experts, in ascending order; more
     than one only with micro_batch.
     """
-    return [Mode(each, again, shared) for each in (SYNCS if sync == "auto" else (sync,)) for again in RECOMPUTES[
-        recomputes] for shared in sharing if shared == 1 or each == "micro_batch"]
+    return [Mode(each, again, shared, keeps) for each in (SYNCS if sync == "auto" else (sync,))
+            for again, keeps in RECOMPUTES[recomputes] for shared in sharing if shared == 1 or each == "micro_batch"]
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,9 @@ class Choice(NamedTuple):
 
     def recomputation(self, wanted: str) -> str:
         """Return what `train.activation_checkpointing` is in this mode, if the configuration says `wanted`."""
-        return wanted if wanted != "auto" else "true" if self.mode.recomputes else self.otherwise
+        if wanted != "auto":
+            return wanted
+        return self.mode.activation_checkpointing if self.mode.recomputes else self.otherwise
 
 
 class ResolvedRun(NamedTuple):
@@ -202,7 +204,7 @@ class Strategy:
             largest_image=self.largest_image, image_limit=self.image_limit or None,
             communicators_bytes=self._communicators_bytes(world_size, sharing),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
-            expert_parallel=sharing))
+            expert_parallel=sharing, keeps_attention=mode.keeps_attention))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),

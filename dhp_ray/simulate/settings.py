@@ -98,9 +98,9 @@ class ClusterSettings:
 class TrainSettings:
     precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
     activation_checkpointing: str = key("auto", "recompute activations in the backward pass; true: in all layers; "
-                                        "packs: in packs that fit only with it or are faster with it; auto: packs "
-                                        "or true, whichever fits and is faster",
-                                        choices=("true", "false", "packs", "auto"))
+                                        "selective: all but attention; packs: in packs that fit only with it or are "
+                                        "faster with it; auto: packs, selective or true, whichever fits and is faster",
+                                        choices=("true", "false", "selective", "packs", "auto"))
     activation_offload: str = key("off", "move activations to host memory; off: never; auto: those of packs that "
                                   "fit only with it or are faster with it; a number: this share of every pack",
                                   choices=("off", "auto"), number="share", above=0, maximum=1)

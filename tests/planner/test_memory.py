@@ -30,8 +30,9 @@ WORLD = {"step": 1, "micro_batch": 8}
 """Ranks of a trace: the flat engine's collectives are none on one rank."""
 
 
-def settings_of(sync: str, recomputes: bool, frozen: tuple[str, ...]) -> MemorySettings:
-    return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=recomputes, frozen=frozen)
+def settings_of(sync: str, recomputes: bool | str, frozen: tuple[str, ...]) -> MemorySettings:
+    return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=bool(recomputes),
+                          frozen=frozen, keeps_attention=recomputes == "selective")
 
 
 def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -82,12 +83,13 @@ def world_of(mode: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
-    ("step", True, ("language",), 2, 2),
-    *slow(("micro_batch", False, ("vision",), 0, 1), ("step", False, (), 1, 1), ("micro_batch", True, (), 1, 3))],
+    ("step", "selective", ("language",), 2, 2),
+    *slow(("step", True, ("language",), 2, 2), ("micro_batch", "selective", (), 1, 3), ("step", False, (), 1, 1),
+          ("micro_batch", False, ("vision",), 0, 1), ("micro_batch", True, (), 1, 3))],
     ids=str)
 @pytest.mark.seconds
 def test_predicted_peaks_are_the_traced_ones(
-    mode: str, recomputes: bool, frozen: tuple[str, ...], seed: int, degree: int
+    mode: str, recomputes: bool | str, frozen: tuple[str, ...], seed: int, degree: int
 ) -> None:
     with world_of(mode):
         check("3B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=2, largest=8)

@@ -27,6 +27,7 @@ from tests.published_configs import shape_of
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
 MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in (False, True)]
+SELECTIVE = Mode("micro_batch", True, keeps_attention=True)
 COST = CostModel(0.0, linear_s=1e-3, comm_bytes_per_token=0.0, fixed_s=2.0, bandwidth_bytes_per_s={2: 1.0}, pack_s=0.1,
                  vision_linear_s=1e-4)
 
@@ -47,10 +48,11 @@ def test_the_fastest_of_those_that_hold_the_tokens() -> None:
 
 def test_what_is_auto_leaves_open() -> None:
     assert [str(mode) for mode in allowed_modes("auto", "auto")] == [
-        "step", "step with recomputation", "micro_batch", "micro_batch with recomputation"]
-    assert allowed_modes("auto", "auto") == MODES
-    for recomputes, again in (("true", True), ("packs", False), ("false", False)):
-        assert allowed_modes("step", recomputes) == [Mode("step", again)]
+        "step", "step with selective recomputation", "step with recomputation",
+        "micro_batch", "micro_batch with selective recomputation", "micro_batch with recomputation"]
+    for recomputes, mode in (("true", Mode("step", True)), ("packs", Mode("step", False)),
+                             ("false", Mode("step", False)), ("selective", Mode("step", True, keeps_attention=True))):
+        assert allowed_modes("step", recomputes) == [mode]
 
 
 def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
@@ -107,10 +109,10 @@ def test_parameters_travel_while_a_micro_batch_encodes_and_while_it_runs_the_res
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
-    ("3B", "h100", 80, 8, Mode("micro_batch", True)),  # without recomputation packs are short
+    ("3B", "h100", 80, 8, SELECTIVE),  # without recomputation packs are short
     ("3B", "h200", 141, 8, Mode("step", False)),
-    ("7B", "h100", 80, 8, Mode("micro_batch", True)),  # whole parameters and gradients leave no room
-    ("32B", "h100", 80, 64, Mode("micro_batch", True)),
+    ("7B", "h100", 80, 8, SELECTIVE),  # whole parameters and gradients leave no room
+    ("32B", "h100", 80, 64, SELECTIVE),
 ])
 def test_published_models_on_described_devices(
     name: str, device: str, gigabytes: int, num_ranks: int, expected: Mode
@@ -120,8 +122,9 @@ def test_published_models_on_described_devices(
     nodes, shape = [rank // 8 for rank in range(num_ranks)], shape_of(name)
     plain = MemorySettings(sync="step", world_size=num_ranks, precision="bf16", recomputes=False)
     offers = []
-    for mode in MODES:
-        memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes))
+    for mode in allowed_modes("auto", "auto"):
+        memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes,
+                                            keeps_attention=mode.keeps_attention))
         tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
         offers.append(Offer(mode, tokens, cost, gather_s(memory, described, num_nodes)))
     samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)

@@ -47,7 +47,8 @@ class World:
     num_ranks: int
     sync: str
     transport: str
-    recomputes: bool = False
+    recomputes: bool | str = False
+    """Or another value of `train.activation_checkpointing`."""
     freeze: str = ""
     preset: str = "tiny"
     encoder: str = "group"
@@ -57,7 +58,8 @@ class World:
         frozen = f"-{self.freeze}_frozen" * bool(self.freeze)
         family = f"-{self.preset}" * (self.preset != "tiny")
         apart = f"-{self.encoder}" * (self.encoder != "group") + "-split" * self.splits
-        return f"{self.num_ranks}-{self.sync}-{self.transport}{'-recomputed' * self.recomputes}{frozen}{family}{apart}"
+        again = {False: "", True: "-recomputed"}.get(self.recomputes, f"-{self.recomputes}")  # type: ignore[call-overload]
+        return f"{self.num_ranks}-{self.sync}-{self.transport}{again}{frozen}{family}{apart}"
 
 
 def random_plan(seed: int, world: World) -> Plan:

@@ -20,14 +20,16 @@ from tests.packs import PRESETS, TEXT_PRESETS
 from tests.ranks import run_processes as run_processes  # over both backends: conftest.py
 from tests.train.random_plans import SAMPLES, World, check, random_plan
 
-WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True), ("", "vision", "language"))]
+WORLDS = [World(*values) for values in product((3, 5), SYNCS, TRANSPORTS, (False, True, "selective"),
+                                           ("", "vision", "language"))]
 FEW = [World(num_ranks, sync, transport, recomputes, freeze) for sync in SYNCS
        for num_ranks, transport, recomputes, freeze in (
-    (3, "pool", True, ""), (5, "parent", False, "vision"), (3, "parent", True, "language"), (5, "pool", False, ""))]
-QUICK = [FEW[2], World(3, "micro_batch", "parent", False, "vision")]
+    (3, "pool", True, ""), (5, "parent", "selective", "vision"), (3, "parent", True, "language"),
+    (5, "pool", False, ""))]
+QUICK = [FEW[2], World(3, "micro_batch", "parent", "selective", "vision")]
 FAMILIES = [World(5, sync, "pool", recomputes, "" if preset in TEXT_PRESETS else freeze, preset)
             for preset in PRESETS if preset != "tiny"
-            for sync, recomputes, freeze in (("step", False, ""), ("step", True, "language"),
+            for sync, recomputes, freeze in (("step", False, ""), ("step", "selective", "language"),
                                              ("micro_batch", True, ""))]
 QUICK_FAMILIES = [replace(world, num_ranks=3) for world in (FAMILIES[2], FAMILIES[4])]
 TEXT = [World(5, sync, "pool", preset=preset) for sync, preset in product(SYNCS, TEXT_PRESETS)]

@@ -41,6 +41,7 @@ from dhp_ray.planner.memory.model import (
     SMALLEST_IMAGE,
     STATE_CHUNK,
     MemoryModel,
+    MemorySettings,
     PackLoad,
 )
 from dhp_ray.planner.memory.model_shape import LayerShape
@@ -200,7 +201,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     """
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
-    again = int(settings.recomputes)
+    again, turns = int(settings.recomputes), ring_turns(settings)
 
     def products(part: str, num_parameters: float) -> float:
         """Seconds of a token's products, forward and backward."""
@@ -213,7 +214,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
 
     def attention(part: str, layer: LayerShape, operations: int) -> float:
         """Seconds of a pair of positions that see each other."""
-        backward = 2.5 + again if trains["vision"] or part == "language" else 0.0
+        runs_again = again and not (part == "language" and settings.keeps_attention)
+        backward = 2.5 + runs_again if trains["vision"] or part == "language" else 0.0
         return operations * layer.heads * layer.head_width * (1 + backward) / device.attention_flops
 
     def states(layer: LayerShape) -> float:
@@ -269,7 +271,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
             layer.count * (products("vision", layer.num_parameters) + other("vision", layer))
             for layer in shape.vision),
         vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
-        latency_s=language_layers * (3 + again) * device.message_s + state_exchange_s(memory, device, num_nodes),
+        latency_s=language_layers * (1 + turns) * device.message_s + state_exchange_s(memory, device, num_nodes),
         pack_s=launches * (3 + again) * device.launch_s, group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
@@ -288,7 +290,12 @@ def ring_bytes_per_token(memory: MemoryModel) -> float:
     """Bytes of a token's keys, values and gradients in a whole turn of the ring, over all layers."""
     layers, settings = memory.shape.language, memory.settings
     key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in layers)
-    return float(key_values * (COMPUTE_BYTES[settings.precision] * (2 + settings.recomputes) + 4))
+    return float(key_values * (COMPUTE_BYTES[settings.precision] * ring_turns(settings) + 4))
+
+
+def ring_turns(settings: MemorySettings) -> int:
+    """How often keys and values go round the ring: forward, forward again if layers recompute attention, backward."""
+    return 2 + (settings.recomputes and not settings.keeps_attention)
 
 
 def forward_pass_share(memory: MemoryModel) -> float:

@@ -93,7 +93,8 @@ def origin_of_run(
     numbers = {name: [dict(layer) for layer in value] if isinstance(value, tuple) else value
                for name, value in shape.items()}
     return Origin(device, {"name": model_name, "family": family, "shape": numbers}, {
-        "sync": [settings.sync], "precision": settings.precision, "activation_checkpointing": settings.recomputes,
+        "sync": [settings.sync], "precision": settings.precision,
+        "activation_checkpointing": "selective" if settings.keeps_attention else settings.recomputes,
         "freeze": sorted(settings.frozen), "lora": dict(lora), "fused_operators": fused})
 
 

@@ -26,8 +26,9 @@ backward pass are held. In addition to these, at single moments, for layers of w
 A pack's forward pass keeps the following for its backward pass, on the device and in host memory. For each token or
 patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of width F and a
 computing type of c bytes. Trained: t = 1, otherwise 0. Of layers that are recomputed (the first ones of the encoder and
-of the language model) c D are kept, and the following only for one layer at a time. Adapters (LoRA) keep the inputs of
-their layers as trained weights do, and nothing of norms:
+of the language model) c D are kept (with `keeps_attention` c H d + 4 H more, never in host memory), and the following
+only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, and nothing of
+norms:
 
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
@@ -73,7 +74,7 @@ class MemorySettings:
     largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
     run's limit for one image (default: the pack's tokens). adapters: parameters of the adapters (LoRA) of each part
     that has some, which are then trained instead of the weights. drops: their inputs have dropout. expert_parallel:
-    how many ranks share a layer's experts.
+    how many ranks share a layer's experts. keeps_attention: layers that are recomputed keep the results of attention.
     """
 
     sync: str
@@ -89,6 +90,7 @@ class MemorySettings:
     adapters: Mapping[str, int] = field(default_factory=dict)
     drops: bool = False
     expert_parallel: int = 1
+    keeps_attention: bool = False
 
     def trains(self, part: str) -> bool:
         """Whether anything in a part is trained, weights or adapters."""
@@ -308,14 +310,16 @@ class MemoryModel:
     ) -> Iterator[tuple[str, Terms]]:
         """The moments of the first layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
-        again = (self.layer_bytes(part, layer) + self._beside_tokens(layer, load)) * self._again(part, load)
+        again = self.layer_bytes(part, layer) + self._beside_tokens(layer, load) - self._attention_kept(part, layer)
+        again *= self._again(part, load)
         gradient = c * layer.width
         experts = layer.experts // self.settings.expert_parallel or 1
         product = c * layer.width * layer.mlp_width * experts if self._trains_weights[part] else 0
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
         # gradients of the layer behind this one are in transit once what that layer kept is gone: those of experts are
         # large beside it
-        kept = c * layer.width if self._recomputed(load) == 1.0 else self.layer_bytes(part, layer)
+        kept = (c * layer.width + self._attention_kept(part, layer) if self._recomputed(load) == 1.0
+                else self.layer_bytes(part, layer))
         freed = (1 - load.offload) * kept * positions if layer.experts else 0.0
         under_way = {"gathered: a layer": max(self._gathered(part, 2, 0), self._gathered(part, 2, 1) - freed)}
         # experts that ranks share are gathered and reduced between the rest of their layer and that of the next
@@ -414,7 +418,7 @@ class MemoryModel:
         """Bytes of a layer's gathered parameters (or gradients) if a rank has none of its own: `copies` of them in the
         computing type and `reduced` in fp32 (only `sync=micro_batch`).
         """
-        layers = self.shape.vision if part == "vision" else self.shape.language
+        layers = self._layers(part)
         if not self._sharded or not layers:
             return 0
         if not self._trains_weights[part]:
@@ -472,8 +476,15 @@ class MemoryModel:
                 moved += positions * self._of_layers(part, load) * num_relieved(load.offload, count) / max(1, count)
         return moved
 
+    def _layers(self, part: str) -> tuple[LayerShape, ...]:
+        return self.shape.vision if part == "vision" else self.shape.language
+
     def _num_layers(self, part: str) -> int:
-        return sum(layer.count for layer in (self.shape.vision if part == "vision" else self.shape.language))
+        return sum(layer.count for layer in self._layers(part))
+
+    def _attention_kept(self, part: str, layer: LayerShape) -> int:
+        """Bytes of a token's output of attention and its log-sum-exp, if a layer that is recomputed keeps them."""
+        return (part == "language" and self.settings.keeps_attention) * layer.heads * (self._c * layer.head_width + 4)
 
     def _recomputed(self, load: PackLoad) -> float:
         """The share of layers that are recomputed."""
@@ -484,7 +495,7 @@ class MemoryModel:
         share = self._recomputed(load)
         return sum(layer.count * (share * (self._c * layer.width + 8 * layer.experts_per_token)
                                   + (1 - share) * (self.layer_bytes(part, layer) + self._beside_tokens(layer, load)))
-                   for layer in (self.shape.vision if part == "vision" else self.shape.language))
+                   for layer in self._layers(part))
 
     def _again(self, part: str, load: PackLoad) -> float:
         """The share of a layer's bytes that is there again during the backward pass of the last layer that is
@@ -498,10 +509,10 @@ class MemoryModel:
         pass, or during it, when at least `least` layers are there. The share of layers is used unrounded: rounding up
         moves more of them, never less.
         """
-        shape, c, positions = self.shape, self._c, load.patches if part == "vision" else load.tokens
-        layers = shape.vision if part == "vision" else shape.language
+        c, positions, layers = self._c, load.patches if part == "vision" else load.tokens, self._layers(part)
         here = max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
-        of_layers = self._of_layers(part, load) * here
+        of_layers = (self._of_layers(part, load) * here
+                     + sum(layer.count * self._attention_kept(part, layer) for layer in layers))  # no copies of these
         if part == "language":
             return positions * (of_layers + 2 * c * max(layer.head_width for layer in layers))  # cosines and sines
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines
