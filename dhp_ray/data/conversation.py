@@ -6,9 +6,10 @@
 Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns.
 
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
-image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of type text and in all
-other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is not
-learned. Its thought lies in <think>...</think> before the text, or in `reasoning_content` beside it (Qwen, DeepSeek).
+image or video; a part may instead give its `index`, from 0, or its own source. Behind a backslash (`\\<image>`), in a
+part of type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or
+`"loss": false` (ms-swift) is not learned. Its thought lies in <think>...</think> before the text, or in
+`reasoning_content` beside it (Qwen, DeepSeek).
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
          "system": "system", "developer": "system"}
 MOST_VALUES = 2**21
 """Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
+OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "video_start",
+                "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
+"""Keys of qwen-vl-utils by which one image or video is shown otherwise than all others."""
 CONVERSATION_COLUMNS = ("conversations", "messages")
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
 _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
@@ -37,12 +41,15 @@ _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: text, image or video. `source`: None: the row's next one. `marked`: by a mark in a text."""
+    """A piece of a turn: text, image or video. `source`: None: the row's next one, or that of `index`. `marked`: by a
+    mark in a text.
+    """
 
     kind: str
     text: str = ""
     source: Any = None
     marked: bool = False
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +143,24 @@ def right_answers(fields: Mapping[str, Any], answer: str) -> tuple[str, ...]:
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row with more or fewer marks (without a source of their own) than images or videos."""
+    """Refuse a row with more or fewer marks (without a source of their own) than images or videos, or with parts whose
+    `index` does not name each of them once.
+    """
     for mark, kind in MARKS.items():
-        marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
-        if marks != counts.get(kind, 0):
-            raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s "
-                           f"(\\{mark} is a word)")
+        marks = [part.index for turn in turns for part in turn.parts if part.kind == kind and part.source is None]
+        if len(marks) != counts.get(kind, 0):
+            raise RowError(f"{len(marks)} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as "
+                           f"{kind}s (\\{mark} is a word)")
+        if set(marks) not in ({None}, set(range(len(marks)))):
+            raise RowError(f"the {kind}s of a row have the index {', '.join(map(str, marks))}; allowed: each from 0 to "
+                           f"{len(marks) - 1} once, or none")
+
+
+def check_settings(given: Mapping[str, Any], names: Sequence[str] = OWN_SETTINGS) -> None:
+    """Refuse an image or video that is to be shown otherwise than the run shows all of them."""
+    if name := next((name for name in names if given.get(name) is not None), ""):
+        raise RowError(f"an image or video has its own {name}, {_brief(given[name])}; allowed: those of the run "
+                       "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -220,17 +239,25 @@ def _part(number: int, item: Any) -> ContentPart:
     kind = item.get("type")
     if kind == "text" and isinstance(item.get("text"), str):
         return ContentPart("text", item["text"])
+    with about(RowError, f"turn {number}"):
+        check_settings(item)
     if kind in ("image_url", "video_url"):
         value = item.get(kind)
         url = value.get("url") if isinstance(value, Mapping) else value
         if not isinstance(url, str):
             raise RowError(f"turn {number} has a part {kind} without url")
-        return ContentPart(kind.removesuffix("_url"), source={"url": url})
+        return ContentPart(kind.removesuffix("_url"), source={"url": url, "fps": item.get("fps")})
     if kind in MEDIA:
         source = next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None)
-        if kind == "video" and isinstance(source, list):  # its frames
+        if kind == "video" and source is None:  # a row's video has its rate beside it
+            with about(RowError, f"turn {number}"):
+                check_settings(item, ("fps",))
+        elif kind == "video":
             source = {"video": source, "fps": item.get("fps")}
-        return ContentPart(kind, source=source)
+        index = item.get("index")
+        if not isinstance(index, int | None):
+            raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
+        return ContentPart(kind, source=source, index=index)
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 
