@@ -3,12 +3,14 @@
     LLaVA    [{"from": "human", "value": "<image>\\nWhat is this?"}, {"from": "gpt", "value": "A cat."}, ...]
     OpenAI   [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, ...]
 
-Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns.
+Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenAI's `tool_calls` and `tool` turns (once
+`function_call` and `function` turns).
 
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
-image or video; a part may also name its own source. Behind a backslash (`\\<image>`), in a part of type text and in all
-other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI) or `"loss": false` (ms-swift) is not
-learned. Its thought lies in <think>...</think> before the text, or in `reasoning_content` beside it (Qwen, DeepSeek).
+image or video; a part may instead give its `index`, from 0, or its own source. Behind a backslash (`\\<image>`), in a
+part of type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI),
+`"loss": false` (ms-swift), or `"train": false` or `"training": false` (Axolotl) is not learned. Its thought lies in
+<think>...</think> before the text, or beside it in `reasoning_content` (Qwen, DeepSeek), `reasoning` or `thinking`.
 """
 
 from __future__ import annotations
@@ -26,23 +28,32 @@ IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 MARKS = {IMAGE_MARK: "image", VIDEO_MARK: "video"}
 MEDIA = tuple(MARKS.values())
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "function_call": "assistant",
-         "observation": "tool", "tool": "tool",
+         "observation": "tool", "tool": "tool", "function": "tool",
          "system": "system", "developer": "system"}
+LEARNED = ("weight", "loss", "train", "training")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MOST_VALUES = 2**21
 """Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
+OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "video_start",
+                "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
+"""Keys of qwen-vl-utils by which one image or video is shown otherwise than all others."""
 CONVERSATION_COLUMNS = ("conversations", "messages")
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
+_PLACE = re.compile("<bbox>|<ref-object>")
 _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: text, image or video. `source`: None: the row's next one. `marked`: by a mark in a text."""
+    """A piece of a turn: text, image or video. `source`: None: the row's next one, or that of `index`. `marked`: by a
+    mark in a text.
+    """
 
     kind: str
     text: str = ""
     source: Any = None
     marked: bool = False
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,9 @@ class Turn:
 
 
 def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The stored turns of a row, after its `system`. RowError: there are none, or `system` is no text."""
+    """The stored turns of a row, after its `system`. RowError: there are none, `system` is no text, or the row
+    has objects for marks, or sound.
+    """
     name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
     turns = fields.get(name) if name else None
     if isinstance(turns, str):
@@ -85,12 +98,21 @@ def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(turns, list):
         raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, "
                        "with role and content")
+    if _holds_any(fields.get("objects")) and (mark := _PLACE.search(str(turns))):
+        raise RowError(f"objects are to fill {mark[0]} (ms-swift); allowed: texts with the names and places themselves")
+    if _holds_any(fields.get("audios")):
+        raise RowError(f"audios hold {_brief(fields['audios'])}; allowed: images and videos")
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
     if not system or (turns and stored_role(turns[0]) == "system"):
         return turns
     return [{"role": "system", "content": system}, *turns]
+
+
+def stored_tools(fields: Mapping[str, Any]) -> Any:
+    """What the assistant of a row may call, as stored; `functions` is OpenAI's older name."""
+    return fields["tools"] if _holds_any(fields.get("tools")) else fields.get("functions")
 
 
 def stored_role(turn: Any) -> str:
@@ -136,12 +158,24 @@ def right_answers(fields: Mapping[str, Any], answer: str) -> tuple[str, ...]:
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row with more or fewer marks (without a source of their own) than images or videos."""
+    """Refuse a row with more or fewer marks (without a source of their own) than images or videos, or with parts whose
+    `index` does not name each of them once.
+    """
     for mark, kind in MARKS.items():
-        marks = sum(part.kind == kind and part.source is None for turn in turns for part in turn.parts)
-        if marks != counts.get(kind, 0):
-            raise RowError(f"{marks} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as {kind}s "
-                           f"(\\{mark} is a word)")
+        marks = [part.index for turn in turns for part in turn.parts if part.kind == kind and part.source is None]
+        if len(marks) != counts.get(kind, 0):
+            raise RowError(f"{len(marks)} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as "
+                           f"{kind}s (\\{mark} is a word)")
+        if set(marks) not in ({None}, set(range(len(marks)))):
+            raise RowError(f"the {kind}s of a row have the index {', '.join(map(str, marks))}; allowed: each from 0 to "
+                           f"{len(marks) - 1} once, or none")
+
+
+def check_settings(given: Mapping[str, Any], names: Sequence[str] = OWN_SETTINGS) -> None:
+    """Refuse an image or video that is to be shown otherwise than the run shows all of them."""
+    if name := next((name for name in names if given.get(name) is not None), ""):
+        raise RowError(f"an image or video has its own {name}, {_brief(given[name])}; allowed: those of the run "
+                       "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -160,7 +194,11 @@ def _turn(number: int, turn: Any) -> Turn:
     role, content = (turn.get("role"), turn.get("content")) if openai else (turn.get("from"), turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise RowError(f"turn {number} is from {_brief(role)}; allowed: {', '.join(ROLES)}")
-    calls = content if role == "function_call" else turn.get("tool_calls") if ROLES[role] == "assistant" else None
+    called = [turn[name] for name in ("tool_calls", "function_call")
+              if ROLES[role] == "assistant" and _holds_any(turn.get(name))]
+    if len(called) > 1:
+        raise RowError(f"turn {number} has tool_calls and function_call; allowed: one of them")
+    calls = content if role == "function_call" else called[0] if called else None
     if role == "function_call":
         parts = []
     elif isinstance(content, str):
@@ -173,14 +211,17 @@ def _turn(number: int, turn: Any) -> Turn:
         calls = _calls(calls) if _holds_any(calls) else ""
     if not parts and not calls and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
-    if ROLES[role] == "assistant" and (thought := turn.get("reasoning_content")):
-        if not isinstance(thought, str):
-            raise RowError(f"turn {number} has reasoning_content {_brief(thought)}; allowed: a text")
+    thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
+    if len(thoughts) > 1:
+        raise RowError(f"turn {number} has {' and '.join(thoughts)}; allowed: one of them")
+    for name in thoughts:
+        if not isinstance(turn[name], str):
+            raise RowError(f"turn {number} has {name} {_brief(turn[name])}; allowed: a text")
         if "</think>" in "".join(part.text for part in parts):
-            raise RowError(f"turn {number} has reasoning_content, and </think> in its text; allowed: one of them")
-        if thought := thought.strip():
+            raise RowError(f"turn {number} has {name}, and </think> in its text; allowed: one of them")
+        if thought := turn[name].strip():
             parts = [ContentPart("text", f"<think>\n{thought}\n</think>\n\n"), *parts]
-    result = Turn(ROLES[role], tuple(parts), ROLES[role] != "assistant" or _learned(number, turn), calls)
+    result = Turn(ROLES[role], tuple(parts), _learned(number, turn, ROLES[role]), calls)
     _check_text(f"turn {number}", result.text + calls)
     if result.media and result.role not in ("user", "tool"):
         raise RowError(f"turn {number}: <{result.media[0].kind}> in a turn of the {result.role}; allowed: in turns of "
@@ -188,10 +229,17 @@ def _turn(number: int, turn: Any) -> Turn:
     return result
 
 
-def _learned(number: int, turn: Mapping[str, Any]) -> bool:
-    """Whether neither `weight` nor `loss` of an answer is 0 or false. None and NaN count as absent."""
-    found = {name: turn[name] for name in ("weight", "loss") if turn.get(name) is not None}
+def _learned(number: int, turn: Mapping[str, Any], role: str) -> bool:
+    """Whether no key of an answer says that it is not learned. None and NaN count as absent."""
+    found = {name: turn[name] for name in LEARNED if turn.get(name) is not None}
     found = {name: value for name, value in found.items() if value == value}
+    if details := next((name for name in ("train_detail", "training_detail") if turn.get(name)), ""):
+        raise RowError(f"turn {number} has {details}; allowed: train, true or false, for a whole turn")
+    if role != "assistant":
+        if trained := next((name for name in ("train", "training") if found.get(name)), ""):
+            raise RowError(f"turn {number}, of the {role}, has {trained} {_brief(found[trained])}; allowed: in turns "
+                           "of the assistant, which alone are learned")
+        return True
     for name, value in found.items():
         if value not in (0, 1):  # also False and True
             raise RowError(f"turn {number} has {name} {_brief(value)}; allowed: 0 or false, 1 or true")
@@ -220,17 +268,25 @@ def _part(number: int, item: Any) -> ContentPart:
     kind = item.get("type")
     if kind == "text" and isinstance(item.get("text"), str):
         return ContentPart("text", item["text"])
+    with about(RowError, f"turn {number}"):
+        check_settings(item)
     if kind in ("image_url", "video_url"):
         value = item.get(kind)
         url = value.get("url") if isinstance(value, Mapping) else value
         if not isinstance(url, str):
             raise RowError(f"turn {number} has a part {kind} without url")
-        return ContentPart(kind.removesuffix("_url"), source={"url": url})
+        return ContentPart(kind.removesuffix("_url"), source={"url": url, "fps": item.get("fps")})
     if kind in MEDIA:
         source = next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None)
-        if kind == "video" and isinstance(source, list):  # its frames
+        if kind == "video" and source is None:  # a row's video has its rate beside it
+            with about(RowError, f"turn {number}"):
+                check_settings(item, ("fps",))
+        elif kind == "video":
             source = {"video": source, "fps": item.get("fps")}
-        return ContentPart(kind, source=source)
+        index = item.get("index")
+        if not isinstance(index, int | None):
+            raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
+        return ContentPart(kind, source=source, index=index)
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 
@@ -239,8 +295,8 @@ def _brief(value: Any) -> str:
 
 
 def _holds_any(value: Any) -> bool:
-    """Whether stored tools or calls hold any: the value may be null, empty, or an empty list as text."""
-    return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
+    """Whether stored tools or calls hold any: the value may be null, empty, only nulls, or an empty list as text."""
+    return bool(_present(value)) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 
 def _tools(tools: Any) -> str:

@@ -7,8 +7,11 @@ tar shards with their byte ranges, so that reading it touches no other row, of a
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -22,6 +25,7 @@ from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragments, FragmentWriter, UniqueIds
 from dhp_ray.data.media import file_bytes
+from dhp_ray.errors import printable
 from dhp_ray.schema import Data
 
 KEPT_FROM_BYTES = 8 * 2**20
@@ -30,6 +34,14 @@ KEPT_FROM_BYTES = 8 * 2**20
 NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
 """Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
+
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*\.parquet")
+_SPLIT = re.compile(r"((?:[^/]*/)*?)(?:[^/]*[-._ \d])?"
+                    r"(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval(?:uation)?)[-._ \d/].*")
+"""How the library `datasets` finds the split of a file: SPLIT-00000-of-00002.parquet, or the split's name as a word."""
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+_FOLDERS, _OF_EACH = 100, 1000
+"""The sub-folders of a folder, and the entries of each, that are looked at for data that is left out."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes."""
@@ -64,7 +76,11 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
 def check_form(data: Data) -> None:
     """Refuse data whose first rows show that there are none, or another form. Takes milliseconds."""
     image_root(data)
-    for path, kind in _files(data):
+    files = _files(data)
+    if others := _left_out(data):
+        logging.getLogger(__name__).warning(
+            "%s", printable(f"{data.path}: files read: {len(files)}; {others}"))
+    for path, kind in files:
         if list(islice(scan_file(path, kind, UniqueIds(), lambda position: None), 2)):
             return
     raise _no_rows(data)
@@ -111,7 +127,9 @@ def held_out(data: Data, path: str) -> Data:
 
 
 def data_files(data: Data) -> list[str]:
-    """The files of `data.path`: the path itself, or every file of the format in that folder, by name."""
+    """The files of `data.path`: the path itself, or every file of the format in that folder, by name. DataError: there
+    are none, or those of several splits.
+    """
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)
@@ -125,13 +143,43 @@ def data_files(data: Data) -> list[str]:
         hint = "; jobs/prepare_data.py writes it" if written else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
     if data.format == "huggingface":
-        return saved_files(path)
+        return _of_one_split(path, saved_files(path))
     suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
         raise DataError(f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
                         f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}")
-    return [os.path.join(path, name) for name in found]
+    return _of_one_split(path, [os.path.join(path, name) for name in found])
+
+
+def _of_one_split(path: str, files: list[str]) -> list[str]:
+    """The files, unless their names below the folder tell more than one split, or the same one in several folders."""
+    names = [os.path.relpath(file, path) for file in files]
+    found = [_SHARD.fullmatch(name) or _SPLIT.fullmatch(name) for name in names]
+    splits = sorted({"".join(match.groups("")) for match in found if match})
+    if len(splits) > 1:
+        shown = ", ".join(splits[:6]) + (f" and {len(splits) - 6} more" if len(splits) > 6 else "")
+        raise DataError(f"data.path: {path} holds the splits {shown}; allowed: one of them, in a folder of its own "
+                        "or as a file, or several in data.sources")
+    return files
+
+
+def _left_out(data: Data) -> str:
+    """What a folder holds that is like its data but not read: compressed files, and files in sub-folders."""
+    if data.format == "huggingface" or not os.path.isdir(data.path):
+        return ""
+    suffixes = format_suffixes(data.format)
+    packed = tuple(suffix + end for suffix in suffixes for end in _COMPRESSED)
+    with os.scandir(data.path) as entries:
+        there = {entry.name: entry.is_dir() for entry in entries if not entry.name.startswith((".", "_"))}
+    compressed = sorted(name for name in there if name.endswith(packed) and os.path.splitext(name)[0] not in there)
+    folders = []
+    for name in sorted(name for name, is_folder in there.items() if is_folder)[:_FOLDERS]:
+        with suppress(OSError), os.scandir(os.path.join(data.path, name)) as entries:
+            if any(entry.name.endswith(suffixes + packed) for entry in islice(entries, _OF_EACH)):
+                folders.append(name)
+    return "; ".join(f"{what}, left out: {len(names)} ({names[0]}{', ...' * (len(names) > 1)})" for names, what in (
+        (compressed, "compressed"), (folders, "sub-folders with such files")) if names)
 
 
 def _format_of(names: list[str]) -> str:

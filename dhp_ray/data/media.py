@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.conversation import MEDIA, Turn, check_counts
+from dhp_ray.data.conversation import MEDIA, Turn, check_counts, check_settings
 from dhp_ray.data.errors import RowError
 from dhp_ray.errors import about
 from dhp_ray.schema import Data
@@ -54,9 +54,9 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
     them ("image 1").
 
     Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
-    list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. A clip that
-    is one file has its own rate, whatever fps says. RowError: an image or video is missing or outside of the root, or
-    the marks do not agree with the columns.
+    list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. RowError: an
+    image or video is missing or outside of the root, or is to be shown otherwise than the run shows all; the marks do
+    not agree with the columns.
     """
     stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
@@ -66,10 +66,14 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
     found: dict[str, bytes] = {}
     for part in (part for turn in turns for part in turn.media):
         name = f"{part.kind} {next(numbers[part.kind])}"
-        given = next(following[part.kind]) if part.source is None else part.source
-        source, rate = unwrap(given, part.kind)
         with about(RowError, name):
+            given = (part.source if part.source is not None else next(following[part.kind]) if part.index is None
+                     else stored[part.kind][part.index])
+            source, rate = unwrap(given, part.kind)
             if part.kind != "video" or not isinstance(source, list):
+                if part.kind == "video" and rate not in (None, limits.video_fps):
+                    raise RowError(f"fps is {repr(rate)[:40]} for a video file; allowed: {limits.video_fps:g} "
+                                   "(data.video_fps)")
                 found[name] = _encoded(source, image_root, most, members)
             else:
                 encoded = list(_encoded_frames(source, image_root, most, members))
@@ -90,9 +94,12 @@ def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
-    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so."""
+    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so. RowError: it
+    has settings of its own.
+    """
     rate = None
     while isinstance(value, Mapping):
+        check_settings(value)
         rate = value.get("fps") if value.get("fps") is not None else rate
         value = next((value[name] for name in media_keys(kind) if value.get(name) not in _EMPTY), None)
     return value, rate

@@ -90,6 +90,7 @@ class ProcessorSpec:
             raise DataError(f"model.path: {folder} has no tokenizer that loads: {first_line(error)}") from None
         if not tokenizer.is_fast:
             raise DataError(f"model.path: {folder} has no fast tokenizer; allowed: a folder with tokenizer.json")
+        _keep_spaces(tokenizer.backend_tokenizer)
         check_vocabulary(folder, tokenizer.get_vocab().values())
         template = chat_template(folder)
         family = kind(image_settings(folder, kind), self.min_pixels, self.max_pixels, self.limits,
@@ -196,6 +197,13 @@ def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int
     """(L,) whether a token has characters, all of them in one of the ascending spans."""
     begins, ends = np.array([(-1, -1), *spans], np.int64).T
     return (stops > starts) & (stops <= ends[np.searchsorted(begins, starts, side="right") - 1])
+
+
+def _keep_spaces(tokenizer: Any) -> None:
+    """Let the offsets of tokens include their spaces, by which labels are found."""
+    if last := tokenizer.post_processor:
+        last.__setstate__(last.__getstate__().replace(b'"trim_offsets":true', b'"trim_offsets":false'))
+        tokenizer.post_processor = last
 
 
 def _kind(size: Size) -> str:

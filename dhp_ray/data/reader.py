@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dhp_ray.credentials import shown
-from dhp_ray.data.conversation import Turn, last_answer, read_turns, stored_turns
+from dhp_ray.data.conversation import Turn, last_answer, read_turns, stored_tools, stored_turns
 from dhp_ray.data.errors import RowError, description
 from dhp_ray.data.families.base import SLICE_TOKENS, Size
 from dhp_ray.data.formats import read_rows
@@ -158,7 +158,7 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
     """The turns of a row, its encoded images and videos, and their sizes. RowError: it cannot be used."""
     if row.error:
         raise RowError(row.error)
-    turns = read_turns(stored_turns(row.fields), row.fields.get("tools"))
+    turns = read_turns(stored_turns(row.fields), stored_tools(row.fields))
     limits = processor.family.limits
     media = read_media(row.fields, turns, image_root, limits, row.members)
     sizes: list[Size] = []

@@ -30,15 +30,17 @@ def learned(conversation: list[dict[str, Any]], of: Processor = PROCESSOR) -> st
     return text
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"loss": False}])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False},
+                                  {"training": False}])
 def test_a_turn_without_weight_is_shown_and_not_learned(mark: dict[str, Any]) -> None:
     first, answer, *rest = talk("a", "false", "b", "true")
     conversation = [first, answer | mark, *rest]
     assert learned(conversation) == "true<|im_end|>"
     assert PROCESSOR.encode(conversation, []).input_ids.tolist() == PROCESSOR.encode(
         talk("a", "false", "b", "true"), []).input_ids.tolist()
-    for other in ({"weight": 1, "loss": None}, {"weight": math.nan}):
-        assert learned([first | {"weight": 0.5}, answer | other, *rest]) == "false<|im_end|>true<|im_end|>"
+    for other in ({"weight": 1, "loss": None}, {"weight": math.nan}, {"train": True, "train_detail": None}):
+        shown = first | {"weight": 0.5, "train": False}
+        assert learned([shown, answer | other, *rest]) == "false<|im_end|>true<|im_end|>"
 
 
 def test_nothing_but_turns_without_weight_is_a_bad_row() -> None:
@@ -47,6 +49,16 @@ def test_nothing_but_turns_without_weight_is_a_bad_row() -> None:
         PROCESSOR.encode([first, answer | {"weight": 0}], [])
     with pytest.raises(RowError, match=r"turn 2 has weight 0\.5; allowed: 0 or false, 1 or true"):
         PROCESSOR.encode([first, answer | {"weight": 0.5}], [])
+
+
+def test_what_axolotl_learns_of_other_turns_or_parts_of_turns_is_refused() -> None:
+    first, answer = talk("a", "b")
+    for name in ("train", "training"):
+        with pytest.raises(RowError, match=f"^turn 1, of the user, has {name} True; allowed: in turns of the "):
+            PROCESSOR.encode([first | {name: True}, answer], [])
+        detail = [{"begin_offset": 0, "end_offset": 0, "train": False}]
+        with pytest.raises(RowError, match=f"^turn 2 has {name}_detail; allowed: train, true or false, for a whole"):
+            PROCESSOR.encode([first, answer | {name: True, f"{name}_detail": detail}], [])
 
 
 def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> None:
@@ -63,8 +75,11 @@ def test_a_template_that_leaves_a_turn_out_makes_bad_rows(tmp_path: Path) -> Non
 def test_a_thought_beside_an_answer_lies_before_it() -> None:
     """Also where the template knows nothing of thoughts."""
     first, answer = talk("a", "b")
-    assert learned([first, answer | {"reasoning_content": " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
-    assert learned([first, answer | {"reasoning_content": None}]) == "b<|im_end|>"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert learned([first, answer | {name: " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
+        assert learned([first, answer | {name: None}]) == "b<|im_end|>"
+    with pytest.raises(RowError, match=r"^turn 2 has reasoning_content and thinking; allowed: one of them$"):
+        PROCESSOR.encode([first, answer | {"reasoning_content": "Hm.", "thinking": "Hm."}], [])
     assert learned([first, answer | {"reasoning_content": " "}]) == "b<|im_end|>"
     with pytest.raises(RowError, match=r"^turn 2 has reasoning_content, and </think> in its text; allowed: "):
         PROCESSOR.encode([first, {"from": "gpt", "value": "<think>a</think>b", "reasoning_content": "Hm."}], [])

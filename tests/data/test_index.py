@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import ROWS_PER_FRAGMENT
-from dhp_ray.data.index import data_files, image_root, index_fragments, mean_file_bytes
+from dhp_ray.data.index import check_form, data_files, image_root, index_fragments, mean_file_bytes
 from dhp_ray.data.media import file_bytes
 from dhp_ray.schema import Data
 from tests.data.samples import talk, write_rows
@@ -73,6 +73,56 @@ def test_a_folder_is_read_by_name(tmp_path: Path) -> None:
         write_rows(tmp_path / name, [{"id": name, "conversations": []}])
     assert ids_of(llava(tmp_path)) == ["a.jsonl", "b.json"]
     assert data_files(llava(tmp_path)) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")]
+
+
+@pytest.mark.parametrize("form", ["llava", "parquet", "webdataset", "huggingface"])
+def test_files_of_several_splits_are_refused(form: str, tmp_path: Path) -> None:
+    suffix = {"llava": ".jsonl", "webdataset": ".tar"}.get(form, ".parquet")
+    for name in ("my_train-1", "my_train-2", "other"):
+        (tmp_path / f"{name}{suffix}").touch()
+    assert len(data_files(Data(format=form, path=str(tmp_path)))) == 3
+    (tmp_path / f"val{suffix}").touch()
+    with pytest.raises(DataError, match="holds the splits train, val; allowed: one of them, in a folder of its own or"):
+        data_files(Data(format=form, path=str(tmp_path)))
+    assert data_files(Data(format=form, path=str(tmp_path / f"val{suffix}"))) == [str(tmp_path / f"val{suffix}")]
+
+
+@pytest.mark.parametrize(("names", "splits"), [
+    (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], ""),
+    (["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"],
+     "data/test_sft, data/train_sft"),
+    (["ai2d/train-00000-of-00001-2ce340398c113b79.parquet", "chart/train-00000-of-00001.parquet"],
+     "ai2d/train, chart/train"),
+    (["default/train/0000.parquet", "default/train/0001.parquet", "default/test/0000.parquet"],
+     "default/test, default/train"),
+    (["year=2025/a.parquet", "year=2026/a.parquet", "contest.parquet", "retrain.parquet"], ""),
+    ([f"{number}/train.parquet" for number in range(8)], "0/train, 1/train, .*, 5/train and 2 more"),
+])
+def test_splits_of_a_folder_from_the_hub(names: list[str], splits: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    data = Data(format="huggingface", path=str(tmp_path))
+    if not splits:
+        assert data_files(data) == sorted(str(tmp_path / name) for name in names)
+        return
+    with pytest.raises(DataError, match=f"holds the splits {splits}; allowed"):
+        data_files(data)
+
+
+def test_data_that_is_left_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "b/a.png", "notes.gz", "_c/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"conversations": []}')
+    check_form(llava(tmp_path))
+    assert not caplog.messages
+    for name in ("b.jsonl.gz", "c.json.zst", "d/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    check_form(llava(tmp_path))
+    [message] = caplog.messages
+    assert message == (f"{tmp_path}: files read: 1; compressed, left out: 2 (b.jsonl.gz, ...); "
+                       "sub-folders with such files, left out: 1 (d)")
 
 
 def test_every_row_has_a_name_of_its_own(tmp_path: Path) -> None:

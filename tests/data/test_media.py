@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.data.conversation import read_turns
+from dhp_ray.data.conversation import MEDIA, OWN_SETTINGS, read_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits, column_media, file_bytes, read_media, resolve
 from tests.data.samples import picture, talk
@@ -46,7 +46,7 @@ def test_images_of_every_form_are_their_bytes(root: Path) -> None:
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_mappings_name_a_file_as_parts_of_the_content_do(root: Path, kind: str) -> None:
     data = (root / "a.png").read_bytes()
-    for form in ({kind: "a.png"}, {"type": kind, kind: "a.png", "fps": 4}, {kind: data}, {"url": "a.png"},
+    for form in ({kind: "a.png"}, {"type": kind, kind: "a.png", "fps": 2}, {kind: data}, {"url": "a.png"},
                  {"path": "a.png"}, {"bytes": data, "path": "absent.png"}, {"bytes": b"", "path": "a.png"},
                  {kind: {"bytes": None, "path": "a.png"}}, {f"{kind}_url": {"url": "a.png"}},
                  {"type": f"{kind}_url", f"{kind}_url": "a.png"}, {"type": kind, kind: None, "path": "a.png"}):
@@ -198,6 +198,43 @@ def test_videos_and_images_keep_the_order_of_the_text(root: Path) -> None:
         shown(root, "a", video="a.mp4")
     with pytest.raises(RowError, match=r"video 2: b\.mp4: no such file"):
         shown(root, "<video><image><video>", images=["a.png"], videos=["a.png", "b.mp4"])
+
+
+def test_parts_name_the_images_of_a_row_by_their_index(root: Path) -> None:
+    parts = [{"type": "image", "text": None, "index": 1}, {"type": "text", "text": "x", "index": None},
+             {"type": "image", "text": None, "index": 0}]
+    assert shown(root, parts, images=[b"first", b"second"]) == [b"second", b"first"]
+    for indices, named in (([0, 0], "0, 0"), ([1, 2], "1, 2"), ([0, None], "0, None"), ([-1, 0], "-1, 0")):
+        parts = [{"type": "image", "index": index} for index in indices]
+        with pytest.raises(RowError, match=f"^the images of a row have the index {named}; allowed: each from 0 to 1 "):
+            shown(root, parts, images=[b"first", b"second"])
+    with pytest.raises(RowError, match=r"^turn 1 has a part of the index \[0\]; allowed: a number from 0 on"):
+        shown(root, [{"type": "image", "index": [0]}], images=[b"first"])
+
+
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_settings_of_one_image_or_video_are_refused(root: Path, name: str) -> None:
+    reason = f"an image or video has its own {name}, 56; allowed: those of the run"
+    for part in ({"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "a.png"}},
+                 {"type": "video", "video": "a.png"}, {"type": "video"}):
+        assert len(shown(root, [part | {name: None}], videos=["a.png"] * (part == {"type": "video"}))) == 1
+        with pytest.raises(RowError, match=f"^turn 1: {reason}"):
+            shown(root, [part | {name: 56}], videos=["a.png"])
+    for kind in MEDIA:
+        with pytest.raises(RowError, match=reason):
+            shown(root, f"<{kind}>", **{kind: {kind: "a.png", name: 56}})
+
+
+def test_a_video_file_is_sampled_as_the_run_says(root: Path) -> None:
+    reason = r"video 1: fps is 1\.0 for a video file; allowed: 2 \(data\.video_fps\)"
+    part, encoded = {"type": "video", "video": "a.png"}, [(root / "a.png").read_bytes()]
+    assert shown(root, [part | {"fps": 2}]) == shown(root, "<video>", videos=[part | {"fps": 2.0}]) == encoded
+    for content, videos in (([part | {"fps": 1.0}], []), ("<video>", [part | {"fps": 1.0}]),
+                            ([{"type": "video_url", "video_url": {"url": "a.png"}, "fps": 1.0}], [])):
+        with pytest.raises(RowError, match=reason):
+            shown(root, content, videos=videos)
+    with pytest.raises(RowError, match=r"^turn 1: an image or video has its own fps, 1\.0"):
+        shown(root, [{"type": "video", "fps": 1.0}], videos=["a.png"])
 
 
 @pytest.mark.parametrize(("part", "reason"), [

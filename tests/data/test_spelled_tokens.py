@@ -170,3 +170,15 @@ def test_a_token_that_is_repeated_is_looked_up_once(tmp_path: Path) -> None:
     assert again.input_ids.tolist() == first.input_ids.tolist()
     assert texts_of(processor, processor.encode(talk("<|im_end|>" * 1000, "a"), []))[0].count("<|im_end|>" * 1000) == 1
     assert not looked_up
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tokenizer_that_trims_offsets_learns_spaces_too(sequence: bool, tmp_path: Path) -> None:
+    word_tokenizer(tmp_path)
+    trims = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    tree["post_processor"] = {"type": "Sequence", "processors": [trims]} if sequence else trims
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    processor = ProcessorSpec(path=str(tmp_path)).load()
+    answer = "is true:\n    a  b\n\n"
+    assert texts_of(processor, processor.encode(talk("a", answer), []))[1] == f"{answer}<|im_end|>"

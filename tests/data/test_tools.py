@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dhp_ray.data import conversation
-from dhp_ray.data.conversation import parse_json, read_turns
+from dhp_ray.data.conversation import parse_json, read_turns, stored_tools
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import index_fragments
@@ -240,6 +240,22 @@ def test_a_template_that_writes_no_tools_refuses_them(preset: str) -> None:
             of.encode_turns(turns, [])
         assert str(caught.value) == ("the model's chat template does not write tools; allowed: rows without tools and "
                                      "calls, or a folder whose chat template writes them")
+
+
+def test_the_older_names_of_calls_and_tools() -> None:
+    """Beside a text, and in structs of a column, where other turns have a call of nulls."""
+    call = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    older = [QUESTION | {"function_call": {"name": None, "arguments": None}},
+             {"role": "assistant", "content": "Let me see.", "function_call": call},
+             {"role": "function", "name": "weather", "content": "Rain"}, {"role": "assistant", "content": "It rains."}]
+    newer = [QUESTION, {"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": call}]},
+             {"role": "tool", "content": "Rain"}, {"role": "assistant", "content": "It rains."}]
+    assert read_turns(older) == read_turns(newer)
+    assert read_turns(newer)[1].calls
+    assert stored_tools({"functions": SIGNATURES}) == stored_tools({"functions": 1, "tools": SIGNATURES}) == SIGNATURES
+    assert stored_tools({"functions": SIGNATURES, "tools": "[]"}) == SIGNATURES
+    with pytest.raises(RowError, match=r"^turn 2 has tool_calls and function_call; allowed: one of them$"):
+        read_turns([QUESTION, newer[1] | older[1]])
 
 
 def test_a_developer_is_the_system() -> None:

@@ -3,7 +3,7 @@
     0001.json   the row: conversations or messages; or only the list of turns
     0001.txt    instead of it: what the assistant says about the images and videos of the sample
     0001.jpg, 0001.1.png, 0001.mp4, ...   images and videos; the row names them ("1.png" or "0001.1.png"),
-                                          or they are taken in order
+                                          or they are taken in the order of their names, 2 before 10
 
 Nothing is unpacked: members are read in place, and those that would run code when read are refused.
 """
@@ -11,6 +11,7 @@ Nothing is unpacked: members are read in place, and those that would run code wh
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
@@ -99,10 +100,14 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
             if len(content) != member.size:
                 raise RowError(f"member {member.name} is cut short")
             if kind in ("json", "txt"):
-                texts.setdefault(kind, content)
+                if kind in texts:
+                    raise RowError(f"member {member.name} is a second {kind} of one key; allowed: one of each key")
+                texts[kind] = content
                 continue
             shown["images" if kind in IMAGES else "videos"].append(member.name)
             media |= {extension: content, member.name.rpartition("/")[2]: content, member.name: content}
+    for names in shown.values():
+        names.sort(key=_numbered)
     fields = _fields(texts, {name: len(names) for name, names in shown.items()})
     frames = [name for value in column_media(fields, "video") for name in frame_sources(value)]
     of_videos = {name for name in frames if isinstance(name, str)}
@@ -128,6 +133,12 @@ def split_name(name: str) -> tuple[str, str]:
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
     return f"{folder}{slash}{stem}", extension
+
+
+def _numbered(name: str) -> list[str | int]:
+    """What sorts the members of a key: one without a number is the first, and numbers count by their value."""
+    pieces = re.split("([0-9]+)", split_name(name)[1].rpartition(".")[0])
+    return [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
 
 
 def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:

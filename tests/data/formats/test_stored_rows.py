@@ -45,6 +45,25 @@ def test_a_column_with_the_system_text_comes_first() -> None:
         stored_turns({"conversations": talk("a", "b"), "system": 3})
 
 
+def test_what_fills_marks_of_ms_swift_is_refused() -> None:
+    objects = {"ref": ["a cat"], "bbox": [[1, 2, 3, 4]]}
+    row = {"conversations": talk("Where is <ref-object>?", "At <bbox>.")}
+    assert stored_turns({"conversations": talk("a", "b"), "objects": objects}) == talk("a", "b")
+    for empty in (None, [], {"ref": None}):
+        assert stored_turns(row | {"objects": empty, "audios": empty}) == row["conversations"]
+    with pytest.raises(RowError, match=r"^objects are to fill <ref-object> \(ms-swift\); allowed: texts with"):
+        stored_turns(row | {"objects": objects})
+    with pytest.raises(RowError, match=r"^audios hold \['a\.wav'\]; allowed: images and videos$"):
+        stored_turns(row | {"audios": ["a.wav"]})
+
+
+def test_columns_of_what_is_refused_are_read(tmp_path: Path) -> None:
+    rows = [{"messages": json.dumps(talk("a", "At <bbox>.")), "objects": {"bbox": [[1, 2]]}, "functions": "[]"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    [fragment] = index_fragments(Data(format="parquet", path=str(tmp_path)))
+    assert [dict(row.fields) for row in read_rows(fragment)] == rows
+
+
 @pytest.mark.parametrize(("column", "value"), [
     ("image", {"path": "a.png"}), ("image", {"image": "a.png"}), ("images", [{"type": "image", "image": "a.png"}]),
     ("video", {"video": "a.mp4", "fps": 4}), ("videos", [{"path": "a.mp4"}]), ("videos", [[{"path": "f.png"}]]),

@@ -41,7 +41,7 @@ def test_members_of_a_key_are_a_row(form: int, tmp_path: Path) -> None:
     rows = rows_of(path)
     assert [row.id for row in rows] == ["1", long, "3", "1#000003"]
     assert not any(row.error for row in rows)
-    assert rows[0].fields["images"] == ["1.0.avif", "1.png"]
+    assert rows[0].fields["images"] == ["1.png", "1.0.avif"]
     assert rows[0].members == {"0.avif": b"x" * 700, "1.0.avif": b"x" * 700, "png": b"y", "1.png": b"y"}
     assert rows[1].fields["messages"] == [{"role": "user", "content": "<image>"},
                                           {"role": "assistant", "content": "A b."}]
@@ -69,6 +69,18 @@ def test_a_sample_that_cannot_be_used_names_itself(
     assert [row.id for row in rows] == ["a", "b"]
     assert rows[0].error.startswith(reason)
     assert not rows[1].error
+
+
+def test_images_come_in_the_order_of_their_numbers_however_they_were_sorted(tmp_path: Path) -> None:
+    names = ["k.png", *(f"k.{number}.png" for number in range(1, 12))]
+    path = shard(tmp_path / "a.tar", [("k.json", TALK), *((name, b"x") for name in sorted(names))])
+    assert rows_of(path)[0].fields["images"] == names
+
+
+@pytest.mark.parametrize("kind", ["txt", "json"])
+def test_a_second_text_of_a_key_is_refused(kind: str, tmp_path: Path) -> None:
+    [row] = rows_of(shard(tmp_path / "a.tar", [(f"photo.0.{kind}", TALK), (f"photo.1.{kind}", TALK)]))
+    assert row.error == f"member photo.1.{kind} is a second {kind} of one key; allowed: one of each key"
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
