@@ -36,9 +36,10 @@ MEDIA_WITHIN_BYTES = 16 * 2**10
 """Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*\.parquet")
+"""A file of a split, whatever its name, in a folder of the library `datasets`."""
 _SPLIT = re.compile(r"((?:[^/]*/)*?)(?:[^/]*[-._ \d])?"
                     r"(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval(?:uation)?)[-._ \d/].*")
-"""How the library `datasets` finds the split of a file: SPLIT-00000-of-00002.parquet, or the split's name as a word."""
+"""A file that has the name of a common split as a word."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _FOLDERS, _OF_EACH = 100, 1000
 """The sub-folders of a folder, and the entries of each, that are looked at for data that is left out."""
@@ -143,7 +144,7 @@ def data_files(data: Data) -> list[str]:
         hint = "; jobs/prepare_data.py writes it" if written else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
     if data.format == "huggingface":
-        return _of_one_split(path, saved_files(path))
+        return _of_one_split(path, saved_files(path), _SHARD)
     suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
@@ -152,10 +153,12 @@ def data_files(data: Data) -> list[str]:
     return _of_one_split(path, [os.path.join(path, name) for name in found])
 
 
-def _of_one_split(path: str, files: list[str]) -> list[str]:
-    """The files, unless their names below the folder tell more than one split, or the same one in several folders."""
+def _of_one_split(path: str, files: list[str], *patterns: re.Pattern[str]) -> list[str]:
+    """The files, unless their names below the folder tell more than one split, or the same one in several folders, by
+    the first of the patterns that each has, or `_SPLIT`.
+    """
     names = [os.path.relpath(file, path) for file in files]
-    found = [_SHARD.fullmatch(name) or _SPLIT.fullmatch(name) for name in names]
+    found = [next(filter(None, (pattern.fullmatch(name) for pattern in (*patterns, _SPLIT))), None) for name in names]
     splits = sorted({"".join(match.groups("")) for match in found if match})
     if len(splits) > 1:
         shown = ", ".join(splits[:6]) + (f" and {len(splits) - 6} more" if len(splits) > 6 else "")
