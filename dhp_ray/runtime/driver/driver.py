@@ -138,9 +138,10 @@ class Driver:
     def _steps(self, session: Session) -> str:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, [])
-        first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         session.report_mode()
-        running = self._launch(session, first)
+        # kept by no name here: whoever has a dispatched step holds its payload in the object store
+        running = self._launch(
+            session, self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1))
         while running:
             step = running.dispatched.step
             session.current.dispatcher.begin(step + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -15,8 +16,10 @@ from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
-from dhp_ray.runtime.driver.dispatch import DispatchedStep
+from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
 from dhp_ray.runtime.driver.driver import Driver, untrained
+from dhp_ray.runtime.driver.feedback import Mirroring
+from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.messages import Message, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -110,3 +113,36 @@ def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
     with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/e: cut$"):
         driver._count_bad_rows(dispatched_of(2, ["1/b", "0/d", "0/e"], [], [(0, "0/d"), (1, "1/b"), (0, "0/e")]),
                                {"0/d": "cut", "0/e": "cut"})
+
+
+def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a dispatched step keeps its payload in the object store, the first step's too."""
+    driver, made = counting_driver(100), dict[int, weakref.ref[DispatchedStep]]()
+    monkeypatch.setattr(driver.draining, "ids", frozenset)
+
+    def dispatch(step: int) -> DispatchedStep | None:
+        if step > 4:
+            return None
+        found = dispatched_of(step, [f"{step}"], [], [(0, f"{step}")])
+        made[step] = weakref.ref(found)
+        return found
+
+    kept: list[list[int]] = []
+
+    def commit(finished: FinishedStep) -> None:
+        kept.append([step for step, found in made.items() if found()])
+
+    monkeypatch.setattr(WorkerGroup, "size", 1)
+    monkeypatch.setattr(driver.group, "start", lambda method, *arguments: [])
+    monkeypatch.setattr(driver.group, "collect", lambda calls, **limits: [SimpleNamespace(applied=True)])
+    dispatcher = SimpleNamespace(dispatch=dispatch, take=dispatch, begin=lambda step: None, needed_ranks=1,
+                                 started=lambda dispatched: None, failures=lambda dispatched: {})
+    session: Any = SimpleNamespace(
+        group=driver.group, stopping="", total_steps=4, max_workers=1, mirroring=Mirroring("0"),
+        records=SimpleNamespace(last_step=0), report_mode=lambda: None, stuck_s=lambda plan: 1.0,
+        history=SimpleNamespace(step_times_s=[]), current=SimpleNamespace(
+            dispatcher=dispatcher, meter=SimpleNamespace(no_good=list),
+            evaluation=SimpleNamespace(when_due=lambda step: {})))
+    driver.commits = SimpleNamespace(save_when_due=lambda *arguments, **last: None, commit=commit)  # type: ignore
+    assert driver._steps(session) == ""
+    assert kept == [[1, 2], [2, 3], [3, 4], [4]]
