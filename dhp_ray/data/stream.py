@@ -62,7 +62,7 @@ ORDER = 4
 class GlobalBatch:
     """Samples of one global batch. `payload` maps an id to its block and row there, `origins` a block to where and how
     it was made. `skipped`: the bad rows on the way, by id, with reasons. `cursor`: where the next batch begins. `rows`:
-    (source, id) of every row, bad ones too, in order.
+    every row, bad ones too, in order: (source, which row of a pass over it, from 1; id).
     """
 
     epoch: int
@@ -71,7 +71,7 @@ class GlobalBatch:
     skipped: dict[str, str] = field(default_factory=dict)
     cursor: Cursor = field(default_factory=dict)
     origins: dict[ray.ObjectRef, BlockOrigin] = field(default_factory=dict, repr=False)
-    rows: list[tuple[int, str]] = field(default_factory=list, repr=False)
+    rows: list[tuple[int, int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
     def longest(self) -> int:
@@ -124,7 +124,7 @@ class Stream:
             self.sources[chosen].take()
             self._given[chosen] += 1
             sample_id = entry.sample.id
-            batch.rows.append((chosen, sample_id))
+            batch.rows.append((chosen, self.sources[chosen].row, sample_id))
             if entry.error:
                 batch.skipped[sample_id] = entry.error
             else:
@@ -247,7 +247,7 @@ class SourceStream:
         """Move past the row that `peek` returns. DataError: it is the last of too many bad rows in a row."""
         entry = self._entries.popleft()
         self.row += 1
-        self._bad_rows.take(entry.sample.id, entry.error)
+        self._bad_rows.take(entry.sample.id, entry.error, self.row)
 
     def start(self, epoch: int, row: int) -> None:
         """Go to the position after the first `row` rows of an epoch."""

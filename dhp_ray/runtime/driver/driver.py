@@ -232,8 +232,8 @@ class Driver:
             return
         self.counted_step = dispatched.step
         reasons = dispatched.batch.skipped | failures
-        for source, sample_id in dispatched.batch.rows:
-            self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""))
+        for source, row, sample_id in dispatched.batch.rows:
+            self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""), row)
 
     def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""

@@ -80,7 +80,7 @@ def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, sa
     assert flushed == [True]
 
 
-def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, str]]) -> DispatchedStep:
+def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, int, str]]) -> DispatchedStep:
     """A step of a batch whose samples are `good`; `bad` rows were left out of it."""
     samples = [Sample(name, 8) for name in good]
     batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
@@ -97,22 +97,25 @@ def counting_driver(*num_rows: int) -> Driver:
 
 def test_rows_that_do_not_decode_count_with_those_whose_headers_are_bad() -> None:
     driver = counting_driver(5)
-    first = dispatched_of(1, ["a", "b"], ["c"], [(0, "a"), (0, "c"), (0, "b")])
+    first = dispatched_of(1, ["a", "b"], ["c"], [(0, 1, "a"), (0, 2, "c"), (0, 3, "b")])
     driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})
     driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})  # launched again after a recovery
     with pytest.raises(DataError) as caught:
-        driver._count_bad_rows(dispatched_of(2, ["e", "f"], ["d"], [(0, "d"), (0, "e"), (0, "f")]),
+        driver._count_bad_rows(dispatched_of(2, ["e", "f"], ["d"], [(0, 4, "d"), (0, 5, "e"), (0, 1, "f")]),
                                {"e": "truncated", "f": "truncated"})
     assert str(caught.value) == "data.path: source0 has no usable row; the last, e: truncated"
 
 
 def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
     driver = counting_driver(3, 100)
-    rows = [(1, "1/a"), (0, "0/a"), (0, "0/b"), (0, "0/c")]
-    driver._count_bad_rows(dispatched_of(1, [name for _, name in rows], [], rows), {"0/a": "cut", "0/c": "cut"})
-    with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/e: cut$"):
-        driver._count_bad_rows(dispatched_of(2, ["1/b", "0/d", "0/e"], [], [(0, "0/d"), (1, "1/b"), (0, "0/e")]),
-                               {"0/d": "cut", "0/e": "cut"})
+    rows = [(1, 1, "1/a"), (0, 1, "0/a"), (0, 2, "0/b"), (0, 3, "0/c")]
+    driver._count_bad_rows(dispatched_of(1, [name for _, _, name in rows], [], rows), {"0/b": "cut", "0/c": "cut"})
+    rows = [(0, 1, "0/b~2"), (1, 2, "1/b"), (0, 2, "0/c~2"), (0, 3, "0/a~2"), (0, 1, "0/a~3")]
+    driver._count_bad_rows(dispatched_of(2, [name for _, _, name in rows], [], rows),
+                           {"0/b~2": "cut", "0/c~2": "cut", "0/a~3": "cut"})
+    with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/b~3: cut$"):
+        driver._count_bad_rows(dispatched_of(3, ["0/c~3", "1/c", "0/b~3"], [], [
+            (0, 2, "0/c~3"), (1, 3, "1/c"), (0, 3, "0/b~3")]), {"0/c~3": "cut", "0/b~3": "cut"})
 
 
 def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +126,7 @@ def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.Monke
     def dispatch(step: int) -> DispatchedStep | None:
         if step > 4:
             return None
-        found = dispatched_of(step, [f"{step}"], [], [(0, f"{step}")])
+        found = dispatched_of(step, [f"{step}"], [], [(0, step, f"{step}")])
         made[step] = weakref.ref(found)
         return found
 
