@@ -40,6 +40,12 @@ from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunF
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waits
 from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.results import StepResult
+
+MOST_SKIPPED = 20
+"""So many updates skipped in a row, because a gradient was not finite, end a run: it is no longer the batch. Even if
+every second batch had such a gradient by itself, so many in a row would come once in a million steps.
+"""
 
 LONG_STEP = 3.0
 """The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
@@ -69,6 +75,7 @@ class Driver:
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
         self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
         self.counted_step = 0  # the last step whose rows have been counted
+        self.num_skipped = 0  # the updates skipped in a row
         # calls that wait for copies of the state after a step
         self.copies = 0, list[ray.ObjectRef]()
 
@@ -149,6 +156,7 @@ class Driver:
                 session.history.stuck_s = session.stuck_s(running.dispatched.plan)
                 results = session.group.collect(running.results, stuck_s=session.history.stuck_s)
             step_time_s = perf_counter() - running.begun_s
+            self._count_skipped_updates(step, results[0])
             following = self._dispatched(session.current.dispatcher.take, step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = leaving_ranks(session, self.draining)
@@ -235,6 +243,15 @@ class Driver:
         for source, row, sample_id in dispatched.batch.rows:
             self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""), row)
 
+    def _count_skipped_updates(self, step: int, result: StepResult) -> None:
+        """Count the updates skipped in a row; a step without a valid token is none. Too many of them end the run."""
+        if result.num_valid_tokens:
+            self.num_skipped = 0 if result.applied else self.num_skipped + 1
+        if self.num_skipped >= MOST_SKIPPED:
+            self.refused = (f"step {step}: the gradient has not been finite in {self.num_skipped} steps in a row, and "
+                            "the model stays as it is; allowed: a lower train.learning_rate, or other data in another "
+                            "run.dir")
+
     def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
         (step, calls), self.copies = self.copies, (0, [])
@@ -295,8 +312,9 @@ def untrained(session: Session) -> RunFinished:
     """End a run whose steps have all been made, and have trained nothing. There is no way back to it."""
     session.records.flush()
     if last_step := session.records.last_step:
-        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used (see "
-                           "skipped.jsonl); allowed: other data, and another run.dir", status=1)
+        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used, or "
+                           "none of their gradients is finite (see skipped.jsonl and events.jsonl); allowed: other "
+                           "data or settings, and another run.dir", status=1)
     return RunFinished("", f"batch.global_samples: got {session.config.batch.global_samples}; no epoch has so many "
                        "usable samples, and batch.drop_last=true leaves a smaller batch out", status=1)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -17,10 +19,10 @@ from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
-from dhp_ray.runtime.driver.driver import Driver, untrained
+from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, untrained
 from dhp_ray.runtime.driver.feedback import Mirroring
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.messages import Message, RunFinished
+from dhp_ray.runtime.messages import Message, RunError, RunFinished
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder, StorageError
@@ -67,8 +69,8 @@ def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("last_step", "said"), [
-    (2, "no step of 2 has trained anything: none of their samples can be used (see skipped.jsonl); allowed: other "
-        "data, and another run.dir"),
+    (2, "no step of 2 has trained anything: none of their samples can be used, or none of their gradients is finite "
+        "(see skipped.jsonl and events.jsonl); allowed: other data or settings, and another run.dir"),
     (0, "batch.global_samples: got 16; no epoch has so many usable samples, and batch.drop_last=true leaves a smaller "
         "batch out")])
 def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, said: str) -> None:
@@ -118,34 +120,70 @@ def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
             (0, 2, "0/c~3"), (1, 3, "1/c"), (0, 3, "0/b~3")]), {"0/c~3": "cut", "0/b~3": "cut"})
 
 
-def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps a dispatched step keeps its payload in the object store, the first step's too."""
-    driver, made = counting_driver(100), dict[int, weakref.ref[DispatchedStep]]()
+def stepping(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int, dispatched: Callable[[DispatchedStep], object],
+    committed: Callable[[FinishedStep], object], result: Callable[[int], Any],
+) -> tuple[Driver, Any]:
+    """A driver and its session of one rank. Each step is of one sample, and the rank reports `result(step)`; the
+    others are told of what is dispatched and committed.
+    """
+    driver, begun = counting_driver(100), list[int]()
     monkeypatch.setattr(driver.draining, "ids", frozenset)
 
     def dispatch(step: int) -> DispatchedStep | None:
-        if step > 4:
+        if step > num_steps:
             return None
         found = dispatched_of(step, [f"{step}"], [], [(0, step, f"{step}")])
-        made[step] = weakref.ref(found)
+        dispatched(found)
         return found
 
-    kept: list[list[int]] = []
-
-    def commit(finished: FinishedStep) -> None:
-        kept.append([step for step, found in made.items() if found()])
-
     monkeypatch.setattr(WorkerGroup, "size", 1)
-    monkeypatch.setattr(driver.group, "start", lambda method, *arguments: [])
-    monkeypatch.setattr(driver.group, "collect", lambda calls, **limits: [SimpleNamespace(applied=True)])
+    monkeypatch.setattr(driver.group, "start", lambda method, order: begun.append(pickle.loads(order).step))
+    monkeypatch.setattr(driver.group, "collect", lambda calls, **limits: [result(begun[-1])])
     dispatcher = SimpleNamespace(dispatch=dispatch, take=dispatch, begin=lambda step: None, needed_ranks=1,
                                  started=lambda dispatched: None, failures=lambda dispatched: {})
     session: Any = SimpleNamespace(
-        group=driver.group, stopping="", total_steps=4, max_workers=1, mirroring=Mirroring("0"),
+        group=driver.group, stopping="", total_steps=num_steps, max_workers=1, mirroring=Mirroring("0"),
         records=SimpleNamespace(last_step=0), report_mode=lambda: None, stuck_s=lambda plan: 1.0,
         history=SimpleNamespace(step_times_s=[]), current=SimpleNamespace(
             dispatcher=dispatcher, meter=SimpleNamespace(no_good=list),
             evaluation=SimpleNamespace(when_due=lambda step: {})))
-    driver.commits = SimpleNamespace(save_when_due=lambda *arguments, **last: None, commit=commit)  # type: ignore
+    driver.commits = SimpleNamespace(  # type: ignore[assignment]
+        save_when_due=lambda *arguments, **last: None, commit=committed, save_last=lambda: None)
+    return driver, session
+
+
+def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a dispatched step keeps its payload in the object store, the first step's too."""
+    made, kept = dict[int, weakref.ref[DispatchedStep]](), list[list[int]]()
+    driver, session = stepping(
+        monkeypatch, 4, lambda step: made.update({step.step: weakref.ref(step)}),
+        lambda finished: kept.append([step for step, found in made.items() if found()]),
+        lambda step: SimpleNamespace(applied=True, num_valid_tokens=1))
     assert driver._steps(session) == ""
     assert kept == [[1, 2], [2, 3], [3, 4], [4]]
+
+
+@pytest.mark.parametrize("applied", [0, 7])
+def test_updates_that_are_skipped_many_times_in_a_row_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, applied: int
+) -> None:
+    """One that is applied in between shows that the weights are still good; a step without a token shows nothing."""
+    committed: list[int] = []
+    driver, session = stepping(
+        monkeypatch, 60, lambda step: None, lambda finished: committed.append(finished.step),
+        lambda step: SimpleNamespace(applied=step == applied, num_valid_tokens=int(step != 10)))
+    last = applied + 1 + MOST_SKIPPED
+    with pytest.raises(RunError) as caught:
+        driver._steps(session)
+    assert committed == list(range(1, last + 1))
+    assert str(caught.value) == (
+        f"step {last}: the gradient has not been finite in 20 steps in a row, and the model stays as it is; allowed: a "
+        "lower train.learning_rate, or other data in another run.dir")
+
+
+def test_a_run_ends_normally_though_updates_were_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, session = stepping(
+        monkeypatch, 60, lambda step: None, lambda finished: None,
+        lambda step: SimpleNamespace(applied=step % MOST_SKIPPED == 0, num_valid_tokens=1))
+    assert driver._steps(session) == ""
