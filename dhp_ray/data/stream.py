@@ -139,10 +139,9 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: rows given by each source since the start; of `data.path`, in this epoch."""
-        cursor = {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows}
-        if not self._mixes:
-            cursor["row"] = int(self._given[0]) - self.epoch * self.num_rows
+        """Where the next batch begins: rows given in this epoch; of a mixture also by each source since the start."""
+        cursor = {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows,
+                  "row": int(self._given.sum()) - self.epoch * self.num_rows}
         for end, source, count in zip(self._ends, self.sources, self._given.tolist()):
             cursor |= {f"file_bytes{end}": source.file_bytes, f"digest{end}": source.fragments.digest}
             if self._mixes:

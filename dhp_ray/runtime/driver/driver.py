@@ -35,7 +35,7 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure, report_pending
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.start import open_session
+from dhp_ray.runtime.driver.start import open_session, schedule_step
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waits
@@ -229,7 +229,8 @@ class Driver:
             self.refused = str(error)
             return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
-        order = StepOrder(dispatched.step, dispatched.plan_id, failures, session.total_steps, mirrors)
+        place = schedule_step(dispatched.step, dispatched.batch.cursor, self.config)
+        order = StepOrder(dispatched.step, dispatched.plan_id, failures, place, session.total_steps, mirrors)
         results = session.group.start("run", pickle.dumps(order))  # once; Ray would pickle it for each rank
         session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)

@@ -183,7 +183,7 @@ class Rank:
         member = Member(membership.rank, spec, self.stepper, self.config.train.precision)
         return spec, member.measure(part) if part in spec.parts() else None
 
-    def learning_rate_factor(self, step: int, total_steps: int) -> float:
+    def learning_rate_factor(self, step: float, total_steps: int) -> float:
         train = self.config.train
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.min_learning_rate_ratio)
 

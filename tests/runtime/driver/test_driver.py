@@ -22,7 +22,7 @@ from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
 from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, untrained
 from dhp_ray.runtime.driver.feedback import Mirroring
 from dhp_ray.runtime.driver.group import WorkerGroup
-from dhp_ray.runtime.messages import Message, RunError, RunFinished
+from dhp_ray.runtime.messages import Message, RunError, RunFinished, StepOrder
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder, StorageError
@@ -85,7 +85,8 @@ def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, sa
 def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, int, str]]) -> DispatchedStep:
     """A step of a batch whose samples are `good`; `bad` rows were left out of it."""
     samples = [Sample(name, 8) for name in good]
-    batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
+    batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"),
+                        {"epoch": 0, "num_rows": 100, "row": 16 * step}, {}, rows)
     plan = Plan("dhp", "step", ClusterSpec(1, 1, 64), tuple(samples), (), 1.0, 1.0)
     return DispatchedStep(step, batch, plan, "1.1.1", False, [], Future())
 
@@ -122,12 +123,12 @@ def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
 
 def stepping(
     monkeypatch: pytest.MonkeyPatch, num_steps: int, dispatched: Callable[[DispatchedStep], object],
-    committed: Callable[[FinishedStep], object], result: Callable[[int], Any],
+    committed: Callable[[FinishedStep], object], result: Callable[[StepOrder], Any],
 ) -> tuple[Driver, Any]:
-    """A driver and its session of one rank. Each step is of one sample, and the rank reports `result(step)`; the
-    others are told of what is dispatched and committed.
+    """A driver and its session of one rank. Each step is of one sample, and the rank reports `result(order)`;
+    the others are told of what is dispatched and committed.
     """
-    driver, begun = counting_driver(100), list[int]()
+    driver, begun = counting_driver(100), list[StepOrder]()
     monkeypatch.setattr(driver.draining, "ids", frozenset)
 
     def dispatch(step: int) -> DispatchedStep | None:
@@ -138,7 +139,7 @@ def stepping(
         return found
 
     monkeypatch.setattr(WorkerGroup, "size", 1)
-    monkeypatch.setattr(driver.group, "start", lambda method, order: begun.append(pickle.loads(order).step))
+    monkeypatch.setattr(driver.group, "start", lambda method, order: begun.append(pickle.loads(order)))
     monkeypatch.setattr(driver.group, "collect", lambda calls, **limits: [result(begun[-1])])
     dispatcher = SimpleNamespace(dispatch=dispatch, take=dispatch, begin=lambda step: None, needed_ranks=1,
                                  started=lambda dispatched: None, failures=lambda dispatched: {})
@@ -159,7 +160,7 @@ def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.Monke
     driver, session = stepping(
         monkeypatch, 4, lambda step: made.update({step.step: weakref.ref(step)}),
         lambda finished: kept.append([step for step, found in made.items() if found()]),
-        lambda step: SimpleNamespace(applied=True, num_valid_tokens=1))
+        lambda order: SimpleNamespace(applied=True, num_valid_tokens=1))
     assert driver._steps(session) == ""
     assert kept == [[1, 2], [2, 3], [3, 4], [4]]
 
@@ -172,7 +173,7 @@ def test_updates_that_are_skipped_many_times_in_a_row_end_the_run(
     committed: list[int] = []
     driver, session = stepping(
         monkeypatch, 60, lambda step: None, lambda finished: committed.append(finished.step),
-        lambda step: SimpleNamespace(applied=step == applied, num_valid_tokens=int(step != 10)))
+        lambda order: SimpleNamespace(applied=order.step == applied, num_valid_tokens=int(order.step != 10)))
     last = applied + 1 + MOST_SKIPPED
     with pytest.raises(RunError) as caught:
         driver._steps(session)
@@ -185,5 +186,19 @@ def test_updates_that_are_skipped_many_times_in_a_row_end_the_run(
 def test_a_run_ends_normally_though_updates_were_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, session = stepping(
         monkeypatch, 60, lambda step: None, lambda finished: None,
-        lambda step: SimpleNamespace(applied=step % MOST_SKIPPED == 0, num_valid_tokens=1))
+        lambda order: SimpleNamespace(applied=order.step % MOST_SKIPPED == 0, num_valid_tokens=1))
     assert driver._steps(session) == ""
+
+
+def test_the_learning_rate_follows_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every second one cannot be used."""
+    orders: list[StepOrder] = []
+
+    def result(order: StepOrder) -> Any:
+        orders.append(order)
+        return SimpleNamespace(applied=True, num_valid_tokens=1)
+
+    driver, session = stepping(monkeypatch, 3, lambda step: None, lambda finished: None, result)
+    driver.config.run.steps, driver.config.batch.global_samples = 0, 8
+    assert driver._steps(session) == ""
+    assert [(order.step, order.schedule_step) for order in orders] == [(1, 2.0), (2, 4.0), (3, 6.0)]
