@@ -104,7 +104,7 @@ class Driver:
         except ConfigError as error:
             self.tell(RunFinished("", str(error), status=2))
         except (RunError, PlanError, DataError, StorageError) as error:
-            self.tell(failed(self.session, str(error)))
+            self.tell(failed(self.session, str(error), goes_on=self.num_skipped < MOST_SKIPPED))
         except BaseException as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
             self.tell(failed(self.session, f"driver: {type(error).__name__}: {error}"))
@@ -250,8 +250,8 @@ class Driver:
             self.num_skipped = 0 if result.applied else self.num_skipped + 1
         if self.num_skipped >= MOST_SKIPPED:
             self.refused = (f"step {step}: the gradient has not been finite in {self.num_skipped} steps in a row, and "
-                            "the model stays as it is; allowed: a lower train.learning_rate, or other data in another "
-                            "run.dir")
+                            "the model stays as it is; allowed: a lower train.learning_rate or other data, and "
+                            "another run.dir")
 
     def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
@@ -320,12 +320,14 @@ def untrained(session: Session) -> RunFinished:
                        "usable samples, and batch.drop_last=true leaves a smaller batch out", status=1)
 
 
-def failed(session: Session | None, error: str) -> RunFinished:
-    """End the run with an error, after bringing the logs up to date if they can still be written."""
+def failed(session: Session | None, error: str, goes_on: bool = True) -> RunFinished:
+    """End the run with an error, after bringing the logs up to date if they can still be written. `goes_on`: its newest
+    checkpoint is worth going on from.
+    """
     try:
         if session:
             session.records.flush()
-        return RunFinished("", f"{error}{_way_back(session)}", status=1)
+        return RunFinished("", f"{error}{_way_back(session) if goes_on else ''}", status=1)
     except Exception as failure:  # most likely the storage, which also caused the error
         besides = "" if first_line(failure) == error else f"; besides: {first_line(failure)}"
         return RunFinished("", f"{error}{besides}", status=1)

@@ -59,6 +59,16 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
     assert messages[0].error.endswith("; besides: checkpoints: cannot be listed: no answer")
 
 
+def test_a_run_that_cannot_go_on_from_its_checkpoint_does_not_name_it(tmp_path: Path) -> None:
+    """With the weights there no gradient is finite, whatever the learning rate is."""
+    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: None),
+                                    SimpleNamespace(newest_step=lambda: 40))  # type: ignore[arg-type]
+    for driver.num_skipped, names in ((MOST_SKIPPED - 1, True), (MOST_SKIPPED, False)):
+        [ended] = list(driver.run())
+        assert isinstance(ended, RunFinished)
+        assert ("the newest checkpoint is step 40" in ended.error) == names
+
+
 def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) -> None:
     """The line may say `see events.jsonl`; on an object store that is as old as the last upload."""
     flushed: list[bool] = []
@@ -180,7 +190,7 @@ def test_updates_that_are_skipped_many_times_in_a_row_end_the_run(
     assert committed == list(range(1, last + 1))
     assert str(caught.value) == (
         f"step {last}: the gradient has not been finite in 20 steps in a row, and the model stays as it is; allowed: a "
-        "lower train.learning_rate, or other data in another run.dir")
+        "lower train.learning_rate or other data, and another run.dir")
 
 
 def test_a_run_ends_normally_though_updates_were_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
