@@ -8,7 +8,7 @@ from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line, named_line
 
 MOST_BAD_ROWS = 1000
-"""So many bad rows in a row, or a smaller source's all, make it unusable: its images no longer answer, say."""
+"""So many bad rows in a row, or a whole pass of them, make a source unusable: its images no longer answer, say."""
 
 
 class DataError(ValueError):
@@ -38,10 +38,13 @@ class BadRows:
         self.path, self.num_rows = path, num_rows
         self.count = 0
 
-    def take(self, sample_id: str, reason: str) -> None:
-        """Count the next row; `reason`: why it is bad, if it is. DataError: it is one bad row too many."""
+    def take(self, sample_id: str, reason: str, row: int) -> None:
+        """Count the next row, the `row`-th of its pass over the source, from 1; `reason`: why it is bad, if it is.
+        DataError: it is one bad row too many.
+        """
         self.count = self.count + 1 if reason else 0
-        if self.count == min(MOST_BAD_ROWS, self.num_rows):
-            what = ("has no usable row" if self.count == self.num_rows
-                    else f"has {self.count} rows in a row that cannot be used")
+        # a pass may begin with the bad rows with which the one before it, in another order, has ended
+        none_usable = self.count >= self.num_rows == row
+        if none_usable or self.count == MOST_BAD_ROWS:
+            what = "has no usable row" if none_usable else f"has {self.count} rows in a row that cannot be used"
             raise DataError(f"data.path: {self.path} {what}; the last, {sample_id}: {reason}")

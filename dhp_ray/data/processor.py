@@ -138,6 +138,12 @@ class Processor:
         text = self._template.prompt(hidden.turns)
         return hidden.shown(text), self._encode(text, [], hidden, sizes, media)
 
+    def end_ids(self, named: int | Sequence[int] | None) -> list[int]:
+        """The tokens that end an answer: those `named` by a model's settings, and the end of a turn, which it learns.
+        """
+        others = [] if named is None else [named] if isinstance(named, int) else named
+        return sorted({self.token_ids["eos"], *others})
+
     def references(self, fields: Mapping[str, Any], turns: Sequence[Turn]) -> tuple[str, ...]:
         """The right answers of a row, as evaluation compares them with what the model generates."""
         last = last_answer(turns)

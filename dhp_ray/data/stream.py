@@ -62,7 +62,7 @@ ORDER = 4
 class GlobalBatch:
     """Samples of one global batch. `payload` maps an id to its block and row there, `origins` a block to where and how
     it was made. `skipped`: the bad rows on the way, by id, with reasons. `cursor`: where the next batch begins. `rows`:
-    (source, id) of every row, bad ones too, in order.
+    every row, bad ones too, in order: (source, which row of a pass over it, from 1; id).
     """
 
     epoch: int
@@ -71,7 +71,7 @@ class GlobalBatch:
     skipped: dict[str, str] = field(default_factory=dict)
     cursor: Cursor = field(default_factory=dict)
     origins: dict[ray.ObjectRef, BlockOrigin] = field(default_factory=dict, repr=False)
-    rows: list[tuple[int, str]] = field(default_factory=list, repr=False)
+    rows: list[tuple[int, int, str]] = field(default_factory=list, repr=False)
 
     @cached_property
     def longest(self) -> int:
@@ -124,7 +124,7 @@ class Stream:
             self.sources[chosen].take()
             self._given[chosen] += 1
             sample_id = entry.sample.id
-            batch.rows.append((chosen, sample_id))
+            batch.rows.append((chosen, self.sources[chosen].row, sample_id))
             if entry.error:
                 batch.skipped[sample_id] = entry.error
             else:
@@ -139,10 +139,9 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch begins: rows given by each source since the start; of `data.path`, in this epoch."""
-        cursor = {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows}
-        if not self._mixes:
-            cursor["row"] = int(self._given[0]) - self.epoch * self.num_rows
+        """Where the next batch begins: rows given in this epoch; of a mixture also by each source since the start."""
+        cursor = {"order": ORDER, "epoch": self.epoch, "num_rows": self.num_rows,
+                  "row": int(self._given.sum()) - self.epoch * self.num_rows}
         for end, source, count in zip(self._ends, self.sources, self._given.tolist()):
             cursor |= {f"file_bytes{end}": source.file_bytes, f"digest{end}": source.fragments.digest}
             if self._mixes:
@@ -247,7 +246,7 @@ class SourceStream:
         """Move past the row that `peek` returns. DataError: it is the last of too many bad rows in a row."""
         entry = self._entries.popleft()
         self.row += 1
-        self._bad_rows.take(entry.sample.id, entry.error)
+        self._bad_rows.take(entry.sample.id, entry.error, self.row)
 
     def start(self, epoch: int, row: int) -> None:
         """Go to the position after the first `row` rows of an epoch."""

@@ -80,12 +80,14 @@ class Membership:
 
 class StepOrder(NamedTuple):
     """The order to all ranks to run a step's plan, which they have prefetched. `placeholders`: samples whose labels are
-    all masked, with reasons. `total_steps`: of the learning rate schedule. `mirrors`: the state is copied afterwards.
+    all masked, with reasons. `schedule_step` of `total_steps`: where the learning rate's schedule is. `mirrors`: the
+    state is copied afterwards.
     """
 
     step: int
     plan_id: str
     placeholders: dict[str, str]
+    schedule_step: float
     total_steps: int
     mirrors: bool
 

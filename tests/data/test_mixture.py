@@ -60,6 +60,9 @@ def test_batches_have_every_source_in_its_share(mixture: Stream) -> None:
         assert abs(sum(sample.id.startswith("1/") for sample in batch.samples) - len(batch.samples) / 4) <= 1
     passes = Counter((name[0], name.partition("~")[2]) for name in ids)
     assert passes["1", ""] == passes["1", "2"] == 10  # all of the small source before any again
+    rows = [row for batch in batches for source, row, _ in batch.rows if source == 1]
+    assert rows[:20] == [*range(1, 11)] * 2
+    assert [batch.cursor["row"] for batch in batches if len(batch.samples) < 8] == [50, 50]
     assert {name for name in ids if name.startswith("0/")
             and "~" not in name} == {f"0/a{number}" for number in range(40) if number != 7}
     orders = ["".join(name.partition("~")[0][3:] for name in ids if name.startswith("1/")

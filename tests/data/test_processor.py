@@ -197,6 +197,14 @@ def test_marks_are_words_outside_of_the_users_turns_and_behind_a_backslash(prese
     assert r"<image>\<image> is what?" in ours.tokenizer.decode(ours.encode(typed, [(56, 56)]).input_ids)
 
 
+def test_an_answer_ends_with_its_turn_whatever_else_a_model_names() -> None:
+    """The turn's end is what it learns. The config.json of Llama 3 names only the end of a text."""
+    turn, text = PROCESSOR.token_ids["eos"], PROCESSOR.token_ids["bos"]
+    assert turn != text
+    assert PROCESSOR.end_ids(None) == PROCESSOR.end_ids(turn) == [turn]
+    assert PROCESSOR.end_ids(text) == PROCESSOR.end_ids([text, turn]) == sorted([text, turn])
+
+
 def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     PROCESSOR.save(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')

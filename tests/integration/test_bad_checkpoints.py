@@ -211,7 +211,8 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     assert ended.output.count("the gradient is not finite; update skipped on all ranks\n") == 2
     skipped = events(run_dir, "update_skipped")
     assert [event["step"] for event in skipped] == [2, 3]
-    assert [event["sample_ids"] for event in skipped] == ledger(run_dir)[1:]
+    assert all(event["sample_ids"] for event in skipped)
+    assert [bool(sample_ids) for sample_ids in ledger(run_dir)] == [True, False, False]
     assert [line["step"] for line in lines(run_dir, "metrics.jsonl")] == [1, 2, 3]
     assert losses(run_dir)[0] > 0
     assert losses(run_dir)[1:] == [None, None]

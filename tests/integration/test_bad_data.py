@@ -307,8 +307,9 @@ def write_cut_images(folder: Path, num_rows: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("sync", "num_steps", "said"), [
     ("step", 8, "rows.json has no usable row; the last, r"),
-    ("micro_batch", 2, "no step of 2 has trained anything: none of their samples can be used (see skipped.jsonl); "
-                       "allowed: other data, and another run.dir")])
+    ("micro_batch", 2, "no step of 2 has trained anything: none of their samples can be used, or none of "
+                       "their gradients is finite (see skipped.jsonl and events.jsonl); allowed: other data or "
+                       "settings, and another run.dir")])
 def test_a_run_whose_images_are_all_cut_fails(
     ray_cluster: None, tmp_path: Path, sync: str, num_steps: int, said: str
 ) -> None:

@@ -28,6 +28,14 @@ def test_runs_shorter_than_the_warm_up_and_steps_past_the_end():
     assert learning_rate_factor(50, 10, warmup_steps=0, minimum=0.3) == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("total_steps", [8, 20])
+def test_between_two_steps_the_factor_lies_between_theirs(total_steps):
+    """The schedule may be there if some rows cannot be used."""
+    for begin, end in pairwise(range(1, total_steps + 1)):
+        factors = [learning_rate_factor(step, total_steps, 6, minimum=0.1) for step in (begin, begin + 0.1, end)]
+        assert factors in (sorted(factors), sorted(factors, reverse=True))
+
+
 def test_the_cosine_never_rises_nor_leaves_its_bounds():
     factors = [learning_rate_factor(step, 200, 20, minimum=0.05) for step in range(21, 260)]
     assert all(earlier >= later for earlier, later in pairwise(factors))

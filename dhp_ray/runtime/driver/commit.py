@@ -68,7 +68,7 @@ class Commits:
             session.tell(Notice(f"step {finished.step}: " + (
                 "the gradient is not finite; update skipped on all ranks" if extra["num_valid_tokens"]
                 else "no sample can be used; nothing is updated")))
-        trained = trained_samples(plan, finished.results, finished.placeholders)
+        trained = used_samples(plan, finished.results, finished.placeholders) if extra["applied"] else []
         records.commit(finished.step, [sample.id for sample in trained], metrics)
         session.current.dispatcher.batches.pop(finished.step, None)
         # after a recovery ranks may be others, though there are as many
@@ -209,8 +209,8 @@ def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float |
     return float(np.median(np.abs(predicted_s[known] / measured_s[known] - 1.0))) if known.any() else None
 
 
-def trained_samples(plan: Plan, results: Sequence[StepResult], placeholders: Collection[str]) -> list[Sample]:
-    """Return the samples that a step was trained on: those that could be used, if any of them had a valid token."""
+def used_samples(plan: Plan, results: Sequence[StepResult], placeholders: Collection[str]) -> list[Sample]:
+    """Return the samples that a step's loss is of: those that could be used, if any of them had a valid token."""
     if not results[0].num_valid_tokens:
         return []
     return [sample for sample in plan.samples if sample.id not in placeholders]
@@ -221,14 +221,14 @@ def step_metrics(
     placeholders: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the line of metrics.jsonl. `placeholders`: unusable samples. Without valid tokens: no loss (NaN)."""
-    first, trained = results[0], trained_samples(plan, results, placeholders)
+    first, used = results[0], used_samples(plan, results, placeholders)
     return {
         "step": first.step,
         "loss": first.loss_sum / first.num_valid_tokens if first.num_valid_tokens else math.nan,
         "learning_rate": first.learning_rate,
         "gradient_norm": first.gradient_norm,
-        "num_tokens": sum(sample.num_tokens for sample in trained),
-        "num_samples": len(trained),
+        "num_tokens": sum(sample.num_tokens for sample in used),
+        "num_samples": len(used),
         "step_time_s": step_time_s,
         "planning_time_s": plan.planning_time_s,
         "predicted_makespan_s": plan.makespan_s,

@@ -35,11 +35,17 @@ from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure, report_pending
 from dhp_ray.runtime.driver.session import Session
-from dhp_ray.runtime.driver.start import open_session
+from dhp_ray.runtime.driver.start import open_session, schedule_step
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import LONG_S, Waits
 from dhp_ray.storage import Folder, StorageError
+from dhp_ray.train.results import StepResult
+
+MOST_SKIPPED = 20
+"""So many updates skipped in a row, because a gradient was not finite, end a run: it is no longer the batch. Even if
+every second batch had such a gradient by itself, so many in a row would come once in a million steps.
+"""
 
 LONG_STEP = 3.0
 """The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
@@ -69,6 +75,7 @@ class Driver:
         self.leaving: dict[int, Condition] = {}  # ranks that should leave, as of the last step
         self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
         self.counted_step = 0  # the last step whose rows have been counted
+        self.num_skipped = 0  # the updates skipped in a row
         # calls that wait for copies of the state after a step
         self.copies = 0, list[ray.ObjectRef]()
 
@@ -97,7 +104,7 @@ class Driver:
         except ConfigError as error:
             self.tell(RunFinished("", str(error), status=2))
         except (RunError, PlanError, DataError, StorageError) as error:
-            self.tell(failed(self.session, str(error)))
+            self.tell(failed(self.session, str(error), goes_on=self.num_skipped < MOST_SKIPPED))
         except BaseException as error:  # a bug of ours: one line for the user, the traceback for a bug report
             traceback.print_exc()
             self.tell(failed(self.session, f"driver: {type(error).__name__}: {error}"))
@@ -138,9 +145,10 @@ class Driver:
     def _steps(self, session: Session) -> str:
         """Run step after step, to the last one (returns "") or until the membership must change (returns why)."""
         change, self.leaving, self.copies = "", {}, (0, [])
-        first = self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1)
         session.report_mode()
-        running = self._launch(session, first)
+        # kept by no name here: whoever has a dispatched step holds its payload in the object store
+        running = self._launch(
+            session, self._dispatched(session.current.dispatcher.dispatch, session.records.last_step + 1))
         while running:
             step = running.dispatched.step
             session.current.dispatcher.begin(step + 1)
@@ -148,6 +156,7 @@ class Driver:
                 session.history.stuck_s = session.stuck_s(running.dispatched.plan)
                 results = session.group.collect(running.results, stuck_s=session.history.stuck_s)
             step_time_s = perf_counter() - running.begun_s
+            self._count_skipped_updates(step, results[0])
             following = self._dispatched(session.current.dispatcher.take, step + 1)
             waited_s = perf_counter() - running.begun_s - step_time_s  # for the batch and its plan
             self.leaving = leaving_ranks(session, self.draining)
@@ -220,7 +229,8 @@ class Driver:
             self.refused = str(error)
             return None
         begun, mirrors = perf_counter(), session.mirroring.due(dispatched.step)
-        order = StepOrder(dispatched.step, dispatched.plan_id, failures, session.total_steps, mirrors)
+        place = schedule_step(dispatched.step, dispatched.batch.cursor, self.config)
+        order = StepOrder(dispatched.step, dispatched.plan_id, failures, place, session.total_steps, mirrors)
         results = session.group.start("run", pickle.dumps(order))  # once; Ray would pickle it for each rank
         session.current.dispatcher.started(dispatched)
         return RunningStep(dispatched, failures, results, begun, waited_s + begun - wait, mirrors)
@@ -231,8 +241,17 @@ class Driver:
             return
         self.counted_step = dispatched.step
         reasons = dispatched.batch.skipped | failures
-        for source, sample_id in dispatched.batch.rows:
-            self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""))
+        for source, row, sample_id in dispatched.batch.rows:
+            self.bad_rows[source].take(sample_id, reasons.get(sample_id, ""), row)
+
+    def _count_skipped_updates(self, step: int, result: StepResult) -> None:
+        """Count the updates skipped in a row; a step without a valid token is none. Too many of them end the run."""
+        if result.num_valid_tokens:
+            self.num_skipped = 0 if result.applied else self.num_skipped + 1
+        if self.num_skipped >= MOST_SKIPPED:
+            self.refused = (f"step {step}: the gradient has not been finite in {self.num_skipped} steps in a row, and "
+                            "the model stays as it is; allowed: a lower train.learning_rate or other data, and "
+                            "another run.dir")
 
     def _copies_arrived(self, session: Session) -> None:
         """Wait until the newest copies of the state have arrived; how often copies are made may change with this."""
@@ -294,18 +313,21 @@ def untrained(session: Session) -> RunFinished:
     """End a run whose steps have all been made, and have trained nothing. There is no way back to it."""
     session.records.flush()
     if last_step := session.records.last_step:
-        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used (see "
-                           "skipped.jsonl); allowed: other data, and another run.dir", status=1)
+        return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used, or "
+                           "none of their gradients is finite (see skipped.jsonl and events.jsonl); allowed: other "
+                           "data or settings, and another run.dir", status=1)
     return RunFinished("", f"batch.global_samples: got {session.config.batch.global_samples}; no epoch has so many "
                        "usable samples, and batch.drop_last=true leaves a smaller batch out", status=1)
 
 
-def failed(session: Session | None, error: str) -> RunFinished:
-    """End the run with an error, after bringing the logs up to date if they can still be written."""
+def failed(session: Session | None, error: str, goes_on: bool = True) -> RunFinished:
+    """End the run with an error, after bringing the logs up to date if they can still be written. `goes_on`: its newest
+    checkpoint is worth going on from.
+    """
     try:
         if session:
             session.records.flush()
-        return RunFinished("", f"{error}{_way_back(session)}", status=1)
+        return RunFinished("", f"{error}{_way_back(session) if goes_on else ''}", status=1)
     except Exception as failure:  # most likely the storage, which also caused the error
         besides = "" if first_line(failure) == error else f"; besides: {first_line(failure)}"
         return RunFinished("", f"{error}{besides}", status=1)

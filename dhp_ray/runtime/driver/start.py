@@ -22,7 +22,7 @@ import yaml
 from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.index import data_sources
-from dhp_ray.data.stream import Stream, in_thread
+from dhp_ray.data.stream import Cursor, Stream, in_thread
 from dhp_ray.errors import about
 from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
@@ -183,6 +183,18 @@ def batches_of(num_rows: int, config: Config) -> int:
     """Return the batches of an epoch, if every row can be used."""
     whole, rest = divmod(num_rows, config.batch.global_samples)
     return max(1, whole + (rest > 0 and not config.batch.drop_last))
+
+
+def schedule_step(step: int, cursor: Cursor, config: Config) -> float:
+    """Return where the learning rate's schedule is at a step, whose batch ends at `cursor`: with `run.epochs` as far as
+    in the rows, so that it ends with the run though some cannot be used. If all can, it is the step itself.
+    """
+    if config.run.steps:
+        return step
+    num_batches, row = batches_of(cursor["num_rows"], config), cursor["row"]
+    at_end = row == cursor["num_rows"]
+    done = num_batches if at_end else min(num_batches, row / config.batch.global_samples)
+    return cursor["epoch"] * num_batches + done
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:

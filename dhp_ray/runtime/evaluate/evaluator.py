@@ -133,11 +133,13 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
-        """Return what the model's own `generate` produces with greedy decoding and its generation_config.json."""
-        inputs = self._inputs(prompt, media)
+        """Return what the model's own `generate` produces with greedy decoding and its generation_config.json, up to
+        the end of the turn.
+        """
+        inputs, named = self._inputs(prompt, media), self.module.generation_config.eos_token_id
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
-                                     synced_gpus=self.group is not None)
+                                     eos_token_id=self.processor.end_ids(named), synced_gpus=self.group is not None)
         new = found[0, inputs["input_ids"].shape[1]:]
         return self.processor.tokenizer.decode(new, skip_special_tokens=True)
 

@@ -171,8 +171,9 @@ class Rank:
 
     def answer(self, inputs: StepInputs, sample_ids: Sequence[str], processor: Processor) -> list[str]:
         """Return the answer to each of `sample_ids`, the samples of all ranks. Every rank calls this and gets all."""
+        named = getattr(self.adapter.module.generation_config, "eos_token_id", None)
         found = greedy_answers(self.stepper, inputs, sample_ids, self.config.eval.max_new_tokens,
-                               end_ids_of(self.adapter, processor), processor.token_ids["pad"])
+                               processor.end_ids(named), processor.token_ids["pad"])
         return [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
 
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
@@ -183,7 +184,7 @@ class Rank:
         member = Member(membership.rank, spec, self.stepper, self.config.train.precision)
         return spec, member.measure(part) if part in spec.parts() else None
 
-    def learning_rate_factor(self, step: int, total_steps: int) -> float:
+    def learning_rate_factor(self, step: float, total_steps: int) -> float:
         train = self.config.train
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.min_learning_rate_ratio)
 
@@ -247,11 +248,3 @@ class Rank:
             learning_rate_of=lambda name: vision if self.adapter.is_vision(name) else train.learning_rate,
             decays=self.adapter.decays, weight_decay=train.weight_decay, betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_eps, clip_norm=train.clip_norm, is_vision=self.adapter.is_vision)
-
-
-def end_ids_of(adapter: LanguageModel, processor: Processor) -> list[int]:
-    """Return the tokens that end an answer: of generation_config.json, else the processor's at the end of a turn."""
-    named = getattr(adapter.module.generation_config, "eos_token_id", None)
-    if named is None:
-        return [processor.token_ids["eos"]]
-    return list(named) if isinstance(named, (list, tuple)) else [int(named)]

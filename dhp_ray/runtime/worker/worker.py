@@ -181,8 +181,8 @@ class Worker:
     def run(self, packed: bytes) -> StepResult:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
         assert self.rank is not None
-        step, plan_id, placeholders, total_steps, mirrors = pickle.loads(packed)
-        wait, factor = perf_counter(), self.rank.learning_rate_factor(step, total_steps)
+        step, plan_id, placeholders, schedule_step, total_steps, mirrors = pickle.loads(packed)
+        wait, factor = perf_counter(), self.rank.learning_rate_factor(schedule_step, total_steps)
         inputs = self._take(step, plan_id, placeholders)
         result = self.rank.run(inputs, factor, perf_counter() - wait, mirrors)
         self.kept.clear()  # every rank has its copies of this generation: the previous one's are not needed

@@ -99,15 +99,15 @@ class ShardedAdamW:
         return found
 
 
-def learning_rate_factor(step: int, total_steps: int, warmup_steps: int, minimum: float = 0.0) -> float:
-    """Factor (0 to 1) of the peak learning rate at `step`, counted from 1.
+def learning_rate_factor(step: float, total_steps: int, warmup_steps: int, minimum: float = 0.0) -> float:
+    """Factor (0 to 1) of the peak learning rate at `step`, counted from 1; it may lie between two steps.
 
         step     1 ... warmup_steps     warmup_steps + 1 ............ total_steps, and after
         factor   rises evenly above 0   1 ... half a cosine down ... `minimum`
 
     SGDR, arXiv 1608.03983, equation 5, without restarts.
     """
-    if step <= warmup_steps:
+    if step < warmup_steps + 1:
         return step / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps - 1) / max(1, total_steps - warmup_steps - 1))
     return minimum + (1.0 - minimum) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,8 @@ from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.runtime.messages import Message, Notice
-from dhp_ray.storage import STORAGE_TIMEOUT_S
+from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from dhp_ray.train.results import PackTime, StepResult
 
 COST = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, communication="ring", latency_s=2e-3, pack_s=5e-3)
@@ -126,25 +129,53 @@ def test_what_a_step_reports_of_saves_is_told_once() -> None:
     assert [type(message) for message in session.told] == [Notice]
 
 
-def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be as many of them, in another order. Nor do steps in which ranks compute for the packs of others."""
-    plan = plan_batch([Sample("a", 30), Sample("b", 20)], ClusterSpec(2, 2, 64), COST)
-    results = [StepResult(3, rank, 1.0, 1, 1.0, 1e-3, True, 3, 1.0, 0.0, (PackTime(rank, 0.0, 1.0, 0.0),), {})
-               for rank in range(2)]
-    history = SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False))
-    nothing = SimpleNamespace(step=lambda *arguments: None, commit=lambda *arguments: None)
+PLAN = plan_batch([Sample("a", 30), Sample("b", 20)], ClusterSpec(2, 2, 64), COST)
+
+
+def committing(monkeypatch: pytest.MonkeyPatch, records: Any) -> Commits:
+    """Commits of a session of two ranks in generation 2, which learns nothing from their times."""
+    nothing = SimpleNamespace(step=lambda *arguments: None)
     session: Any = SimpleNamespace(
-        tell=nothing.step, group=SimpleNamespace(size=2, ranks=SimpleNamespace(shape=EXPERTS)), history=history,
-        records=nothing, scalars=nothing,
+        tell=nothing.step, group=SimpleNamespace(size=2, ranks=SimpleNamespace(shape=EXPERTS)),
+        history=SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False)),
+        records=records, scalars=nothing,
         watch=nothing, current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
                                 choice=SimpleNamespace(mode=Mode("micro_batch", False)),
                                 meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
-    commits, observed = commits_of(session), []
-    monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id))
+    commits = commits_of(session)
+    monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: None)
     monkeypatch.setattr(commits, "_refit", lambda finished, work: None)
     monkeypatch.setattr(commits, "_note_results", lambda step, results: None)
+    return commits
+
+
+def finished_step(step: int, plan_id: str, **changes: Any) -> FinishedStep:
+    """A step of PLAN, with these `changes` of what ranks report."""
+    result = StepResult(step, 0, 1.0, 1, 1.0, 1e-3, True, step, 1.0, 0.0, (), {}, plan_id=plan_id)._replace(**changes)
+    results = [result._replace(rank=rank, pack_times=(PackTime(rank, 0.0, 1.0, 0.0),)) for rank in range(2)]
+    return FinishedStep(step, PLAN, plan_id, False, 1, {}, {}, results, 1.0)
+
+
+def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be as many of them, in another order. Nor do steps in which ranks compute for the packs of others."""
+    commits, observed = committing(monkeypatch, SimpleNamespace(commit=lambda *arguments: None)), list[str]()
+    monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id))
     for plan_id, sharing in (("1.3.3", 1), ("2.3.1", 1), ("2.3.2", 2)):
-        session.current.choice.mode = Mode("micro_batch", False, sharing)
-        ran = [result._replace(plan_id=plan_id) for result in results]
-        commits.commit(FinishedStep(3, plan, plan_id, False, 1, {}, {}, ran, 1.0))
+        commits.session.current.choice.mode = Mode("micro_batch", False, sharing)
+        commits.commit(finished_step(3, plan_id))
     assert observed == ["2.3.1"]
+
+
+def test_a_step_whose_update_was_skipped_has_trained_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metrics tell what it has computed; a run of such steps has no model to write."""
+    records = RunRecords(Folder(str(tmp_path)))
+    commits = committing(monkeypatch, records)
+    commits.commit(finished_step(1, "2.1.1", gradient_norm=math.inf, applied=False, state_version=0))
+    assert not records.has_trained
+    commits.commit(finished_step(2, "2.2.1"))
+    assert records.has_trained
+    records.close()
+    ledger, metrics = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+                       for name in ("ledger.jsonl", "metrics.jsonl"))
+    assert [sorted(line["sample_ids"]) for line in ledger] == [[], ["a", "b"]]
+    assert [(line["loss"], line["num_samples"]) for line in metrics] == [(1.0, 2)] * 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -15,9 +18,11 @@ from dhp_ray.data.errors import BadRows, DataError
 from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
-from dhp_ray.runtime.driver.dispatch import DispatchedStep
-from dhp_ray.runtime.driver.driver import Driver, untrained
-from dhp_ray.runtime.messages import Message, RunFinished
+from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
+from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, untrained
+from dhp_ray.runtime.driver.feedback import Mirroring
+from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.messages import Message, RunError, RunFinished, StepOrder
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import Folder, StorageError
@@ -54,6 +59,16 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
     assert messages[0].error.endswith("; besides: checkpoints: cannot be listed: no answer")
 
 
+def test_a_run_that_cannot_go_on_from_its_checkpoint_does_not_name_it(tmp_path: Path) -> None:
+    """With the weights there no gradient is finite, whatever the learning rate is."""
+    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: None),
+                                    SimpleNamespace(newest_step=lambda: 40))  # type: ignore[arg-type]
+    for driver.num_skipped, names in ((MOST_SKIPPED - 1, True), (MOST_SKIPPED, False)):
+        [ended] = list(driver.run())
+        assert isinstance(ended, RunFinished)
+        assert ("the newest checkpoint is step 40" in ended.error) == names
+
+
 def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) -> None:
     """The line may say `see events.jsonl`; on an object store that is as old as the last upload."""
     flushed: list[bool] = []
@@ -64,8 +79,8 @@ def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("last_step", "said"), [
-    (2, "no step of 2 has trained anything: none of their samples can be used (see skipped.jsonl); allowed: other "
-        "data, and another run.dir"),
+    (2, "no step of 2 has trained anything: none of their samples can be used, or none of their gradients is finite "
+        "(see skipped.jsonl and events.jsonl); allowed: other data or settings, and another run.dir"),
     (0, "batch.global_samples: got 16; no epoch has so many usable samples, and batch.drop_last=true leaves a smaller "
         "batch out")])
 def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, said: str) -> None:
@@ -77,10 +92,11 @@ def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, sa
     assert flushed == [True]
 
 
-def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, str]]) -> DispatchedStep:
+def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, int, str]]) -> DispatchedStep:
     """A step of a batch whose samples are `good`; `bad` rows were left out of it."""
     samples = [Sample(name, 8) for name in good]
-    batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"), {}, {}, rows)
+    batch = GlobalBatch(0, samples, {}, dict.fromkeys(bad, "no image"),
+                        {"epoch": 0, "num_rows": 100, "row": 16 * step}, {}, rows)
     plan = Plan("dhp", "step", ClusterSpec(1, 1, 64), tuple(samples), (), 1.0, 1.0)
     return DispatchedStep(step, batch, plan, "1.1.1", False, [], Future())
 
@@ -94,19 +110,105 @@ def counting_driver(*num_rows: int) -> Driver:
 
 def test_rows_that_do_not_decode_count_with_those_whose_headers_are_bad() -> None:
     driver = counting_driver(5)
-    first = dispatched_of(1, ["a", "b"], ["c"], [(0, "a"), (0, "c"), (0, "b")])
+    first = dispatched_of(1, ["a", "b"], ["c"], [(0, 1, "a"), (0, 2, "c"), (0, 3, "b")])
     driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})
     driver._count_bad_rows(first, {"a": "truncated", "b": "truncated"})  # launched again after a recovery
     with pytest.raises(DataError) as caught:
-        driver._count_bad_rows(dispatched_of(2, ["e", "f"], ["d"], [(0, "d"), (0, "e"), (0, "f")]),
+        driver._count_bad_rows(dispatched_of(2, ["e", "f"], ["d"], [(0, 4, "d"), (0, 5, "e"), (0, 1, "f")]),
                                {"e": "truncated", "f": "truncated"})
     assert str(caught.value) == "data.path: source0 has no usable row; the last, e: truncated"
 
 
 def test_bad_rows_count_by_source_and_in_the_order_of_the_stream() -> None:
     driver = counting_driver(3, 100)
-    rows = [(1, "1/a"), (0, "0/a"), (0, "0/b"), (0, "0/c")]
-    driver._count_bad_rows(dispatched_of(1, [name for _, name in rows], [], rows), {"0/a": "cut", "0/c": "cut"})
-    with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/e: cut$"):
-        driver._count_bad_rows(dispatched_of(2, ["1/b", "0/d", "0/e"], [], [(0, "0/d"), (1, "1/b"), (0, "0/e")]),
-                               {"0/d": "cut", "0/e": "cut"})
+    rows = [(1, 1, "1/a"), (0, 1, "0/a"), (0, 2, "0/b"), (0, 3, "0/c")]
+    driver._count_bad_rows(dispatched_of(1, [name for _, _, name in rows], [], rows), {"0/b": "cut", "0/c": "cut"})
+    rows = [(0, 1, "0/b~2"), (1, 2, "1/b"), (0, 2, "0/c~2"), (0, 3, "0/a~2"), (0, 1, "0/a~3")]
+    driver._count_bad_rows(dispatched_of(2, [name for _, _, name in rows], [], rows),
+                           {"0/b~2": "cut", "0/c~2": "cut", "0/a~3": "cut"})
+    with pytest.raises(DataError, match=r"^data.path: source0 has no usable row; the last, 0/b~3: cut$"):
+        driver._count_bad_rows(dispatched_of(3, ["0/c~3", "1/c", "0/b~3"], [], [
+            (0, 2, "0/c~3"), (1, 3, "1/c"), (0, 3, "0/b~3")]), {"0/c~3": "cut", "0/b~3": "cut"})
+
+
+def stepping(
+    monkeypatch: pytest.MonkeyPatch, num_steps: int, dispatched: Callable[[DispatchedStep], object],
+    committed: Callable[[FinishedStep], object], result: Callable[[StepOrder], Any],
+) -> tuple[Driver, Any]:
+    """A driver and its session of one rank. Each step is of one sample, and the rank reports `result(order)`;
+    the others are told of what is dispatched and committed.
+    """
+    driver, begun = counting_driver(100), list[StepOrder]()
+    monkeypatch.setattr(driver.draining, "ids", frozenset)
+
+    def dispatch(step: int) -> DispatchedStep | None:
+        if step > num_steps:
+            return None
+        found = dispatched_of(step, [f"{step}"], [], [(0, step, f"{step}")])
+        dispatched(found)
+        return found
+
+    monkeypatch.setattr(WorkerGroup, "size", 1)
+    monkeypatch.setattr(driver.group, "start", lambda method, order: begun.append(pickle.loads(order)))
+    monkeypatch.setattr(driver.group, "collect", lambda calls, **limits: [result(begun[-1])])
+    dispatcher = SimpleNamespace(dispatch=dispatch, take=dispatch, begin=lambda step: None, needed_ranks=1,
+                                 started=lambda dispatched: None, failures=lambda dispatched: {})
+    session: Any = SimpleNamespace(
+        group=driver.group, stopping="", total_steps=num_steps, max_workers=1, mirroring=Mirroring("0"),
+        records=SimpleNamespace(last_step=0), report_mode=lambda: None, stuck_s=lambda plan: 1.0,
+        history=SimpleNamespace(step_times_s=[]), current=SimpleNamespace(
+            dispatcher=dispatcher, meter=SimpleNamespace(no_good=list),
+            evaluation=SimpleNamespace(when_due=lambda step: {})))
+    driver.commits = SimpleNamespace(  # type: ignore[assignment]
+        save_when_due=lambda *arguments, **last: None, commit=committed, save_last=lambda: None)
+    return driver, session
+
+
+def test_a_generation_keeps_only_the_batches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a dispatched step keeps its payload in the object store, the first step's too."""
+    made, kept = dict[int, weakref.ref[DispatchedStep]](), list[list[int]]()
+    driver, session = stepping(
+        monkeypatch, 4, lambda step: made.update({step.step: weakref.ref(step)}),
+        lambda finished: kept.append([step for step, found in made.items() if found()]),
+        lambda order: SimpleNamespace(applied=True, num_valid_tokens=1))
+    assert driver._steps(session) == ""
+    assert kept == [[1, 2], [2, 3], [3, 4], [4]]
+
+
+@pytest.mark.parametrize("applied", [0, 7])
+def test_updates_that_are_skipped_many_times_in_a_row_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, applied: int
+) -> None:
+    """One that is applied in between shows that the weights are still good; a step without a token shows nothing."""
+    committed: list[int] = []
+    driver, session = stepping(
+        monkeypatch, 60, lambda step: None, lambda finished: committed.append(finished.step),
+        lambda order: SimpleNamespace(applied=order.step == applied, num_valid_tokens=int(order.step != 10)))
+    last = applied + 1 + MOST_SKIPPED
+    with pytest.raises(RunError) as caught:
+        driver._steps(session)
+    assert committed == list(range(1, last + 1))
+    assert str(caught.value) == (
+        f"step {last}: the gradient has not been finite in 20 steps in a row, and the model stays as it is; allowed: a "
+        "lower train.learning_rate or other data, and another run.dir")
+
+
+def test_a_run_ends_normally_though_updates_were_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, session = stepping(
+        monkeypatch, 60, lambda step: None, lambda finished: None,
+        lambda order: SimpleNamespace(applied=order.step % MOST_SKIPPED == 0, num_valid_tokens=1))
+    assert driver._steps(session) == ""
+
+
+def test_the_learning_rate_follows_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every second one cannot be used."""
+    orders: list[StepOrder] = []
+
+    def result(order: StepOrder) -> Any:
+        orders.append(order)
+        return SimpleNamespace(applied=True, num_valid_tokens=1)
+
+    driver, session = stepping(monkeypatch, 3, lambda step: None, lambda finished: None, result)
+    driver.config.run.steps, driver.config.batch.global_samples = 0, 8
+    assert driver._steps(session) == ""
+    assert [(order.step, order.schedule_step) for order in orders] == [(1, 2.0), (2, 4.0), (3, 6.0)]

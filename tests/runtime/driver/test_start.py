@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint
+from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint, schedule_step
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -21,6 +23,36 @@ def test_batches_of_an_epoch(num_rows: int, drop_last: bool, batches: int) -> No
     config = load(["data.format=synthetic", "data.path=unused", "run.dir=unused", "batch.global_samples=512",
                    f"batch.drop_last={drop_last}"])
     assert batches_of(num_rows, config) == batches
+
+
+def cursors(usable: Sequence[bool], size: int, drop_last: bool, epochs: int) -> Iterator[dict[str, int]]:
+    """Those of the batches that a stream makes of these rows."""
+    for epoch in range(epochs):
+        row = 0
+        while row < len(usable):
+            samples = 0
+            while row < len(usable) and samples + usable[row] <= size:
+                samples, row = samples + usable[row], row + 1
+            if samples == size or not drop_last:
+                yield {"epoch": epoch, "num_rows": len(usable), "row": row}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num_rows", [40, 43])
+def test_the_schedule_ends_with_the_run_whatever_rows_can_be_used(num_rows: int, drop_last: bool) -> None:
+    """Each step is as far in it as in the rows; if all can be used, and with run.steps, it is the step itself."""
+    config = load(["data.format=synthetic", "data.path=unused", "run.dir=unused", "batch.global_samples=4",
+                   f"batch.drop_last={drop_last}", "run.steps=0", "run.epochs=3"])
+    planned = 3 * batches_of(num_rows, config)
+    all_rows = list(cursors([True] * num_rows, 4, drop_last, 3))
+    assert [schedule_step(step, cursor, config) for step, cursor in enumerate(all_rows, 1)] == [*range(1, planned + 1)]
+    some_rows = list(cursors([row % 5 != 2 for row in range(num_rows)], 4, drop_last, 3))
+    places = [schedule_step(step, cursor, config) for step, cursor in enumerate(some_rows, 1)]
+    assert len(places) < planned
+    assert all(earlier < later for earlier, later in pairwise(places))
+    assert planned - drop_last <= places[-1] <= planned
+    config.run.steps = 50
+    assert schedule_step(7, some_rows[6], config) == 7
 
 
 def chosen(folder: Folder) -> tuple[Manifest | None, list[Message]]:

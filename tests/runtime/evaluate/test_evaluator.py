@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dhp_ray.config import EVALUATE, load
+from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.evaluation import read_question
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.index import held_out, index_fragments
@@ -99,6 +100,21 @@ def test_models_of_text_answer_as_by_transformers_generate(preset: str, tmp_path
     mean, count = plain_loss(module, Payload(input_ids=encoded.input_ids, labels=encoded.labels,
                                              grids=np.zeros((0, 3), np.int64), pixels=[]))
     assert (answer.loss_sum, answer.num_valid_tokens) == (pytest.approx(mean.item() * count, rel=1e-5), count)
+
+
+def test_an_answer_ends_with_its_turn_though_the_folder_names_another_token(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", "tiny_llama")
+    evaluator = Evaluator(load([f"model.path={folder}", "eval.path=unused", "cluster.device=cpu",
+                                f"eval.max_new_tokens={NUM_TOKENS}"], EVALUATE), "")
+    processor = evaluator.processor
+    _, prompt = processor.encode_prompt(read_turns(talk("Name a colour.", "Blue."))[:1], [])
+    inputs = evaluator._inputs(prompt, [])
+    tokens = evaluator.module.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+    written = tokens[0, inputs["input_ids"].shape[1]:].tolist()
+    assert len(written) == NUM_TOKENS
+    processor.token_ids["eos"] = written[1]  # as if this were what ends a turn
+    stop = written.index(written[1]) + 1
+    assert evaluator.generate(prompt, []) == processor.tokenizer.decode(written[:stop], skip_special_tokens=True)
 
 
 def test_a_long_video_is_put_together_again(tmp_path: Path) -> None:
