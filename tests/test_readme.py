@@ -87,6 +87,11 @@ def test_the_shell_can_read_every_block() -> None:
         assert (done.returncode, done.stderr) == (0, ""), block
 
 
+def test_no_word_is_a_pattern_to_zsh() -> None:
+    """It refuses brackets without quotes if no file has such a name."""
+    assert re.findall(r"(?<!['\w.])[\w.]+=\[[^\]]*\]|install .*(?<!['\w])\.\[", DOCUMENTS) == []
+
+
 def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's holds a run of other data after `make train`: there, a run of one's own is refused."""
     monkeypatch.chdir(ROOT)

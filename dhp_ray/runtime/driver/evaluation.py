@@ -69,9 +69,9 @@ class HeldOutEvaluation:
                 dispatcher.stop()
 
     def when_due(self, step: int, last: bool) -> dict[str, float]:
-        """After every `eval.every_steps` steps and after the `last` one return `eval_loss`, the mean over the valid tokens of all held-out
-        samples, and the mean scores if answers are generated. Either is missing if no sample has any, a sample needs
-        more ranks than there are, or the run is to end. Call it between two steps.
+        """After every `eval.every_steps` steps and after the `last` one return `eval_loss`, the mean over the valid
+        tokens of all held-out samples, and the mean scores if answers are generated. Either is missing if no sample
+        has any, a sample needs more ranks than there are, or the run is to end. Call it between two steps.
         """
         self._number = 0
         if self.losses is None or not is_due(step, self.config.eval.every_steps, last):

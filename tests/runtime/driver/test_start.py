@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint
+from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint, warmup_warning
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -21,6 +21,13 @@ def test_batches_of_an_epoch(num_rows: int, drop_last: bool, batches: int) -> No
     config = load(["data.format=synthetic", "data.path=unused", "run.dir=unused", "batch.global_samples=512",
                    f"batch.drop_last={drop_last}"])
     assert batches_of(num_rows, config) == batches
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_told() -> None:
+    assert warmup_warning(10, 10) == (
+        "warning: train.warmup_steps=10, and the run ends after step 10: its learning rate only rises, to 91% of the "
+        "peak; give fewer warm-up steps, or a longer run")
+    assert [warmup_warning(*steps) for steps in ((0, 1), (9, 10))] == ["", ""]
 
 
 def chosen(folder: Folder) -> tuple[Manifest | None, list[Message]]:
