@@ -264,9 +264,10 @@ def test_attention_as_shown_works(num_ranks: int, tmp_path: Path) -> None:
     assert {finite for _, finite in found} == {"True"}
 
 
-def test_keys_to_tune_are_keys_with_these_defaults() -> None:
-    """A default in words stands for an empty value, but `auto`, which is one."""
-    defaults = {name: value for name, value, _ in walk(Config())}
+def test_keys_to_tune_are_keys_with_these_values() -> None:
+    """A value in words stands for an empty one, but `auto`, which is one."""
+    config = load(["--config", str(CONF / "finetune.yaml"), "model.path=m", "data.path=d"])
+    defaults = {name: value for name, value, _ in walk(config)}
     for names, default, _ in rows_of("Tune")[1:]:
         for name, shown in zip(re.findall(r"`([\w.]+)`", names), default.split(", "), strict=True):
             assert name in defaults, name
