@@ -260,7 +260,7 @@ def check_place(name: str, value: str, kind: str) -> None:
 
 
 TRAIN = Command("jobs/train.py", Config, CONF / "train.yaml", check, {group: group for group in CHOICES},
-                (("model.preset", "model.path"), ("data.path", "data.sources")))
+                (("model.preset", "model.path"), ("data.path", "data.sources"), ("run.steps", "run.epochs")))
 PREPARE_DATA = replace(TRAIN, name="jobs/prepare_data.py", schema=Preparation,
                        keys=r"data\.(format|path|synthetic\.|min_pixels|max_pixels|video_fps|max_frames)|seed")
 EVALUATE = replace(TRAIN, name="jobs/evaluate.py", schema=Evaluation, file=CONF / "evaluate.yaml",
@@ -273,6 +273,13 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
     """Return the configuration that `argv` (`--config FILE` and `key=value`) asks for, of the command's schema; its
     URIs show no credentials. ConfigError: one line with the key, its value and what is allowed.
     """
+    result = _merged(argv, command)
+    command.check(result)
+    return result
+
+
+def _merged(argv: list[str], command: Command) -> Any:
+    """What `load` returns, unchecked."""
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
     names = _choices(command, tree.pop("choices", None))
@@ -282,15 +289,14 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
     layers = [(str(path), tree)]
     layers += [(f"{group}={names[group]}", _read(_choice_file(command, group, names[group])))
                for group in command.choices if group in names]
+    given = {name: text for name, text in pairs if name not in command.choices}
+    replaced = {other for pair in command.either for name, other in (pair, pair[::-1]) if given.get(name, "0") not in
+                ("", "0")}
     config = OmegaConf.structured(command.schema)
     for origin, layer in layers:
         for dotted, value in leaves(layer):
-            _set(command, config, dotted, value, origin)
-    given = {name: text for name, text in pairs if name not in command.choices}
-    for first, second in command.either:
-        for name, other in ((first, second), (second, first)):
-            if given.get(name) and other not in given:
-                given = {other: ""} | given
+            if dotted not in replaced:
+                _set(command, config, dotted, value, origin)
     for name, text in given.items():
         _set(command, config, name, _value(command, name, text), COMMAND_LINE)
     result = OmegaConf.to_object(config)
@@ -298,7 +304,6 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
         setattr(section, item.name, os.path.expanduser(getattr(section, item.name)))
     for _, section, item in keys_of(result):
         setattr(section, item.name, concealed(getattr(section, item.name)))
-    command.check(result)
     return result
 
 
@@ -325,17 +330,25 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def help_text(purpose: str, command: Command = TRAIN) -> str:
+def help_text(purpose: str, argv: list[str], command: Command = TRAIN) -> str:
+    """Return what `--help` prints, with the values of the file that `argv` names, else of the command's own."""
+    words = [word for place, word in enumerate(argv)
+             if word.partition("=")[0] == "--config" or argv[place - 1:place] == ["--config"]]
+    values = _merged(words, command)
     groups = " ".join(f"[{group}=NAME]" for group in command.choices)
     lines = [f"usage: python {command.name} [--config FILE] {groups} [key=value ...]", "", purpose, ""]
     for group in command.choices:
         names = f"one of: {', '.join(_choice_names(command, group)) or '(none)'}"
         lines += textwrap.wrap(names, 118, initial_indent=f"  {group}=NAME  ", subsequent_indent=" " * 10)
-    for dotted, value, spec in walk(command.schema()):
+    file = split_arguments(words, command.file)[0]
+    lines += ["", f"Values are those of {os.path.relpath(file)}; with --config FILE --help those of FILE.", ""]
+    for dotted, value, spec in walk(values):
         if not re.match(command.keys, dotted):
             continue
         words = [*spec["choices"], *filter(None, [spec["number"]])]
         allowed = f" ({'|'.join(words)})" if words else ""
+        if isinstance(value, list) and any(map(is_dataclass, value)):
+            value = f"[{', '.join(['{...}'] * len(value))}]"
         head = f"  {dotted}={'' if value in ('', []) else value}{allowed}"
         lines.append(f"{head:<58} {spec['text']}" if len(head) < 58 else f"{head}\n{'':<59}{spec['text']}")
     lines += ["", *textwrap.wrap("Exit status: 0 on success, 2 on a bad configuration, 1 on failure.")]
@@ -386,10 +399,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _value(command: Command, name: str, text: str) -> Any:
-    """Return the value of an override, read as YAML; text for a string is taken as it is."""
+    """Return the value of an override, read as YAML; text for a string is taken as it is, but for quotes around it."""
     kind, _ = _keys(command.schema).get(name, (None, None))
+    if kind is str and text[:1] not in ("'", '"'):
+        return text
     if not text:
-        return [] if kind not in (int, float, str, bool) else "" if kind is str else None
+        return [] if kind not in (int, float, bool) else None
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]),
                                        resolve=False)["value"]  # type: ignore[index,call-overload]
@@ -397,7 +412,7 @@ def _value(command: Command, name: str, text: str) -> Any:
         if kind is str:
             return text
         raise ConfigError(f"{name}: {text!r} is not a YAML value: {first_line(error)}") from None
-    return text if kind is str and not isinstance(value, str) and value is not None else value
+    return value if kind is not str or isinstance(value, str) else text
 
 
 def leaves(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -162,7 +162,7 @@ class Checkpoint:
 @dataclass(kw_only=True)
 class Eval:
     path: str = key("", "file or folder of held-out samples, in data.format", path="file or folder")
-    every_steps: int = key(0, "evaluate every so many steps; 0: never", minimum=0)
+    every_steps: int = key(0, "evaluate every so many steps, and after the last one; 0: never", minimum=0)
     generate: bool = key(False, "also generate answers to the held-out samples and score them")
     max_new_tokens: int = key(128, "most tokens of an answer", minimum=1, maximum=1_000_000)
 

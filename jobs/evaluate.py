@@ -21,10 +21,10 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str], signals: ShutdownSignals) -> int:
     from dhp_ray.config import EVALUATE, ConfigError, help_text, load  # once signals are handled
 
-    if "--help" in argv or "-h" in argv:
-        print(help_text(PURPOSE, EVALUATE))
-        return 0
     try:
+        if "--help" in argv or "-h" in argv:
+            print(help_text(PURPOSE, argv, EVALUATE))
+            return 0
         config = load(argv, EVALUATE)
         from dhp_ray.runtime.job.preflight import check_evaluation_here  # after --help, which needs nothing of it
 

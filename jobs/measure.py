@@ -30,13 +30,13 @@ KEYS = (r"model\.|cluster\.(num_workers|device|cpus)|planner\.sync|data\.max_p"
 
 
 def main(argv: list[str], signals: ShutdownSignals | None = None) -> int:
-    from dhp_ray.config import TRAIN, ConfigError, help_text, load
+    from dhp_ray.config import CONF, TRAIN, ConfigError, help_text, load
 
-    command = replace(TRAIN, name="jobs/measure.py", keys=KEYS, own=tuple(OWN))
-    if {"-h", "--help"} & set(argv):
-        print(help_text(PURPOSE, command))
-        return 0
+    command = replace(TRAIN, name="jobs/measure.py", file=CONF / "measure.yaml", keys=KEYS, own=tuple(OWN))
     try:
+        if {"-h", "--help"} & set(argv):
+            print(help_text(PURPOSE, argv, command))
+            return 0
         own, rest = split(argv)
         config = load(rest, command)
         return measure(config, own, signals)

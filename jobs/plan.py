@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:  # PlanError, ConfigError and ArgumentError: one line each
         return failed(error, 2)
     try:
+        for target in targets.values():
+            target.parent.mkdir(parents=True, exist_ok=True)
         if "out" in targets:
             targets["out"].write_text(json.dumps(plan.to_json()))
         if "picture" in targets:

@@ -23,10 +23,10 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0 when the set is in place, 2 on a bad configuration, 1 on failure."""
     from dhp_ray.config import PREPARE_DATA, ConfigError, help_text, load
 
-    if {"--help", "-h"} & set(arguments):
-        print(help_text(PURPOSE, PREPARE_DATA))
-        return 0
     try:
+        if {"--help", "-h"} & set(arguments):
+            print(help_text(PURPOSE, arguments, PREPARE_DATA))
+            return 0
         config = load(arguments, PREPARE_DATA)
         path = target(config)
     except ConfigError as error:

@@ -27,10 +27,10 @@ def main(argv: list[str]) -> int:
     from dhp_ray.config import ConfigError, help_text
     from dhp_ray.simulate.settings import SIMULATE, load_simulation
 
-    if {"--help", "-h"} & set(argv):
-        print(help_text(PURPOSE, SIMULATE))
-        return 0
     try:
+        if {"--help", "-h"} & set(argv):
+            print(help_text(PURPOSE, argv, SIMULATE))
+            return 0
         settings = load_simulation(argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

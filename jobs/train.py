@@ -17,11 +17,11 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str], signals: ShutdownSignals) -> int:
     from dhp_ray.config import ConfigError, help_text, load  # all imports below come once signals are handled
 
-    if "--help" in argv or "-h" in argv:
-        print(help_text("Train a language or vision-language model on a Ray cluster, with context-parallel groups "
-                        "planned for every batch."))
-        return 0
     try:
+        if "--help" in argv or "-h" in argv:
+            print(help_text("Train a language or vision-language model on a Ray cluster, with context-parallel groups "
+                            "planned for every batch.", argv))
+            return 0
         config = load(argv)
         from dhp_ray.runtime.job.preflight import check_here  # after --help, which needs nothing of it
 

@@ -240,6 +240,14 @@ def test_versions_are_pinned_and_the_projects(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
+def test_nodes_have_the_files_of_conf(path: Path) -> None:
+    """Which lie beside the package: only an editable installation finds them."""
+    installs = [line for line in path.read_text().splitlines() if re.search(r"pip install .*/dhp_ray$", line)]
+    assert installs
+    assert [line for line in installs if not re.search(r" -e [\w/~]+/dhp_ray$", line)] == []
+
+
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
 def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
     text = path.read_text()
     assert "0.0.0.0" not in text

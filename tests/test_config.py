@@ -70,7 +70,7 @@ def test_overrides_win_and_keep_their_types(bare: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["1e3", "007", "true", "2020-01-01", "a: b", "[half", "{x", "a=b", "ü ö", "1_000",
-                                  "C:\\runs", "-", "0x1F"])
+                                  "C:\\runs", "-", "0x1F", "my #1 run", "null", "!!int 3", "&a b", " x "])
 def test_text_for_a_string_is_taken_as_it_is(bare: list[str], text: str) -> None:
     assert load([*bare, f"run.dir={text}"]).run.dir == text
 
@@ -101,6 +101,15 @@ def test_a_folder_on_the_command_line_replaces_the_preset_of_a_file(bare: list[s
     assert load(["--config", str(path), "model.preset=tiny"]).model.path == ""
     assert "exactly one of the two" in refused([*bare, "model.path=/m", "model.preset=tiny"])
     assert "exactly one of the two" in refused([*bare, "model.preset="])
+
+
+def test_epochs_on_the_command_line_replace_the_steps_of_a_file(bare: list[str], tmp_path: Path) -> None:
+    assert (load(["run.epochs=3"]).run.steps, load(["run.epochs=3"]).run.epochs) == (0, 3)
+    assert load(["run.epochs=3", "run.steps=7"]).run.steps == 7
+    path = tmp_path / "epochs.yaml"
+    path.write_text("model: {preset: tiny}\nrun: {epochs: 3, steps: 5}\n")
+    assert load(["--config", str(path), "run.steps=0"]).run.epochs == 3  # which takes the epochs of the file
+    assert load(["--config", str(path), "run.steps=9"]).run.steps == 9
 
 
 def test_adapters_are_of_a_folder(bare: list[str]) -> None:
@@ -151,6 +160,7 @@ def test_the_users_home_stands_in_every_path(bare: list[str], monkeypatch: pytes
     [source] = load([*bare, "data.sources=[{path: ~/x}]"]).data.sources
     assert source.path == str(tmp_path / "x")
     assert load([*bare, "data.path=~nobody_here/x"]).data.path == "~nobody_here/x"
+    assert load([*bare, "run.dir=~"]).run.dir == str(tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(set(PATHS) - {"run.dir"}))
@@ -248,7 +258,6 @@ def test_sources(bare: list[str]) -> None:
     ("seed=-1", "seed", "got -1; allowed: at least 0"),
     ("seed=4294967296", "seed", "got 4294967296; allowed: at least 0 and at most 4294967295"),
     ("run.dir=", "run.dir", "got nothing"),
-    ("run.dir=null", "run.dir", "got nothing (the command line); allowed: a string"),
     ("run.dir=${seed}", "run.dir", "allowed: a plain value, without ${...}"),
     ("run.dir=???", "run.dir", "allowed: a plain value, without ${...}"),
     ("train.freeze=['${seed}']", "train.freeze", "allowed: a plain value, without ${...}"),
@@ -382,8 +391,21 @@ def test_the_device_that_auto_finds_is_checked_too(bare: list[str]) -> None:
     check_device(load([*bare, "cluster.device=cuda", "train.precision=bf16"]))
 
 
+def test_help_shows_the_values_of_the_file_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONF.parent)
+    text = help_text("Train.", ["run.stepz=3", "--help"])
+    assert "Values are those of conf/train.yaml;" in text
+    assert re.search(r"^  run\.steps=60 .*^  model\.preset=tiny .*^  cluster\.device=cpu ", text, re.M | re.S)
+    assert "  eval.generate=True " in help_text("Evaluate.", ["--help"], EVALUATE)
+    (tmp_path / "mine.yaml").write_text("run: {dir: 's3://KEY:secret@b/x'}\ndata: {sources: [{path: a}, {path: b}]}")
+    text = help_text("Train.", ["--help", "--config", str(tmp_path / "mine.yaml")])
+    assert "  run.dir=s3://***@b/x " in text
+    assert "  data.sources=[{...}, {...}] " in text
+    assert text == help_text("Train.", [f"--config={tmp_path / 'mine.yaml'}", "--help"])
+
+
 def test_help_names_every_key_with_its_choices() -> None:
-    text = help_text("Train.")
+    text = help_text("Train.", [])
     for name, _, spec in walk(Config()):
         assert f"  {name}=" in text
         assert spec["text"] in text

@@ -87,6 +87,11 @@ def test_the_shell_can_read_every_block() -> None:
         assert (done.returncode, done.stderr) == (0, ""), block
 
 
+def test_no_word_is_a_pattern_to_zsh() -> None:
+    """It refuses brackets without quotes if no file has such a name."""
+    assert re.findall(r"(?<!['\w.])[\w.]+=\[[^\]]*\]|install .*(?<!['\w])\.\[", DOCUMENTS) == []
+
+
 def test_every_run_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's holds a run of other data after `make train`: there, a run of one's own is refused."""
     monkeypatch.chdir(ROOT)
@@ -259,9 +264,10 @@ def test_attention_as_shown_works(num_ranks: int, tmp_path: Path) -> None:
     assert {finite for _, finite in found} == {"True"}
 
 
-def test_keys_to_tune_are_keys_with_these_defaults() -> None:
-    """A default in words stands for an empty value, but `auto`, which is one."""
-    defaults = {name: value for name, value, _ in walk(Config())}
+def test_keys_to_tune_are_keys_with_these_values() -> None:
+    """A value in words stands for an empty one, but `auto`, which is one."""
+    config = load(["--config", str(CONF / "finetune.yaml"), "model.path=m", "data.path=d"])
+    defaults = {name: value for name, value, _ in walk(config)}
     for names, default, _ in rows_of("Tune")[1:]:
         for name, shown in zip(re.findall(r"`([\w.]+)`", names), default.split(", "), strict=True):
             assert name in defaults, name

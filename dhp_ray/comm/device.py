@@ -219,7 +219,7 @@ def _lack(accelerator: Accelerator) -> str:
         return ""
     if accelerator is NPU:
         if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')"
+            return "torch_npu is not installed on this machine (pip install -e '.[npu]')"
         try:
             import torch_npu  # noqa: F401  (importing it adds the device to torch)
         except (ImportError, OSError, RuntimeError) as error:

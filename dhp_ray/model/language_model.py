@@ -309,7 +309,7 @@ class LanguageModel:
                 if self.is_vision(name):  # whose patches have no place in a sample that all plans agree on
                     raise ModelError(
                         f"train.lora.dropout: got {settings.dropout} with an adapter in the vision encoder ({name}); "
-                        "allowed: 0, or train.freeze=[vision]"
+                        "allowed: 0, or train.freeze=vision"
                     )
         self.module.requires_grad_(False)
         add_adapters(self.module, layers, settings)

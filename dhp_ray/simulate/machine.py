@@ -52,10 +52,11 @@ class SimulatedCluster:
         mode = strategy.choose().mode
         if strategy.device_tokens(strategy.memory(mode)) < 1:
             needed = sum(strategy.memory(mode).resident().values())
+            other = "sync=micro_batch, " if mode.sync == "step" else ""
             raise PlanError(
                 f"model: {settings.model} keeps {needed / 2**30:.1f} GiB on each of {cluster.num_ranks} ranks in "
                 f"{mode}, and a device has {cluster.memory_gib:g} GiB ({MEMORY_SHARE:.0%} of it is planned "
-                "with); use more or larger devices, sync=micro_batch or a smaller model")
+                f"with); use more or larger devices, {other}or a smaller model")
         self._strategy = _begun(strategy, mode)
         image = min(self.shape.image_tokens(settings.workload.max_pixels), longest_tokens)
         limit = self._strategy.image_limit or image

@@ -47,7 +47,7 @@ def test_a_missing_extra_is_one_line_that_names_it() -> None:
     with pytest.raises(
         ValueError,
         match=r"^cluster.device: got 'npu', but torch_npu is not installed on this machine \(pip install "
-              r"'dhp_ray\[npu\]'\); auto",
+              r"-e '\.\[npu\]'\); auto",
     ):
         choose("npu")
 

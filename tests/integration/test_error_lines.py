@@ -49,5 +49,5 @@ def test_an_extra_that_the_workers_lack(tmp_path: Path, monkeypatch: pytest.Monk
     # Ray adds a traceback of its own: such a node has Ascend's `acl`
     (line,) = [line for line in ended.error_lines if line.startswith("error: ")]
     assert (
-        "cluster.device: got 'npu', but torch_npu is not installed on this machine (pip install 'dhp_ray[npu]')" in line
+        "cluster.device: got 'npu', but torch_npu is not installed on this machine (pip install -e '.[npu]')" in line
     )

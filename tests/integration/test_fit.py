@@ -35,6 +35,9 @@ def test_losses_are_the_jobs_bit_for_bit(common: list[str], tmp_path: Path) -> N
     assert losses(tmp_path / "here") == losses(tmp_path / "job")
     assert result.metrics is not None
     assert (result.metrics["step"], result.metrics["loss"]) == (6, losses(tmp_path / "job")[-1])
+    again = dhp_ray.fit([*settings, f"run.dir={tmp_path / 'here'}"])  # which is finished
+    assert again.metrics is not None
+    assert (again.metrics["step"], again.metrics["loss"]) == (6, losses(tmp_path / "job")[-1])
     assert result.checkpoint is not None
     assert Path(result.checkpoint.path) == Path(result.path) == tmp_path / "here"
     program = "import dhp_ray, ray, sys; found = dhp_ray.fit(sys.argv[1:]); print(found.error, ray.is_initialized())"

@@ -100,7 +100,7 @@ def test_dropout_is_of_the_language_model(tmp_path: Path) -> None:
         with_adapters(settings=dropping)
     assert str(raised.value) == (
         "train.lora.dropout: got 0.1 with an adapter in the vision encoder (model.visual.blocks.0.attn.qkv); allowed: "
-        "0, or train.freeze=[vision]")
+        "0, or train.freeze=vision")
     save(with_adapters(settings=dropping, frozen=("vision",)), tmp_path)
     assert LoraConfig.from_pretrained(tmp_path).lora_dropout == 0.1
     with_adapters(settings=LoraSettings(2, 4.0, ("q_proj",), dropout=0.1))  # no layer of the encoder has this name

@@ -158,6 +158,12 @@ def test_what_cannot_be_written_is_said_before_the_work(lengths, tmp_path, capsy
         assert capsys.readouterr().err == f"error: {name}: {path} cannot be written: {reason}\n"
 
 
+def test_new_folders_are_made(lengths, tmp_path):
+    plan, picture = tmp_path / "new" / "dir" / "plan.json", tmp_path / "other" / "plan.png"
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={plan}", f"picture={picture}"]) == 0
+    assert (plan.exists(), picture.exists()) == (True, True)
+
+
 def test_homes_are_expanded(lengths, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert job.main(["lengths=~/lengths.csv", "num_ranks=4", "out=~/plan.json"]) == 0

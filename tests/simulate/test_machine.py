@@ -44,8 +44,10 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, offload: str) -> No
 
 
 def test_a_large_model_needs_micro_batches() -> None:
-    with pytest.raises(PlanError, match=r"^model: qwen2_5_vl_32b keeps "):
+    with pytest.raises(PlanError, match=r"^model: qwen2_5_vl_32b keeps .*; use more or larger devices, sync=micro_"):
         machine_of("model=qwen2_5_vl_32b", "sync=step")
+    with pytest.raises(PlanError, match=r"^model: qwen2_5_vl_32b keeps .*; use more or larger devices, or a smaller"):
+        machine_of("model=qwen2_5_vl_32b", "sync=micro_batch", "cluster.num_ranks=2")
     found = machine_of("model=qwen2_5_vl_32b", longest=100_000)
     assert found.first.mode.sync == "micro_batch"
     assert found.holds(64, 100_000)

@@ -41,7 +41,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_help_names_every_key() -> None:
-    page = help_text("Simulate.", SIMULATE)
+    page = help_text("Simulate.", [], SIMULATE)
     for dotted, _, spec in walk(Simulation()):
         assert f"  {dotted}=" in page
         assert spec["text"]

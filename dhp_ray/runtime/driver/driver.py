@@ -169,7 +169,8 @@ class Driver:
             endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(
                 step, results, last=following is None or bool(session.stopping) or endangered)
-            evaluated = self._evaluated(session, step)
+            at_end = following is None and session.current.dispatcher.needed_ranks <= session.group.size
+            evaluated = self._evaluated(session, step, at_end and not self.refused)
             change = self._change(session)
             goes_on = not (change or session.stopping or self.refused)
             launched = self._launch(session, following if goes_on else None, waited_s)
@@ -197,10 +198,10 @@ class Driver:
             self.refused = str(error)
             return None
 
-    def _evaluated(self, session: Session, step: int) -> dict[str, float]:
+    def _evaluated(self, session: Session, step: int, last: bool = False) -> dict[str, float]:
         """Evaluate if that is due after a step; an error of the held-out data is reported like one of a batch."""
         try:
-            return session.current.evaluation.when_due(step)
+            return session.current.evaluation.when_due(step, last or step == session.total_steps)
         except GroupError:
             raise
         except (DataError, PlanError, RunError) as error:

@@ -68,13 +68,13 @@ class HeldOutEvaluation:
             if dispatcher:
                 dispatcher.stop()
 
-    def when_due(self, step: int) -> dict[str, float]:
-        """After every `eval.every_steps` steps return `eval_loss`, the mean over the valid tokens of all held-out
-        samples, and the mean scores if answers are generated. Either is missing if no sample has any, a sample needs
-        more ranks than there are, or the run is to end. Call it between two steps.
+    def when_due(self, step: int, last: bool) -> dict[str, float]:
+        """After every `eval.every_steps` steps and after the `last` one return `eval_loss`, the mean over the valid
+        tokens of all held-out samples, and the mean scores if answers are generated. Either is missing if no sample
+        has any, a sample needs more ranks than there are, or the run is to end. Call it between two steps.
         """
         self._number = 0
-        if self.losses is None or step % self.config.eval.every_steps:
+        if self.losses is None or not is_due(step, self.config.eval.every_steps, last):
             return {}
         sums = self._run_pass(self.losses, step, "evaluate", "the loss on held-out samples")
         if sums is None:
@@ -147,6 +147,11 @@ class HeldOutEvaluation:
             if sample_id not in self._told:
                 self._told.add(sample_id)
                 self.tell(Notice(f"held-out sample {sample_id} left out: {reason}"))
+
+
+def is_due(step: int, every_steps: int, last: bool) -> bool:
+    """Whether a run evaluates after a step: so that its model is scored, also after the last one."""
+    return last or step % every_steps == 0
 
 
 def _of_eval(error: DataError) -> DataError:

@@ -83,6 +83,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     if resolved.skipped:
         tell(Notice(resolved.skipped))
     total_steps = config.run.steps or config.run.epochs * batches_of(stream.num_rows, config)
+    if not takes_over and (warning := warmup_warning(config.train.warmup_steps, total_steps)):
+        tell(Notice(warning))
     scalars = ScalarLog(folder.child(TENSORBOARD_FOLDER), last_step + 1)
     pictures = StepPictures(folder, config.watch.every_steps)
     session = Session(resolved, group, store, records, checkpoints, scalars, pictures, stream, held_out, total_steps,
@@ -195,6 +197,15 @@ def schedule_step(step: int, cursor: Cursor, config: Config) -> float:
     at_end = row == cursor["num_rows"]
     done = num_batches if at_end else min(num_batches, row / config.batch.global_samples)
     return cursor["epoch"] * num_batches + done
+
+
+def warmup_warning(warmup_steps: int, total_steps: int) -> str:
+    """Return a warning if a run ends before its learning rate has reached its peak; else ""."""
+    if warmup_steps < total_steps:
+        return ""
+    return (f"warning: train.warmup_steps={warmup_steps}, and the run ends after step {total_steps}: its learning rate "
+            f"only rises, to {total_steps / (warmup_steps + 1):.0%} of the peak; give fewer warm-up steps, or a longer "
+            "run")
 
 
 def describe(group: WorkerGroup, folder: Folder, device: str) -> None:

@@ -51,10 +51,10 @@ def fit(overrides: Overrides = ()) -> Result:
 
     Inside a trial of Ray Tune every committed step is reported, and the run goes on from Tune's checkpoint.
 
-    Returns `metrics` of the last committed step (its line in metrics.jsonl), `checkpoint` and `path`: the run's folder
-    (the former opens it, also where its URI has credentials, which nothing shows), and `error`, a RunError of one line
-    if the run has ended early. ConfigError: a key or value in `overrides` is not allowed. RunError: only in a trial,
-    which has failed then: why the run has ended early.
+    Returns `metrics` of the last committed step (its line in metrics.jsonl, also of an earlier start), `checkpoint` and
+    `path`: the run's folder (the former opens it, also where its URI has credentials, which nothing shows), and
+    `error`, a RunError of one line if the run has ended early. ConfigError: a key or value in `overrides` is not
+    allowed. RunError: only in a trial, which has failed then: why the run has ended early.
     """
     trial = None
     name = current_trial()
@@ -93,9 +93,16 @@ def fit(overrides: Overrides = ()) -> Result:
                 disconnect()
     if error and trial:
         raise RunError(error)
-    files, path = Folder(config.run.dir).place()
-    return Result(metrics=shown.metrics, checkpoint=Checkpoint(path, files), path=config.run.dir,
-                  error=RunError(error) if error else None)
+    folder = Folder(config.run.dir)
+    files, path = folder.place()
+    return Result(metrics=shown.metrics or last_metrics(folder), checkpoint=Checkpoint(path, files),
+                  path=config.run.dir, error=RunError(error) if error else None)
+
+
+def last_metrics(folder: Folder) -> dict[str, Any]:
+    """Return the metrics of a run's last committed step; none if there is no such step."""
+    lines = folder.read(METRICS_FILE).splitlines() if folder.exists(METRICS_FILE) else []
+    return json.loads(lines[-1]) if lines else {}
 
 
 def resources(overrides: Overrides = ()) -> PlacementGroupFactory:

@@ -209,6 +209,10 @@ def _family(config: Config) -> type[Family]:
     if config.train.freeze and not family.marks:
         raise ConfigError(f"train.freeze: got {', '.join(config.train.freeze)}, and the model is text-only; "
                           "allowed: nothing")
+    lora = config.train.lora
+    if lora.dropout and family.marks and "vision" not in config.train.freeze and "all-linear" in lora.targets:
+        raise ConfigError(f"train.lora.dropout: got {lora.dropout} with train.lora.targets=all-linear, which adapts "
+                          "the vision encoder too; allowed: 0, or train.freeze=vision")
     for name, *allowed in (("balance_loss", 0), ("router_z_loss", 0), ("expert_parallel", "auto", "1")):
         if (value := getattr(config.train, name)) not in allowed and family.name not in EXPERT_TYPES:
             raise ConfigError(f"train.{name}: got {value}, and the model ({family.name}) has no experts; allowed: "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.config import load
-from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint, schedule_step
+from dhp_ray.runtime.driver.start import batches_of, covered_checkpoint, schedule_step, warmup_warning
 from dhp_ray.runtime.messages import Message, Notice
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
@@ -53,6 +53,13 @@ def test_the_schedule_ends_with_the_run_whatever_rows_can_be_used(num_rows: int,
     assert planned - drop_last <= places[-1] <= planned
     config.run.steps = 50
     assert schedule_step(7, some_rows[6], config) == 7
+
+
+def test_a_warm_up_that_takes_the_whole_run_is_told() -> None:
+    assert warmup_warning(10, 10) == (
+        "warning: train.warmup_steps=10, and the run ends after step 10: its learning rate only rises, to 91% of the "
+        "peak; give fewer warm-up steps, or a longer run")
+    assert [warmup_warning(*steps) for steps in ((0, 1), (9, 10))] == ["", ""]
 
 
 def chosen(folder: Folder) -> tuple[Manifest | None, list[Message]]:

@@ -84,6 +84,13 @@ def test_a_device_that_is_not_here_is_refused(job: Any, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("error: cluster.device: got 'cuda', but this machine has no cuda device")
 
 
+def test_without_a_file_the_devices_of_this_machine_are_measured(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(job, "measure", lambda config, *_: given.append(config) or 0)
+    assert (job.main(["model=small"]), job.main(["cluster=local"])) == (0, 0)
+    assert [(config.model.preset, config.cluster.device) for config in given] == [("small", "auto"), ("tiny", "cpu")]
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -120,6 +120,15 @@ def test_nothing_is_wrong_with_a_good_run(
     check_here(load([*arguments, "planner.cost=measure"]))
 
 
+def test_dropout_in_an_encoder_is_refused_before_a_worker_describes_it(arguments: list[str], model: Path) -> None:
+    words = [*arguments, f"model.path={model}", "train.lora.rank=4", "train.lora.dropout=0.1"]
+    assert refused(words) == (
+        "train.lora.dropout: got 0.1 with train.lora.targets=all-linear, which adapts the vision encoder too; allowed: "
+        "0, or train.freeze=vision")
+    check_here(load([*words, "train.freeze=vision"]))
+    check_here(load([*words, "train.lora.targets=q_proj"]))  # no layer of this encoder has the name
+
+
 def test_the_planners_have_their_names() -> None:
     assert tuple(PLANNERS) == (*NAMES, LAST_RESORT)
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.runtime.job.fit import ORIGINAL_FOLDER, Trial, callers_folder
+from dhp_ray.runtime.job.fit import ORIGINAL_FOLDER, Trial, callers_folder, last_metrics
+from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.storage import Folder
+from tests.runtime.records.test_run_records import commit
 
 
 def config_of(folder: Path, *words: str) -> Config:
@@ -33,3 +36,11 @@ def test_each_trial_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_trial_cannot_grow(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^cluster\.max_workers: got 3 in a trial of Ray Tune, .*; allowed: 0$"):
         Trial("trial_1", config_of(tmp_path, "cluster.num_workers=2", "cluster.max_workers=3"))
+
+
+def test_a_finished_run_has_the_metrics_of_its_last_step(tmp_path: Path) -> None:
+    """Whose second start commits no step."""
+    folder = Folder(str(tmp_path))
+    assert last_metrics(folder) == {}
+    commit(RunRecords(folder), 1, 5)
+    assert last_metrics(folder)["step"] == 5
