@@ -37,9 +37,9 @@ lint: install
 test-unit: install
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not processes and not seconds'
 
-# What continuous integration runs.
+# What continuous integration runs, on two cores: three processes, since tests of ranks, signals and timeouts often wait.
 test: install lint
-	$(BIN)/python -m pytest -n 2 -o faulthandler_timeout=400
+	$(BIN)/python -m pytest -n 3 -o faulthandler_timeout=400
 
 # Also what is slow, and what needs a CUDA device (those tests skip themselves where there is none); at last, with no other test
 # beside them, those that compare clock times. Screenshots stay in build/artifacts.

@@ -28,6 +28,7 @@ from tests.processes import starts_processes
 RUN_RANKS = {"run_ranks", "run_processes", "run_tensors"}
 """Of a test module that has one of these names, tests run ranks."""
 
+gc.disable()  # until all is imported: pytest_collection_finish
 os.environ.setdefault("RAY_worker_niceness", "0")  # as in cluster.yaml
 # a local ray.init would leave a token file behind that later clusters demand
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -49,10 +50,15 @@ def needs_ray(file: Path) -> bool:
     return "ray_cluster" in file.read_text()
 
 
+@cache
+def shares_reference(file: Path) -> bool:
+    return "reference: Callable" in file.read_text()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests run on two processes, file by file: all files that need Ray on one of them, so that there is one cluster,
-    and all that hold ranks against the same reference.
+    """Tests run on several processes, file by file, in the order of `pytest_collection_modifyitems`: all files that
+    need Ray on one of them, so that there is one cluster, and all that hold ranks against the same reference.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -61,8 +67,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if needs_ray(config.rootpath / file):
                 return "ray"
-            return "reference" if "reference: Callable" in (config.rootpath / file).read_text() else file
+            return "reference" if shares_reference(config.rootpath / file) else file
 
+    config.option.loadscopereorder = False
     return OneCluster(config, log)
 
 
@@ -77,14 +84,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # what is imported lives as long as the tests: no collection need walk through it
+    gc.freeze()  # no collection need walk through what is imported
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
+    if hasattr(config, "workerinput"):  # what takes long first: at the end no process waits long for the others
+        starting = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: (not needs_ray(item.path), item.path not in starting))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

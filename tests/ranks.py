@@ -14,10 +14,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft",
-           "dhp_ray.model.build", "dhp_ray.model.kernels.cpu", "dhp_ray.planner.mode", "dhp_ray.runtime.worker.rank",
-           "dhp_ray.runtime.worker.export", "benchmarks.worlds", "tests.async_backend", "pytest",
-           "tests.train.random_plans", "tests.rank_server"]
 BACKEND = "gloo"
 """Of the ranks of tests that do not name one; the fixture `backend_of_ranks` sets it."""
 
@@ -41,7 +37,7 @@ def run_processes(
     a rank of `mortal` may die: its result is None then.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["tests.rank_server"])
     import torch.distributed as dist
 
     # ours until all ranks are done: no port is picked before it is taken
