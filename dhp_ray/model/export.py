@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,12 +37,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError, write_tensors
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import write_settings
 from dhp_ray.model.weights import StoredForm, StoredKey, StoredWeights, per_expert_forms
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
-from dhp_ray.storage import StorageError, storage_errors
+from dhp_ray.storage import storage_errors
 
 GENERATION_FILE = "generation_config.json"
 
@@ -204,10 +202,7 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
     """
     path = folder / file.name
     with storage_errors(str(path), "cannot be written"):
-        try:
-            save_file(dict(tensors), path, metadata=dict(file.metadata))
-        except SafetensorError as error:
-            raise StorageError(f"{path}: cannot be written: {first_line(error)}") from None
+        write_tensors(path, tensors, file.metadata)
         with open(path, "rb") as written:
             os.fsync(written.fileno())
 

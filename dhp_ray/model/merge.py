@@ -27,6 +27,7 @@ from dhp_ray.model.files import (
     fingerprint,
     stored_tensors,
     weight_files,
+    write_tensors,
 )
 from dhp_ray.storage import check_writable
 
@@ -79,7 +80,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
         it is of another base; `out` holds files, or is inside the base.
         OSError: `out` cannot be written.
     """
-    from safetensors.torch import load_file, save_file  # torch takes seconds to import
+    from safetensors.torch import load_file  # torch takes seconds to import
 
     out = check_merge(adapter_path, base_path, out)
     adapter = read_adapter(adapter_path)
@@ -100,10 +101,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
             for key in changed:
                 weight = tensors[key]
                 tensors[key] = (weight.float() + adapter.added_to(places[key])).to(weight.dtype)
-            try:
-                save_file(tensors, unfinished / file, metadata=described)
-            except SafetensorError as error:  # also of a full disk
-                raise OSError(first_line(error)) from None
+            write_tensors(unfinished / file, tensors, described)
             yield len(changed)
         if out.is_dir():
             out.rmdir()
