@@ -65,6 +65,9 @@ def config_tree(path: str) -> dict[str, Any]:
     folder, file = Path(path), Path(path) / "config.json"
     if not folder.is_dir():
         raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder{_download_hint(path)}")
+    if not file.is_file() and (folder / ADAPTER_SETTINGS).is_file():
+        raise ModelError(f"model.path: {path} holds an adapter; allowed: the model that `python jobs/merge.py "
+                         f"adapter={path} out=FOLDER` makes of it")
     if not file.is_file():
         raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
     try:
@@ -72,6 +75,9 @@ def config_tree(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
     name = tree.get("model_type") if isinstance(tree, dict) else None
+    if name == "internvl_chat":
+        raise ModelError(f"model.path: {path} holds a model of type {name!r}, which brings its own code; allowed: the "
+                         "same model in the form of transformers, from the repository whose name ends in -hf or -HF")
     if name not in MODEL_TYPES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")
     return dict(tree)
