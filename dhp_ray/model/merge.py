@@ -2,6 +2,7 @@
 
     adapter_model.safetensors   base_model.model.X.lora_A.weight, base_model.model.X.lora_B.weight
     model-0000n.safetensors     X.weight, under the name that the family's files give it
+    *processor_config.json      of the adapter where it has them: the sizes of images that it was trained with
     merged                      the base's files, with X.weight changed, in its type; all else byte for byte
 """
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 """The output layer, as all families call it."""
+
+IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of the adapter that take the place of the base's."""
 
 LEFT_OUT = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.safetensors")
 """Files of the base that the merged folder does not get as they are."""
@@ -92,7 +96,10 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        theirs = [name for name in IMAGE_SETTINGS if (Path(adapter_path) / name).is_file()]
+        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT, *theirs))
+        for name in theirs:
+            shutil.copy(Path(adapter_path) / name, unfinished)
         for file in files:
             with safe_open(Path(base_path) / file, framework="pt") as stored:
                 described = stored.metadata()

@@ -84,6 +84,21 @@ def test_others_may_read_weights_as_they_may_any_new_file(tmp_path: Path, umask:
     assert {file.stat().st_mode & 0o777 for file in weights} == {0o666 & ~umask}
 
 
+def test_sizes_of_images_are_those_of_the_training(tmp_path: Path) -> None:
+    """Where the adapter's folder says which; all else is the base's."""
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    for name in ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
+        (tmp_path / "base" / name).write_text('{"of": "base"}')
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json", "README.md"):
+        (tmp_path / "adapter" / name).write_text('{"of": "adapter"}')
+    list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    found = {file.name: json.loads(file.read_text()).get("of") for file in (tmp_path / "out").glob("*_config.json")}
+    assert found == {"preprocessor_config.json": "adapter", "video_preprocessor_config.json": "adapter",
+                     "processor_config.json": "base", "tokenizer_config.json": "base", "generation_config.json": None}
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
 def test_the_job(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     save(with_adapters(), tmp_path / "adapter")
