@@ -13,7 +13,8 @@ from dhp_ray.streams import run_command  # all other imports come once signals a
 HELP = """usage: python jobs/merge.py adapter=FOLDER [base=FOLDER] out=FOLDER
 
 Writes a model folder: the base with the adapter (LoRA, in PEFT's form) in its weights, W + alpha / rank x B A in the
-type that the base has; all else byte for byte. Refuses an adapter of which a part finds no place.
+type that the base has, and the sizes of images from the adapter's folder where it has them; all else byte for byte.
+Refuses an adapter of which a part finds no place.
 
   adapter=FOLDER  adapter_config.json and adapter_model.safetensors: model/ of a run with train.lora.rank, or PEFT's
   base=FOLDER     the model that it was trained on; without it, the one that the adapter names

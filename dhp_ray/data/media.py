@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,15 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
     return found
 
 
+def with_videos(fields: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:
+    """The turns; in a row of videos alone, without marks for them, those for images stand for them (LLaVA-NeXT)."""
+    if (not column_media(fields, "video") or column_media(fields, "image")
+            or not all(part.kind == "image" and part.marked for turn in turns for part in turn.media)):
+        return list(turns)
+    return [replace(turn, parts=tuple(replace(part, kind="video") if part.marked else part for part in turn.parts))
+            for turn in turns]
+
+
 def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
     """The images or videos in a row's columns (`images`, else `image`), but for nulls and empty texts."""
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
@@ -135,6 +144,7 @@ def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
 
 def resolve(image_root: str, name: str) -> Path:
     """The path of a file below the root, after links. RowError: it is a URL, too long, or outside."""
+    name = name.removeprefix("file://")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) or _DATA.match(name):
         raise RowError(f"{_short(name)} is a URL; allowed: a file name below data.image_root")
     if len(name) > _NAME_CHARACTERS:
@@ -146,7 +156,19 @@ def resolve(image_root: str, name: str) -> Path:
     path = Path(os.path.realpath(root / name))
     if path.is_relative_to(root):
         return path
-    raise RowError(f"{_short(name)} leads out of data.image_root ({image_root}); allowed: files below it")
+    raise RowError(f"{_short(name)} leads out of data.image_root ({image_root}){_way_out(root, root / name)}")
+
+
+def _way_out(root: Path, path: Path) -> str:
+    """The rest of the line on a path that leads out of the root: the link by which it does, if any; what is allowed."""
+    for link in (*reversed(path.parents), path):
+        if os.path.islink(link) and Path(os.path.realpath(link.parent)).is_relative_to(root):
+            target = Path(os.path.realpath(link))
+            if not target.is_relative_to(root):
+                folder = target if target.is_dir() else target.parent
+                return (f": {link} is a link to {target}; allowed: files below it, also after links: copy them there, "
+                        f"or set data.image_root={folder} and name files below that")
+    return "; allowed: files below it"
 
 
 def _encoded_frames(

@@ -23,7 +23,7 @@ from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.images import image_size
-from dhp_ray.data.media import read_media
+from dhp_ray.data.media import read_media, with_videos
 from dhp_ray.data.order import RowRange, row_order
 from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
 from dhp_ray.data.video import read_clip
@@ -160,6 +160,7 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
         raise RowError(row.error)
     turns = read_turns(stored_turns(row.fields), stored_tools(row.fields))
     limits = processor.family.limits
+    turns = with_videos(row.fields, turns)
     media = read_media(row.fields, turns, image_root, limits, row.members)
     sizes: list[Size] = []
     for name, data in media.items():

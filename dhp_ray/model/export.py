@@ -1,7 +1,7 @@
 """A model as files in the Hugging Face format: which tensor is in which file, and the values that are written.
 
-    entries    of a folder's model: exactly the keys of its files. Trained tensors are written in fp32. All others are
-               copied byte for byte, including tensors in the files that are not parameters of the module (other heads)
+    entries    of a folder's model: exactly the keys of its files, each in its type there. Tensors that are not trained
+               are copied byte for byte, also those that are not parameters of the module (other heads)
                of a preset: its parameters in fp32, under the names that transformers uses
                of adapters (LoRA): only the adapters, in fp32, under PEFT's names
     files      entries in the module's order, cut into files of which a host holds one at a time; rank k % N writes
@@ -15,7 +15,7 @@ A model that exists only in the shards of all ranks is written by all of them:
     gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
     write     all ranks at the same time; each reads what is not trained from the model's own files
 
-A rank's host holds the file that it writes, a bucket, and a parameter while it is cut or transposed.
+A rank's host holds the file that it writes, in fp32, a bucket, and a parameter while it is cut or transposed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,12 +37,20 @@ from transformers.core_model_loading import revert_weight_conversion
 from dhp_ray.comm.progress import AbortedError, Progress
 from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, BASE_KEY, INDEX_FILE, ModelError
+from dhp_ray.model.files import (
+    ADAPTER_FILE,
+    ADAPTER_PREFIX,
+    BASE_KEY,
+    INDEX_FILE,
+    ModelError,
+    config_tree,
+    write_tensors,
+)
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import write_settings
-from dhp_ray.model.weights import StoredForm, StoredKey, StoredWeights, per_expert_forms
+from dhp_ray.model.weights import STORED_TYPES, StoredForm, StoredKey, StoredWeights, per_expert_forms
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
-from dhp_ray.storage import StorageError, storage_errors
+from dhp_ray.storage import storage_errors
 
 GENERATION_FILE = "generation_config.json"
 
@@ -56,7 +62,7 @@ Gather = Callable[[Wanted], Iterator[tuple[str, Tensor | None]]]
 
 
 class Entry(NamedTuple):
-    """A tensor of the export, under `key`: either what `form` takes of a parameter, in fp32, or `copied` from the
+    """A tensor of the export, under `key`: either what `form` takes of a parameter, in `dtype`, or `copied` from the
     model's folder.
     """
 
@@ -64,6 +70,12 @@ class Entry(NamedTuple):
     form: StoredForm
     num_bytes: int
     copied: StoredKey | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def host_bytes(self) -> int:
+        """What it takes in memory at most: parameters are gathered in fp32."""
+        return max(self.num_bytes, 4 * self.form.size if self.copied is None else 0)
 
 
 class ModelFile(NamedTuple):
@@ -97,14 +109,19 @@ def entries(adapter: LanguageModel) -> list[Entry]:
     if adapter.weights is None:
         return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter)).items()]
     order = {name: place for place, name in enumerate(parameters)}
-    found = [trained_entry(stored.key, stored.form)
+    types: dict[StoredForm, torch.dtype] = {}
+    for stored in adapter.weights.keys:
+        if stored.form.name:  # what is tied has the same values under both keys: they are compared when read
+            kind = STORED_TYPES[stored.kind]
+            types[stored.form] = torch.promote_types(kind, types.get(stored.form, kind))
+    found = [trained_entry(stored.key, stored.form, types[stored.form])
              if stored.form.name and parameters[stored.form.name].requires_grad
              else Entry(stored.key, stored.form, stored.num_bytes, stored) for stored in adapter.weights.keys]
     return sorted(found, key=lambda entry: (order.get(entry.form.name, len(order)), entry.form.start))
 
 
-def trained_entry(key: str, form: StoredForm) -> Entry:
-    return Entry(key, form, 4 * form.size)
+def trained_entry(key: str, form: StoredForm, dtype: torch.dtype = torch.float32) -> Entry:
+    return Entry(key, form, dtype.itemsize * form.size, dtype=dtype)
 
 
 def files_of(
@@ -126,17 +143,17 @@ def files(
     smallest_bytes: int = SMALLEST_FILE_BYTES,
     largest_bytes: int = LARGEST_FILE_BYTES,
 ) -> list[ModelFile]:
-    """The files of an export if `num_ranks` ranks write them. No file is larger than half of a rank's share, so that
-    the rank which gathers it has room, except that files may have `smallest_bytes`, and a parameter is never cut, also
-    if it is several tensors. Rank k % num_ranks writes file k.
+    """The files of an export if `num_ranks` ranks write them. No file takes more than half of a rank's share in memory,
+    so that the rank which gathers it has room, except that files may take `smallest_bytes`, and a parameter is never
+    cut, also if it is several tensors. Rank k % num_ranks writes file k.
     """
-    total = sum(entry.num_bytes for entry in tensors)
+    total = sum(entry.host_bytes for entry in tensors)
     most = min(max(-(-total // (2 * num_ranks)), smallest_bytes), largest_bytes)
     parts: list[list[Entry]] = [[]]
     size = 0
     for _, of_parameter in groupby(tensors, key=lambda entry: entry.form.name or entry.key):
         entries = list(of_parameter)
-        num_bytes = sum(entry.num_bytes for entry in entries)
+        num_bytes = sum(entry.host_bytes for entry in entries)
         if parts[-1] and size + num_bytes > most:
             parts.append([])
             size = 0
@@ -188,8 +205,9 @@ def tensors(file: ModelFile, values: dict[str, Tensor], weights: StoredWeights |
         else:  # safetensors takes no memory twice, nor parts of one
             whole = values[entry.form.name]
             value = entry.form.of(whole)
-            shared = entry.form in used or value.numel() < whole.numel()
-            found[entry.key] = value.clone(memory_format=torch.contiguous_format) if shared else value.contiguous()
+            shared = value.dtype == entry.dtype and (entry.form in used or value.numel() < whole.numel())
+            found[entry.key] = (value.clone(memory_format=torch.contiguous_format) if shared
+                                else value.to(entry.dtype).contiguous())
             used.add(entry.form)
             if last[entry.form.name] is entry:
                 del values[entry.form.name], whole
@@ -204,10 +222,7 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
     """
     path = folder / file.name
     with storage_errors(str(path), "cannot be written"):
-        try:
-            save_file(dict(tensors), path, metadata=dict(file.metadata))
-        except SafetensorError as error:
-            raise StorageError(f"{path}: cannot be written: {first_line(error)}") from None
+        write_tensors(path, tensors, file.metadata)
         with open(path, "rb") as written:
             os.fsync(written.fileno())
 
@@ -226,7 +241,9 @@ def write_description(adapter: LanguageModel, files: Sequence[ModelFile], folder
     given = Path(adapter.weights.path) / GENERATION_FILE if adapter.weights else None
     generation = given.read_bytes() if given and given.is_file() else None  # not every transformers would write it
     module = on_meta(adapter)
-    module.config.dtype, module.config.architectures = "float32", [type(module).__name__]
+    tree = config_tree(adapter.weights.path) if adapter.weights else {"dtype": "float32"}
+    module.config.dtype = tree.get("dtype", tree.get("torch_dtype"))
+    module.config.architectures = [type(module).__name__]
     with storage_errors(str(folder), "cannot be written"):
         module.config.save_pretrained(folder)
         if generation is not None:

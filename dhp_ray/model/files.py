@@ -9,13 +9,18 @@ import json
 import math
 import os
 import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
 """Those of MODEL_TYPES that have experts."""
@@ -60,6 +65,9 @@ def config_tree(path: str) -> dict[str, Any]:
     folder, file = Path(path), Path(path) / "config.json"
     if not folder.is_dir():
         raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder{_download_hint(path)}")
+    if not file.is_file() and (folder / ADAPTER_SETTINGS).is_file():
+        raise ModelError(f"model.path: {path} holds an adapter; allowed: the model that `python jobs/merge.py "
+                         f"adapter={path} out=FOLDER` makes of it")
     if not file.is_file():
         raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
     try:
@@ -67,6 +75,9 @@ def config_tree(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
     name = tree.get("model_type") if isinstance(tree, dict) else None
+    if name == "internvl_chat":
+        raise ModelError(f"model.path: {path} holds a model of type {name!r}, which brings its own code; allowed: the "
+                         "same model in the form of transformers, from the repository whose name ends in -hf or -HF")
     if name not in MODEL_TYPES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")
     return dict(tree)
@@ -132,6 +143,24 @@ def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
     return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0],
                                entry["data_offsets"][1] - entry["data_offsets"][0])
             for name, entry in header.items() if name != "__metadata__"}
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
+    """Write a safetensors file that is as readable as any new one: safetensors makes its owner's alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file  # imports torch
+
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        save_file(dict(tensors), file, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:  # also of a full disk
+        raise OSError(first_line(error)) from None
+    if file.stat().st_mode != mode:
+        file.chmod(stat.S_IMODE(mode))
 
 
 def fingerprint(path: str) -> str:

@@ -2,6 +2,7 @@
 
     adapter_model.safetensors   base_model.model.X.lora_A.weight, base_model.model.X.lora_B.weight
     model-0000n.safetensors     X.weight, under the name that the family's files give it
+    *processor_config.json      of the adapter where it has them: the sizes of images that it was trained with
     merged                      the base's files, with X.weight changed, in its type; all else byte for byte
 """
 
@@ -27,6 +28,7 @@ from dhp_ray.model.files import (
     fingerprint,
     stored_tensors,
     weight_files,
+    write_tensors,
 )
 from dhp_ray.storage import check_writable
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head"
 """The output layer, as all families call it."""
+
+IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of the adapter that take the place of the base's."""
 
 LEFT_OUT = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.safetensors")
 """Files of the base that the merged folder does not get as they are."""
@@ -79,7 +84,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
         it is of another base; `out` holds files, or is inside the base.
         OSError: `out` cannot be written.
     """
-    from safetensors.torch import load_file, save_file  # torch takes seconds to import
+    from safetensors.torch import load_file  # torch takes seconds to import
 
     out = check_merge(adapter_path, base_path, out)
     adapter = read_adapter(adapter_path)
@@ -91,7 +96,10 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        theirs = [name for name in IMAGE_SETTINGS if (Path(adapter_path) / name).is_file()]
+        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT, *theirs))
+        for name in theirs:
+            shutil.copy(Path(adapter_path) / name, unfinished)
         for file in files:
             with safe_open(Path(base_path) / file, framework="pt") as stored:
                 described = stored.metadata()
@@ -100,10 +108,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
             for key in changed:
                 weight = tensors[key]
                 tensors[key] = (weight.float() + adapter.added_to(places[key])).to(weight.dtype)
-            try:
-                save_file(tensors, unfinished / file, metadata=described)
-            except SafetensorError as error:  # also of a full disk
-                raise OSError(first_line(error)) from None
+            write_tensors(unfinished / file, tensors, described)
             yield len(changed)
         if out.is_dir():
             out.rmdir()

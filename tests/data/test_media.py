@@ -10,8 +10,10 @@ import pytest
 
 from dhp_ray.data.conversation import MEDIA, OWN_SETTINGS, read_turns
 from dhp_ray.data.errors import RowError
-from dhp_ray.data.media import MediaLimits, column_media, file_bytes, read_media, resolve
-from tests.data.samples import picture, talk
+from dhp_ray.data.formats.rows import Row
+from dhp_ray.data.media import MediaLimits, column_media, file_bytes, read_media, resolve, with_videos
+from dhp_ray.data.reader import read_contents
+from tests.data.samples import picture, processor, talk, video
 
 
 def images_of(fields: Mapping[str, Any], root: str, limit: int = MediaLimits().max_file_bytes) -> list[bytes]:
@@ -55,6 +57,33 @@ def test_mappings_name_a_file_as_parts_of_the_content_do(root: Path, kind: str) 
             assert file_bytes(fields, str(root)) == (0 if data in form.values() else len(data))
 
 
+def of_videos(root: Path, *texts: str, **columns: Any) -> list[str]:
+    """What a row's images and videos are called."""
+    return list(read_media(columns, with_videos(columns, read_turns(talk(*texts))), str(root), MediaLimits()))
+
+
+def test_image_marks_stand_for_the_videos_of_a_row_without_images(root: Path) -> None:
+    """The form of LLaVA-NeXT; a row with images, or with marks for videos, says itself which is which."""
+    assert of_videos(root, "<image>\nWhat?", "a", video="a.png") == ["video 1"]
+    assert of_videos(root, "<image>What?", "a", "<image>", "b", videos=["a.png"] * 2) == ["video 1", "video 2"]
+    assert of_videos(root, "<image><video>", "a", video="a.png", image="a.png") == ["image 1", "video 1"]
+    for texts, columns, reason in (
+            (("<image><image>", "a"), {"video": "a.png"}, "2 <video> marks for 1 videos"),
+            (("<image><video>", "a"), {"video": "a.png"}, "1 <image> marks for 0 images"),
+            (("<image>", "a"), {"video": "a.png", "image": "a.png"}, "0 <video> marks for 1 videos"),
+            (("<image>", "a"), {}, "1 <image> marks for 0 images")):
+        with pytest.raises(RowError, match=reason):
+            of_videos(root, *texts, **columns)
+    (root / "cat.mp4").write_bytes(video())
+    row = Row("a", {"conversations": talk("<image>\nWhat?", "a"), "video": "cat.mp4"})
+    turns, _, sizes = read_contents(row, processor(), str(root))
+    given = processor().encode(talk("<video>\nWhat?", "a"), sizes)
+    assert processor().encode_turns(turns, sizes).input_ids.tolist() == given.input_ids.tolist()
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
+    assert with_videos({"video": "a.png"}, read_turns(messages)) == read_turns(messages)
+
+
 EMPTY = [None, "", b"", [], [""], [None], {"bytes": None, "path": ""}, [{"image": "", "video": ""}]]
 
 
@@ -76,7 +105,9 @@ def test_an_empty_column_is_a_row_without_an_image(root: Path, column: str, valu
     ("../secret", "image 2: '../secret' is not a relative file name"),
     ("deep/../../secret", "image 2: .* without '..'"),
     ("https://example.org/a.png", "image 2: https://example.org/a.png is a URL"),
-    ("file:///etc/hostname", "is a URL"),
+    ("file:///etc/hostname", "image 2: /etc/hostname leads out of data.image_root"),
+    ("file://../secret", "image 2: '../secret' is not a relative file name"),
+    ("file://https://example.org/a.png", "is a URL"),
     (f"https://me:secret{'x' * 80}@example.org/a.png", r"^image 2: https://\*\*\*@example\.org/a\.png is a URL"),
     ("data:image/png;base64,A", "image 2: 'data:image/png;base64,A' is not a data URI; allowed: data:image/png;base64"),
     ("data:image/png,AAAA", "is not a data URI"),
@@ -98,8 +129,12 @@ def test_an_image_that_cannot_be_had_is_a_bad_row(root: Path, name: object, reas
 def test_a_link_out_of_the_root_is_refused(root: Path, link: str) -> None:
     (root / link).symlink_to(root.parent / "secret")
     (root / "inside").symlink_to(root / "a.png")
-    with pytest.raises(RowError, match=r"leads out of data\.image_root"):
+    with pytest.raises(RowError) as caught:
         images_of({"image": link}, str(root))
+    secret = root.parent / "secret"
+    assert str(caught.value) == (
+        f"image 1: {link} leads out of data.image_root ({root}): {root / link} is a link to {secret}; allowed: files "
+        f"below it, also after links: copy them there, or set data.image_root={root.parent} and name files below that")
     assert images_of({"image": "inside"}, str(root)) == [(root / "a.png").read_bytes()]
 
 
@@ -109,8 +144,8 @@ def test_an_absolute_name_below_the_root_is_its_file(root: Path, tmp_path: Path)
     (root / "inside").symlink_to(root / "a.png")
     for folder in (root, tmp_path / "link"):
         names = [str(folder / "a.png"), {"path": str(folder / "deep" / "b.png")}, str(folder / "inside"),
-                 str(root / "a.png"), str(tmp_path / "link" / "a.png")]
-        assert images_of({"image": names}, str(folder)) == [first, second, first, first, first]
+                 str(root / "a.png"), str(tmp_path / "link" / "a.png"), f"file://{folder}/a.png"]
+        assert images_of({"image": names}, str(folder)) == [first, second, first, first, first, first]
         parts = [{"type": "image_url", "image_url": {"url": str(folder / "a.png")}},
                  {"type": "image", "image": str(folder / "deep/b.png")}]
         assert shown(folder, parts) == [first, second]
@@ -162,8 +197,11 @@ def test_a_folder_whose_name_begins_alike_is_outside(root: Path) -> None:
     (root.parent / "root2").mkdir()
     (root.parent / "root2" / "a.png").write_bytes(b"")
     (root / "twin").symlink_to(root.parent / "root2")
-    with pytest.raises(RowError, match="leads out"):
-        resolve(str(root), "twin/a.png")
+    (root / "first").symlink_to("twin")
+    for name in ("twin/a.png", "first/a.png", f"{root}/first/a.png"):
+        link = root / name.removesuffix("/a.png")
+        with pytest.raises(RowError, match=rf": {link} is a link to {root}2; .* data.image_root={root}2 and"):
+            resolve(str(root), name)
 
 
 def test_a_pipe_is_not_opened(root: Path) -> None:
@@ -240,7 +278,7 @@ def test_a_video_file_is_sampled_as_the_run_says(root: Path) -> None:
 @pytest.mark.parametrize(("part", "reason"), [
     ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
      "image 1: https://example.org/a.png is a URL"),
-    ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "is a URL"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "leads out of data.image_root"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}},
      "'data:image/png;base64,A' is not a data URI"),
     ({"type": "image_url", "image_url": {"url": "data:text,a"}}, "is not a data URI"),

@@ -259,22 +259,48 @@ def test_an_unknown_preset_and_token_ids_that_lack_a_name() -> None:
         build_model("tiny", "", {name: token for name, token in TOKEN_IDS.items() if name not in ("video", "eos")}, 0)
 
 
-def test_what_is_not_trained_is_saved_as_it_was(tmp_path: Path) -> None:
-    """A frozen encoder in its own type, and a head that the module has not, byte for byte."""
+def test_a_tied_weight_of_two_types_is_saved_as_one_that_can_be_read(tmp_path: Path) -> None:
     folder = saved(tmp_path / "given")
     weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].float()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    adapter = build_model("", str(folder), None, 0)
+    values = {name: value / 3 for name, value in stored_values(adapter).items()}
+    save_model(adapter, tmp_path / "saved", values)
+    again = stored_values(build_model("", str(tmp_path / "saved"), None, 0))
+    name = next(name for name in values if name.endswith("embed_tokens.weight"))
+    assert torch.equal(again[name], values[name])
+
+
+def test_a_model_is_saved_in_the_types_that_it_came_in(tmp_path: Path) -> None:
+    """A frozen encoder, and a head that the module has not, byte for byte; so are trained weights that are as before,
+    and others are rounded.
+    """
+    folder, mixed = saved(tmp_path / "given"), "model.layers.0.input_layernorm.weight"
+    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    weights[mixed] = torch.rand(weights[mixed].shape)
     given = weights | {"mtp.layers.0.weight": torch.randn(3, 5).bfloat16()}
     save_file(given, folder / "model.safetensors", {"format": "pt"})
     adapter = build_model("", str(folder), None, 0)
     adapter.freeze(["vision"])
     values = stored_values(adapter)
-    save_model(adapter, tmp_path / "saved", values)
-    found = load_file(tmp_path / "saved" / "model.safetensors")
-    assert found.keys() == given.keys()
-    same = {name for name, value in given.items()
-            if found[name].dtype == value.dtype and torch.equal(found[name], value)}
-    assert same == {name for name in given if name.startswith("visual.")} | {"mtp.layers.0.weight"}
-    assert {found[name].dtype for name in given.keys() - same} == {torch.float32}
+    save_model(adapter, tmp_path / "before", values)
+    save_model(adapter, tmp_path / "saved", {name: value / 3 for name, value in values.items()})
+    before, found = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "saved"))
+    assert before.keys() == found.keys() == given.keys()
+    for name, value in given.items():
+        kept = name.startswith(("visual.", "mtp."))
+        assert before[name].dtype == found[name].dtype == value.dtype == (
+            torch.float32 if name == mixed else torch.bfloat16)
+        assert torch.equal(before[name], value)
+        assert torch.equal(found[name], value if kept else (value.float() / 3).to(value.dtype)), name
+    for dtype, key in (("bfloat16", "dtype"), ("bfloat16", "torch_dtype"), (None, "none")):
+        tree = json.loads((folder / "config.json").read_text())
+        tree.pop("dtype", None)
+        (folder / "config.json").write_text(json.dumps(tree | {key: dtype}))
+        save_model(adapter, tmp_path / "described", values)
+        assert json.loads((tmp_path / "described" / "config.json").read_text()).get("dtype") == dtype
+        (folder / "config.json").write_text(json.dumps(tree))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"^model.path: [^\n]*model.safetensors cannot be read: [^\n]*$"):
         save_model(adapter, tmp_path / "again", values)

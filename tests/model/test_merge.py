@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
@@ -67,6 +68,35 @@ def test_merged_weights(tmp_path: Path, preset: str) -> None:
     wanted = PeftModel.from_pretrained(plain_copy(rough_model(preset=preset)), tmp_path / "adapter").merge_and_unload()
     for name, value in wanted.state_dict().items():
         torch.testing.assert_close(merged[name].float(), value, rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_others_may_read_weights_as_they_may_any_new_file(tmp_path: Path, umask: int) -> None:
+    """Both of an export and of a merge; safetensors makes files that are their owner's alone."""
+    write_base(tmp_path / "base")
+    before = os.umask(umask)
+    try:
+        save(with_adapters(), tmp_path / "adapter")
+        list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    finally:
+        os.umask(before)
+    weights = [tmp_path / "adapter" / ADAPTER_FILE, *(tmp_path / "out").glob("*.safetensors")]
+    assert {file.stat().st_mode & 0o777 for file in weights} == {0o666 & ~umask}
+
+
+def test_sizes_of_images_are_those_of_the_training(tmp_path: Path) -> None:
+    """Where the adapter's folder says which; all else is the base's."""
+    write_base(tmp_path / "base")
+    save(with_adapters(), tmp_path / "adapter")
+    for name in ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json"):
+        (tmp_path / "base" / name).write_text('{"of": "base"}')
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json", "README.md"):
+        (tmp_path / "adapter" / name).write_text('{"of": "adapter"}')
+    list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    found = {file.name: json.loads(file.read_text()).get("of") for file in (tmp_path / "out").glob("*_config.json")}
+    assert found == {"preprocessor_config.json": "adapter", "video_preprocessor_config.json": "adapter",
+                     "processor_config.json": "base", "tokenizer_config.json": "base", "generation_config.json": None}
+    assert not (tmp_path / "out" / "README.md").exists()
 
 
 def test_the_job(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ from dhp_ray.comm.ranks import all_well
 from dhp_ray.comm.world import is_peer_loss
 from dhp_ray.errors import named_line
 from dhp_ray.model.weights import StoredWeights
-from dhp_ray.run_folder import tensors_folder
-from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, replacing, sync_folder
+from dhp_ray.run_folder import CHECKPOINTS_FOLDER, MANIFEST_FILE, checkpoint_folder, step_of, tensors_folder
+from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder, StorageError, replacing, sync_folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.shards import CPU, ShardState
 
@@ -60,6 +60,10 @@ INDEX = ".metadata"
 """torch's file of where each interval lies."""
 POLL_S = 0.1
 """Seconds after which a wait for a save looks for an abort."""
+
+
+class DamagedError(ValueError):
+    """The files of a checkpoint cannot be read."""
 
 
 class Checkpointer:
@@ -146,6 +150,12 @@ class Checkpointer:
         StorageError: one of its files is missing.
         """
         self.finish()
+        try:
+            self._load(name)
+        except (DamagedError, StorageError) as error:
+            raise type(error)(f"{error}; {self._way_on(name)}") from None
+
+    def _load(self, name: str) -> None:
         description = described(name, self.folder.read(f"{name}/{DESCRIPTION}"), self.engine.shapes, self.base)
         state = ShardState.zeros(self.engine.shard_size, CPU)
         local = self.folder.local_path()
@@ -160,6 +170,15 @@ class Checkpointer:
         # earlier versions updated the vision encoder in every update
         state.vision_updates = int(description.get("vision_updates", state.version))
         self.engine.load_state(state)
+
+    def _way_on(self, name: str) -> str:
+        """What to do if the files of a checkpoint, the newest one, are damaged."""
+        here = "/".join(name.split("/")[:2])
+        steps = (step_of(found) for found in self.folder.names(CHECKPOINTS_FOLDER))
+        whole = [step for step in steps if step is not None and checkpoint_folder(step) != here
+                 and self.folder.exists(f"{checkpoint_folder(step)}/{MANIFEST_FILE}")]
+        way = f"goes on after step {max(whole)}" if whole else "begins from the first step"
+        return f"if it is damaged, delete {here}, and a new start {way}"
 
     def _entries(self, state: ShardState) -> dict[str, Intervals]:
         """The pieces of a state by kind and parameter name; they share its memory."""
@@ -290,7 +309,7 @@ def described(
         description: dict[str, Any] = json.loads(content)
         saved = {key: tuple(shape) for key, shape in description["shapes"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{checkpoint}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
+        raise DamagedError(f"{checkpoint}/{DESCRIPTION}: cannot be read: {named_line(error)}") from None
     compare_shapes(checkpoint, saved, shapes)
     if description.get("base") and base is not None and base.fingerprint != description["base"]:
         raise ValueError(f"{checkpoint}: trained beside other weights than those in model.path, {base.path}; allowed: "
@@ -310,7 +329,7 @@ def load_entries(
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         where = "" if group is None else f"rank {rank}: "
-        raise ValueError(f"{name}: cannot be read: {where}{named_line(cause)}") from None
+        raise DamagedError(f"{name}: cannot be read: {where}{named_line(cause)}") from None
 
 
 def needed_files(metadata: Metadata, entries: dict[str, Intervals]) -> set[str]:

@@ -230,6 +230,11 @@ def marked(name: str, folder: Path) -> None:
                 "(vocab_size in config.json); allowed: a tokenizer that the embedding holds, or a model saved after "
                 "resize_token_embeddings"),
     (lambda folder: (folder / "config.json").unlink(), " has no config.json; allowed: a local Hugging Face folder"),
+    (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+     " holds an adapter; allowed: the model that `python jobs/merge.py adapter={folder} out=FOLDER` makes of it"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "internvl_chat"}'),
+     " holds a model of type 'internvl_chat', which brings its own code; allowed: the same model in the form of "
+     "transformers, from the repository whose name ends in -hf or -HF"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
      " holds a model of type 'gpt2'; allowed: internvl, llama, qwen2_5_vl, qwen3, "
      "qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl, qwen3_vl_moe"),
@@ -261,7 +266,7 @@ def test_a_model_folder_that_lacks_something(
     damage(folder)
     said = refused([*arguments, f"model.path={folder}"])
     assert said.startswith(f"model.path: {folder}")
-    assert said.endswith(line) or re.search(line, said), said
+    assert said.endswith(line.replace("{folder}", str(folder))) or re.search(line, said), said
 
 
 def with_workers(device: str, number: int, cpus: float = 0.1, precision: str = "bf16") -> Config:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import default_planner
 
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.run_folder import tensors_folder
-from dhp_ray.storage import Folder
+from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.state.checkpoint import Checkpointer, Intervals, compare_shapes, needed_files
 from dhp_ray.train.state.shards import ShardState
 from tests.engine_values import full_parameters
@@ -193,8 +193,25 @@ def test_a_damaged_file_is_told_on_every_rank_and_changes_nothing(saved_run, tmp
     (tmp_path / "run" / NAME / "__2_0.distcp").write_bytes(b"cut short")
     for text, unchanged in run_tensors(load_another, 2, 2, str(tmp_path), "none"):
         assert text.startswith(f"{NAME}: cannot be read: rank 0: ")
+        assert text.endswith(f"; if it is damaged, delete {NAME}, and a new start begins from the first step")
         assert "\n" not in text
         assert unchanged
+
+
+def test_a_damaged_checkpoint_names_the_one_before_it(tmp_path):
+    """Not one whose save was cut off: it has no manifest."""
+    folder = Folder(str(tmp_path / "run"))
+    for step in (99, 100, 101):
+        folder.write(f"checkpoints/step_{step:06d}/manifest.json", b"")
+    (tmp_path / "run/checkpoints/step_000102").mkdir()
+    checkpointer, name = Checkpointer(make_engine(Network(), 0, 1), 0, None, None, folder), "checkpoints/step_000103"
+    wanted = f"; if it is damaged, delete {name}, and a new start goes on after step 101"
+    with pytest.raises(StorageError) as missing:
+        checkpointer.load(f"{name}/generation_2")
+    folder.write(f"{name}/generation_2/parameters.json", b"{")
+    with pytest.raises(ValueError, match=r"parameters\.json: cannot be read: ") as cut:
+        checkpointer.load(f"{name}/generation_2")
+    assert all(str(caught.value).endswith(wanted) for caught in (missing, cut))
 
 
 def test_a_missing_checkpoint_names_its_file(tmp_path):
