@@ -21,6 +21,11 @@ LEASE_FOLDER = "lease"
 MANIFEST_FILE = "manifest.json"
 """A file in the folder of a checkpoint, which is whole once it has one."""
 
+WRITTEN = (CONFIG_FILE, CLUSTER_FILE, METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE, COST_FILE, COST_PICTURE,
+           PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER, EXPORTS_FOLDER,
+           LEASE_FOLDER)
+"""All that a run, or an export of it, writes into its folder."""
+
 
 def plan_file(step: int) -> str:
     return f"{PLANS_FOLDER}/step_{step:06d}.json"

@@ -145,7 +145,8 @@ class ReadFragments:
             encoded = processor.encode_turns(turns, sizes, slice_tokens)
         num_tokens = len(encoded.input_ids)
         if self.max_tokens and num_tokens > self.max_tokens:
-            raise RowError(f"{num_tokens} tokens; the cluster holds at most {self.max_tokens} in one sequence")
+            raise RowError(f"{num_tokens} tokens in one sequence; allowed: at most {self.max_tokens} "
+                           "(planner.max_sequence_tokens)")
         for number, grid in zip(encoded.media, encoded.grids):
             image_tokens = math.prod(grid) // processor.family.merge_size**2
             if self.max_image_tokens and image_tokens > self.max_image_tokens:

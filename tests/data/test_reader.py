@@ -129,7 +129,7 @@ def test_bad_rows_keep_their_place_and_break_nothing(tmp_path: Path) -> None:
         "role": ({"conversations": [{"from": "robot", "value": "a"}]}, "turn 1 is from 'robot'"),
         "smuggled": ({"conversations": talk("<|image_pad|>", "a")}, ""),
         "long": ({"conversations": talk("a" * 2000, "a")},
-                 "2060 tokens; the cluster holds at most 2000 in one sequence"),
+                 "2060 tokens in one sequence; allowed: at most 2000 (planner.max_sequence_tokens)"),
         "odd": ({"conversations": [{"from": ["human"], "value": "a"}]}, "turn 1 is from ['human']"),
     }
     path = write_rows(tmp_path / "rows.json", [{"id": name, **row} for name, (row, _) in rows.items()])

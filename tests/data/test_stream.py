@@ -206,7 +206,8 @@ def test_samples_beyond_the_cluster_are_skipped(ray_cluster: None, rows: Path) -
     reasons = {name: reason for batch in batches for name, reason in batch.skipped.items()}
     for length, name in lengths:
         if length > limit:
-            assert reasons[name] == f"{length} tokens; the cluster holds at most {limit} in one sequence"
+            assert reasons[name] == (f"{length} tokens in one sequence; allowed: at most {limit} "
+                                     "(planner.max_sequence_tokens)")
 
 
 def test_parts_join_without_a_seam(ray_cluster: None, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:

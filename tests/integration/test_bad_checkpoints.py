@@ -60,6 +60,9 @@ def test_a_half_written_checkpoint_is_ignored(copied: Path, data: list[str]) -> 
     assert [line["step"] for line in lines(copied, "ledger.jsonl")] == [1, 2, 3, 4]
     saved = sorted(path.name for path in (copied / "checkpoints").iterdir())
     assert saved == ["step_000001", "step_000002", "step_000004"]
+    again = train(copied, *data, "run.steps=4", "checkpoint.every_steps=0")
+    assert ("all 4 steps are done, and the model is written again; raise run.steps or run.epochs to train on"
+            in again.output)
 
 
 @pytest.mark.slow

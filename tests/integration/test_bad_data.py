@@ -18,7 +18,7 @@ import pytest
 
 from tests.data.samples import damaged_video, picture, talk, video, write_rows
 from tests.data.test_untrusted import bomb
-from tests.integration.jobs import Ended, ledger, lines, refused, run, start
+from tests.integration.jobs import Ended, ledger, lines, refused, run, start, train
 
 Row = dict[str, Any]
 ANSWER = "An answer."
@@ -39,7 +39,7 @@ BAD = {
     "0/large-file": "image 1: large.bmp has 1.0 MB; allowed: at most 0.125 (data.max_file_mb)",
     "0/bomb": "image 1: 9000x9000 pixels; allowed: at most 64225280 (by data.max_pixels)",
     "0/strip": "an image of 1005x5 pixels has the aspect ratio 201; allowed: at most 200",
-    "0/long": "tokens; the cluster holds at most 1024 in one sequence",
+    "0/long": "tokens in one sequence; allowed: at most 1024 (planner.max_sequence_tokens)",
     "0/more-marks": "2 <image> marks for 1 images; allowed: as many marks as images",
     "0/no-mark": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/other-mark": "0 <image> marks for 1 images; allowed: as many marks as images",
@@ -249,7 +249,7 @@ def test_a_bad_sample_ends_the_run_when_asked(
                    "data.on_error=fail")
     assert line.startswith(f"error: sample {sample_id}: ")
     assert BAD[f"0/{sample_id}"] in line
-    assert line.endswith("(data.on_error=fail)")
+    assert line.endswith("(data.on_error=fail; skip leaves it out)")
     assert ledger(tmp_path / "run") == []
 
 
@@ -267,8 +267,11 @@ def test_the_steps_before_a_bad_sample_are_saved(
     steps = len(ledger(tmp_path / "run"))
     assert steps >= 1
     assert line.startswith("error: sample unknown-role: ")
-    assert line.endswith(f"(data.on_error=fail); the newest checkpoint is step {steps}: start the same command again "
-                         "to go on from it")
+    assert line.endswith("(data.on_error=fail; skip leaves it out); the newest checkpoint is step "
+                         f"{steps}: start the same command again to go on from it")
+    ended = train(tmp_path / "run", f"data.path={path}", *SETTINGS, "cluster.num_workers=1", "data.on_error=skip",
+                  f"run.steps={max(40, steps)}")
+    assert f"resuming after step {steps}" in ended.output
 
 
 @pytest.mark.slow

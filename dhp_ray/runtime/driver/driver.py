@@ -76,6 +76,7 @@ class Driver:
         self.bad_rows: list[BadRows] = []  # by source, those that do not decode included
         self.counted_step = 0  # the last step whose rows have been counted
         self.num_skipped = 0  # the updates skipped in a row
+        self.begun_after = -1  # the step that this start goes on from; -1: that of a lost driver
         # calls that wait for copies of the state after a step
         self.copies = 0, list[ray.ObjectRef]()
 
@@ -97,6 +98,8 @@ class Driver:
                 self.config, folder, self.group, self.store, self.pending, self.takes_over, self.tell,
                 lambda: self.stop_reason)
             self.commits = Commits(session)
+            if not self.takes_over:
+                self.begun_after = session.records.last_step
             self.bad_rows = [BadRows(source.path, source.num_rows) for source in session.stream.sources]
             gc.collect()  # otherwise garbage would be frozen too, such as references to blocks
             gc.freeze()  # what is loaded stays; scanning it during a step would hold up every thread
@@ -129,6 +132,9 @@ class Driver:
                         self.tell(untrained(session))
                         return
                     if not stopping:
+                        if session.records.last_step == self.begun_after:
+                            self.tell(Notice(f"all {self.begun_after} steps are done, and the model is written again; "
+                                             "raise run.steps or run.epochs to train on"))
                         export(session)
                     self.tell(finish(session, stopping))
                     return
@@ -222,7 +228,7 @@ class Driver:
         if self.config.data.on_error == "fail":
             for sample_id, reason in (dispatched.batch.skipped | failures).items():
                 # reported once the step before is committed and saved
-                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail)"
+                self.refused = f"sample {sample_id}: {reason} (data.on_error=fail; skip leaves it out)"
                 return None
         try:
             self._count_bad_rows(dispatched, failures)

@@ -143,7 +143,7 @@ class HeldOutEvaluation:
     def _report(self, dispatched: DispatchedStep, failures: dict[str, str]) -> None:
         for sample_id, reason in (dispatched.batch.skipped | failures).items():
             if self.config.data.on_error == "fail":
-                raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail)")
+                raise RunError(f"eval.path: sample {sample_id}: {reason} (data.on_error=fail; skip leaves it out)")
             if sample_id not in self._told:
                 self._told.add(sample_id)
                 self.tell(Notice(f"held-out sample {sample_id} left out: {reason}"))

@@ -33,7 +33,7 @@ from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample, of_json
-from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
+from dhp_ray.run_folder import CONFIG_FILE, COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
@@ -41,7 +41,7 @@ from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
-from dhp_ray.runtime.records.run_records import RunRecords, compare_config, stored_config
+from dhp_ray.runtime.records.run_records import RunRecords, check_run, stored_config
 from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures
 from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
@@ -58,7 +58,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         folder.probe()
     records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
-        compare_config(folder, config, holds_steps=records.last_step > 0)
+        check_run(folder, config, records.last_step)
         newest = covered_checkpoint(records, checkpoints, tell)
     last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):
@@ -71,6 +71,9 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
                   lambda: describe(group, folder, config.cluster.device), stopping, tell)
     else:
         not_deleted = checkpoints.discard_after(last_step)  # before the workers report how much space is free
+        if not records.last_step:  # a start that failed may have had other data and limits
+            records.truncate(0)
+            folder.delete(CONFIG_FILE)
         tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
@@ -160,7 +163,7 @@ def _begin(session: Session, newest: Manifest | None) -> None:
 
 def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell) -> Manifest | None:
     """Return the newest checkpoint that the ledger covers, from which a run goes on; None if there are no checkpoints.
-    Says so if there are newer ones, and refuses a folder that has newer ones alone.
+    Says so if there are newer ones, or none for the steps of the ledger; refuses a folder that has newer ones alone.
     """
     whole = checkpoints.complete()
     covered = [step for step in whole if step <= records.last_step]
@@ -171,6 +174,9 @@ def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell
                                "run, or another run.dir")
         tell(Notice(f"{beyond}: the run goes on from the checkpoint of step {covered[-1]}, and those after it are "
                     "deleted"))
+    if records.last_step and not whole:
+        tell(Notice(f"{records.folder.uri} has no whole checkpoint: the run begins again, and steps 1 to "
+                    f"{records.last_step} of {LEDGER_FILE} are done again"))
     return checkpoints.manifest(covered[-1]) if covered else None
 
 

@@ -34,7 +34,7 @@ from dhp_ray.data.model_folder import check_processor_files, family_in
 from dhp_ray.model.files import EXPERT_TYPES, ModelError, check_model_folder
 from dhp_ray.runtime.job.head import check_address, named_head
 from dhp_ray.runtime.records.checkpoints import Checkpoints
-from dhp_ray.runtime.records.run_records import compare_config
+from dhp_ray.runtime.records.run_records import check_run, last_committed
 from dhp_ray.schema import MEASURE, Data, Evaluation
 from dhp_ray.storage import Folder, StorageError, check_writable
 
@@ -248,7 +248,7 @@ def _check_run_folder(config: Config) -> None:
         folder = Folder(config.run.dir)
         if local := folder.local_path():
             check_place("run.dir", str(local), "folder or URI")
-        compare_config(folder, config)
+            check_run(folder, config, last_committed(folder))
         folder.probe()
     except StorageError as error:
         raise ConfigError(f"run.dir: {error}") from None

@@ -11,33 +11,44 @@ trace/step_*.json (tensorboard.py) is cut back here with the plans.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dhp_ray.config import RESOLVED, Config, ConfigError, dump, leaves
+from dhp_ray.config import RESOLVED, Config, ConfigError, dump, leaves, places
 from dhp_ray.run_folder import (
+    CHECKPOINTS_FOLDER,
     CLUSTER_FILE,
     CONFIG_FILE,
     EVENTS_FILE,
     LEDGER_FILE,
     METRICS_FILE,
+    MODEL_FOLDER,
     PLANS_FOLDER,
     SKIPPED_FILE,
     TRACES_FOLDER,
+    WRITTEN,
     plan_file,
     step_of,
 )
+from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.waits import LongWait
 from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
-from dhp_ray.storage import Folder, StorageError
+from dhp_ray.storage import Folder, StorageError, storage_errors
 
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
+
+ADMITTING = ("data.on_error", "data.max_file_mb")
+"""Keys of `data` that may change: they say which rows are used, not in which order rows come. A checkpoint's cursor
+counts rows, bad ones too. So a run goes on with the same row as before; those before it that were left out stay so.
+"""
 
 UPLOAD_INTERVAL_S = 10.0
 """How old the logs on an object store grow while steps commit, unless they take long to upload."""
@@ -183,19 +194,80 @@ def stored_config(folder: Folder) -> dict[str, Any]:
     return dict(leaves(tree))
 
 
-def compare_config(folder: Folder, config: Config, holds_steps: bool = False) -> None:
-    """Refuse to go on with the folder's run: `run.resume=never`, or a key of FIXED differs. `holds_steps`: it is a run
-    even without config.yaml.
+def last_committed(folder: Folder) -> int:
+    """Return the last committed step of a run folder on this machine, 0 before the first; reads only the end of the
+    ledger, which may have gigabytes.
     """
-    stored = stored_config(folder)
-    if config.run.resume == "never" and (stored or holds_steps):
+    local = folder.local_path()
+    assert local is not None
+    file = local / LEDGER_FILE
+    with storage_errors(str(file), "cannot be read"):
+        if not file.exists() or not file.stat().st_size:
+            return 0
+        with open(file, "rb") as ledger, mmap.mmap(ledger.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            end = max(0, text.rfind(b"\n"))  # behind it is what a crash cut short
+            line = text[text.rfind(b"\n", 0, end) + 1 : end]
+    try:
+        return int(json.loads(line)["step"]) if line else 0
+    except (ValueError, LookupError, TypeError):
+        raise StorageError(f"{file}: its last line is of no committed step; allowed: the ledger of a run, or another "
+                           "run.dir") from None
+
+
+def check_run(folder: Folder, config: Config, last_step: int) -> None:
+    """Refuse a start in a folder where it would destroy what is there, or cannot go on with the run that is there.
+    `last_step`: the last committed one. Without a committed step and a whole checkpoint, no run is there, whatever
+    config.yaml says: a start that failed has left it.
+    """
+    _refuse_own_files(folder, config)
+    stored, saved = stored_config(folder), Checkpoints(folder, config.checkpoint.keep).complete()
+    if not (last_step or saved):
+        _refuse_foreign(folder, stored)
+        return
+    if config.run.resume == "never":
         raise ConfigError(f"run.resume: got 'never' with a run in {folder.uri}; allowed: auto, or another run.dir")
     for name, value in leaves(asdict(config)):
-        if not name.startswith(FIXED) or name not in stored:
+        if not name.startswith(FIXED) or name in ADMITTING or name not in stored:
             continue
         if _absolute(name, stored[name]) != _absolute(name, value):
             raise ConfigError(f"{name}: got {value!r}; the run in {folder.uri} has {stored[name]!r}; allowed: that "
                               "value, or another run.dir")
+    done = max((step for step in saved if step <= last_step), default=0)
+    if 0 < config.run.steps < done:
+        raise ConfigError(f"run.steps: got {config.run.steps}; the run in {folder.uri} has done {done}; allowed: at "
+                          f"least {done}, or another run.dir")
+    if not saved and folder.names(MODEL_FOLDER):
+        raise ConfigError(f"run.dir: {folder.uri} has {MODEL_FOLDER}/ of a run of {last_step} steps and no checkpoint: "
+                          f"the run would begin again and replace it; allowed: this folder once {MODEL_FOLDER}/ is "
+                          "moved away, or another run.dir")
+
+
+def _refuse_own_files(folder: Folder, config: Config) -> None:
+    """Refuse to read what the run writes over, or deletes."""
+    local = folder.local_path()
+    if local is None:
+        return
+    for key, section, item in places(config):
+        path = getattr(section, item.name)
+        if key in ("run.dir", "planner.cost") or not path:  # cost.yaml is written with planner.cost=measure alone
+            continue
+        for name in WRITTEN:
+            for whole in (os.path.abspath, os.path.realpath):  # a link may be either, or lead to either
+                if Path(whole(path)).is_relative_to(whole(local / name)):
+                    raise ConfigError(f"{key}: got {path!r}, which lies in run.dir, where the run writes {name}; "
+                                      "allowed: another place, or another run.dir")
+
+
+def _refuse_foreign(folder: Folder, stored: Mapping[str, Any]) -> None:
+    """Refuse a folder without a run that has what a run would replace or delete. `stored`: its config.yaml."""
+    found = [f"{MODEL_FOLDER}/"] if folder.names(MODEL_FOLDER) else []
+    if f"{RESOLVED}.image_limit" not in stored:  # no run has written it; else the rest is what a failed start has left
+        found += [CONFIG_FILE] if stored else []
+        found += [f"{name}/" for name in (CHECKPOINTS_FOLDER, PLANS_FOLDER, TRACES_FOLDER) if folder.names(name)]
+        found += [name for name in (METRICS_FILE, SKIPPED_FILE) if folder.exists(name) and folder.read(name)]
+    if found:
+        raise ConfigError(f"run.dir: {folder.uri} has {found[0]} and no committed step: it is of no run, and a run "
+                          "would replace it; allowed: a new or empty folder, or one that a run has begun")
 
 
 def _absolute(name: str, value: Any) -> Any:

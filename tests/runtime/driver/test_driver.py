@@ -108,6 +108,16 @@ def counting_driver(*num_rows: int) -> Driver:
     return driver
 
 
+def test_a_bad_sample_ends_the_run_with_the_way_to_go_on() -> None:
+    driver = counting_driver(5)
+    driver.config.data.on_error = "fail"
+    for step, bad, failures in ((1, ["c"], {}), (2, [], {"a": "no image"})):
+        dispatcher = SimpleNamespace(failures=lambda dispatched, found=failures: found)
+        session: Any = SimpleNamespace(current=SimpleNamespace(dispatcher=dispatcher))
+        assert driver._launch(session, dispatched_of(step, ["a", "b"], bad, [])) is None
+        assert driver.refused == f"sample {'c' if bad else 'a'}: no image (data.on_error=fail; skip leaves it out)"
+
+
 def test_rows_that_do_not_decode_count_with_those_whose_headers_are_bad() -> None:
     driver = counting_driver(5)
     first = dispatched_of(1, ["a", "b"], ["c"], [(0, 1, "a"), (0, 2, "c"), (0, 3, "b")])

@@ -72,7 +72,8 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_its_ledger_covers(tmp_pat
     folder = Folder(str(tmp_path))
     assert chosen(folder) == (None, [])
     commit(RunRecords(folder), 1, 5)
-    assert chosen(folder) == (None, [])
+    assert chosen(folder) == (None, [Notice(f"{tmp_path} has no whole checkpoint: the run begins again, and steps 1 to "
+                                            "5 of ledger.jsonl are done again")])
     for step in (4, 5):
         Checkpoints(folder, 5).seal(Manifest(step, {"row": step}, 2, "step"))
     assert chosen(folder) == (Manifest(5, {"row": 5}, 2, "step"), [])

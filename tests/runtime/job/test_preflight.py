@@ -74,6 +74,7 @@ def refused(arguments: list[str]) -> str:
 def write_run(folder: Path, arguments: list[str]) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(dump(load(arguments)))
+    (folder / "ledger.jsonl").write_text('{"step": 1, "sample_ids": []}\n')
 
 
 @pytest.mark.parametrize(("words", "line"), [
@@ -176,18 +177,23 @@ def test_the_planners_have_their_names() -> None:
      "data.path: {folder}/empty holds no file of the format parquet; allowed: names ending in .parquet"),
     (["planner.cost={folder}/none.yaml"], "planner.cost: {folder}/none.yaml: cannot be read: FileNotFoundError"),
     (["planner.cost={folder}/other.jsonl"], "planner.cost: {folder}/other.jsonl: quadratic_s: missing"),
-    (["run.dir={folder}/rows.json/run"], "run.dir: {folder}/rows.json/run/.probe-: cannot be written: Not a directory"),
+    (["run.dir={folder}/rows.json/run"],
+     "run.dir: {folder}/rows.json/run/checkpoints: cannot be listed: Not a directory"),
     (["run.dir={folder}/whole", "run.resume=never"],
      "run.resume: got 'never' with a run in {folder}/whole; allowed: auto, or another run.dir"),
     (["run.dir={folder}/whole", "batch.global_samples=3"],
-     "batch.global_samples: got 3; the run in {folder}/whole has 16; allowed: that value, or another run.dir")])
+     "batch.global_samples: got 3; the run in {folder}/whole has 16; allowed: that value, or another run.dir"),
+    (["run.dir={folder}/whole", "data.path={folder}/whole/plans/rows.json"],
+     "data.path: got '{folder}/whole/plans/rows.json', which lies in run.dir, where the run writes plans; allowed: "
+     "another place, or another run.dir")])
 def test_a_path_that_is_wrong(words: list[str], line: str, arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "damaged.json").write_bytes(b"\x89PNG\r\n\x1a\n\x00")
     (tmp_path / "other.jsonl").write_text('{"name": "cost"}\n')
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "whole", arguments)
-    said = refused([*arguments, *(word.format(folder=tmp_path) for word in words)])
-    assert re.sub(r"(?<=probe-)\w+", "", said) == line.format(folder=tmp_path)
+    (tmp_path / "whole" / "plans").mkdir()
+    write_rows(tmp_path / "whole" / "plans" / "rows.json", ROWS)
+    assert refused([*arguments, *(word.format(folder=tmp_path) for word in words)]) == line.format(folder=tmp_path)
 
 
 @pytest.mark.parametrize(("path", "line"), [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import yaml
 
 from dhp_ray.config import Config, ConfigError, load
-from dhp_ray.runtime.records.run_records import RunRecords, compare_config, stored_config
+from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
+from dhp_ray.runtime.records.run_records import RunRecords, check_run, last_committed, stored_config
 from dhp_ray.schema import Source
 from dhp_ray.storage import Folder, StorageError
 
@@ -26,16 +28,131 @@ def open_records(path: Path) -> RunRecords:
 
 
 def start(path: Path, wanted: Config) -> None:
-    """Do with a configuration what a start does."""
-    compare_config(Folder(str(path)), wanted)
-    open_records(path).write_config(wanted)
+    """Do with a configuration what a start does that commits a step."""
+    folder = Folder(str(path))
+    check_run(folder, wanted, last_committed(folder))
+    records = open_records(path)
+    records.write_config(wanted)
+    commit(records, records.last_step + 1, records.last_step + 1)
+
+
+def refused(path: Path, wanted: Config) -> str:
+    folder = Folder(str(path))
+    with pytest.raises(ConfigError) as caught:
+        check_run(folder, wanted, last_committed(folder))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_committed_steps_without_a_config_are_a_run_too(tmp_path: Path) -> None:
     never = load([f"run.dir={tmp_path}", "run.resume=never"])
-    compare_config(Folder(str(tmp_path)), never)
-    with pytest.raises(ConfigError, match=r"run\.resume: got 'never' with a run in "):
-        compare_config(Folder(str(tmp_path)), never, holds_steps=True)
+    check_run(Folder(str(tmp_path)), never, 0)
+    commit(open_records(tmp_path), 1, 1)
+    assert refused(tmp_path, never).startswith("run.resume: got 'never' with a run in ")
+
+
+def test_the_last_committed_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    folder, file = Folder(str(tmp_path)), tmp_path / "ledger.jsonl"
+    assert last_committed(folder) == 0
+    for text, step in (("", 0), ('{"step": 1, "sam', 0), ('{"step": 1}\n', 1), ('{"step": 1}\n{"step": 2}\n{"st', 2)):
+        file.write_text(text)
+        assert last_committed(folder) == step
+    for text in ("[]\n", "{}\n", "none\n", "3\n"):
+        file.write_text(text)
+        with pytest.raises(StorageError, match=r"/ledger.jsonl: its last line is of no committed step; allowed: "):
+            last_committed(folder)
+
+
+def test_a_start_that_made_no_step_fixes_nothing(tmp_path: Path) -> None:
+    """It has written config.yaml, and the plan of a step that never ended."""
+    wrong = config(data__image_root="/wrong")
+    records = open_records(tmp_path)
+    records.write_config(wrong)
+    records.plan(1, {"groups": []})
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)  # without a manifest
+    check_run(records.folder, config(data__image_root="/right", run__resume="never"), 0)
+    Checkpoints(records.folder, 2).seal(Manifest(1, {}, 2, "step"))
+    assert refused(tmp_path, config(data__image_root="/right")).startswith("data.image_root: got '/right'; the run in ")
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "checkpoints/best.pt", "plans/step_000001.json", "trace/a",
+                                  "metrics.jsonl", "skipped.jsonl", "config.yaml"])
+def test_what_is_of_no_run_is_not_replaced(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    check_run(Folder(str(run)), config(), 0)
+    (run / name).parent.mkdir(parents=True)
+    (run / name).write_text("seed: 7\n")
+    shown = name if "/" not in name else f"{name.partition('/')[0]}/"
+    line = (f"run.dir: {run} has {shown} and no committed step: it is of no run, and a run would replace it; allowed: "
+            "a new or empty folder, or one that a run has begun")
+    assert refused(run, config()) == line
+
+
+def test_what_a_failed_start_leaves_is_in_nobodys_way(tmp_path: Path) -> None:
+    open_records(tmp_path).event("wait")
+    for name in ("tensorboard/events", "lease/000001_a.json", "cost.yaml", "model/", "plans/"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    check_run(Folder(str(tmp_path)), config(), 0)
+    open_records(tmp_path).write_config(config())
+    (tmp_path / "plans" / "step_000001.json").touch()
+    check_run(Folder(str(tmp_path)), config(), 0)
+    (tmp_path / "model" / "config.json").touch()  # put there since
+    assert refused(tmp_path, config()).startswith(f"run.dir: {tmp_path} has model/ and no committed step: ")
+
+
+def test_a_finished_runs_model_is_not_replaced_by_one_from_the_beginning(tmp_path: Path) -> None:
+    start(tmp_path, config())
+    check_run(Folder(str(tmp_path)), config(), 1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    assert refused(tmp_path, config()) == (
+        f"run.dir: {tmp_path} has model/ of a run of 1 steps and no checkpoint: the run would begin again and replace "
+        "it; allowed: this folder once model/ is moved away, or another run.dir")
+    Checkpoints(Folder(str(tmp_path)), 2).seal(Manifest(1, {}, 2, "step"))
+    check_run(Folder(str(tmp_path)), config(), 1)
+
+
+def test_fewer_steps_than_are_done(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    for _ in range(3):
+        start(tmp_path, config())
+    check_run(folder, config(run__steps=1), 3)  # without a checkpoint they are done again
+    Checkpoints(folder, 2).seal(Manifest(2, {}, 2, "step"))
+    for steps in (0, 2, 3):
+        check_run(folder, config(run__steps=steps), 3)
+    assert refused(tmp_path, config(run__steps=1)) == (
+        f"run.steps: got 1; the run in {tmp_path} has done 2; allowed: at least 2, or another run.dir")
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoints/step_000001", "exports/step_000001", "plans", "metrics.jsonl"])
+@pytest.mark.parametrize(("key", "change"), [
+    ("model.path", "model__path"), ("data.path", "data__path"), ("data.image_root", "data__image_root"),
+    ("eval.path", "eval__path"), ("data.sources[1].path", "")])
+def test_what_a_run_writes_it_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str, change: str
+) -> None:
+    """However it is named: run.dir and the path may each be a link, or relative."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    (real / name).parent.mkdir(parents=True)
+    (real / name).touch()
+    link.symlink_to(real)
+    (tmp_path / "alias").symlink_to(real / name)
+    monkeypatch.chdir(tmp_path)
+
+    def reading(path: str) -> Config:
+        return config(**{change: path}) if change else config(data__sources=[Source(path="a"), Source(path=path)])
+
+    for run_dir in (str(real), str(link), "link"):
+        for path in (str(real / name), str(link / name), f"real/./{name}", "alias"):
+            wanted = reading(path)
+            wanted.run.dir = run_dir
+            assert refused(Path(run_dir), wanted) == (
+                f"{key}: got {path!r}, which lies in run.dir, where the run writes {name.partition('/')[0]}; allowed: "
+                "another place, or another run.dir")
+    shutil.rmtree(real)
+    for path in (str(tmp_path), str(real), str(real / f"my_{name}")):
+        check_run(Folder(str(link)), reading(path), 0)
 
 
 def lines(path: Path, name: str) -> list[dict[str, Any]]:
@@ -207,9 +324,10 @@ def test_the_configuration_is_saved_and_loads_again(tmp_path: Path) -> None:
 
 
 def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
-    start(tmp_path, config())
+    """Also which rows are used, after a run has ended with `data.on_error=fail`."""
+    start(tmp_path, config(data__on_error="fail"))
     changed = config(run__steps=100, cluster__num_workers=5, train__learning_rate=2e-4, planner__tokens_per_rank="960",
-                     comm__transport="parent")
+                     comm__transport="parent", data__on_error="skip", data__max_file_mb=1024.0)
     start(tmp_path, changed)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert stored["run"]["steps"] == 100
@@ -217,7 +335,8 @@ def test_other_keys_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "key", "value"), [
-    ("seed", "seed", 1), ("model__path", "model.path", "/elsewhere"), ("data__max_pixels", "data.max_pixels", 50_000),
+    ("seed", "seed", 1), ("data__image_root", "data.image_root", "/images"),
+    ("model__path", "model.path", "/elsewhere"), ("data__max_pixels", "data.max_pixels", 50_000),
     ("data__sources", "data.sources", []), ("batch__global_samples", "batch.global_samples", 17),
     ("train__precision", "train.precision", "bf16"), ("train__freeze", "train.freeze", ["vision"])])
 def test_what_decides_the_steps_must_stay(tmp_path: Path, name: str, key: str, value: Any) -> None:
