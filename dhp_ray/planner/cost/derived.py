@@ -125,9 +125,9 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
-LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 7
+LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 9
 """Kernels that a layer of transformers launches forward; those that one with experts launches beside them, and those of
-a shared expert; and those of a gated delta net for each chunk of a sequence. Twice as many backward.
+a shared expert; and those of a gated delta net for each chunk of a sequence, with its part of a run's. Twice as many backward.
 Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9

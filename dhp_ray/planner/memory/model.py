@@ -464,16 +464,16 @@ class MemoryModel:
 
     def _beside_tokens(self, layer: LayerShape, load: PackLoad) -> float:
         """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: the padding of a
-        sequence's last chunk; the states at the starts of runs within a piece; and in a pack on several ranks what each
-        member's two pieces multiply states with, and the states of a second pass over the chunks of pieces that neither
-        begin nor end a sequence.
+        sequence's last chunk; the states at the starts of runs; and in a pack on several ranks what each member's two
+        pieces multiply states with, and the states of a second pass over the chunks of pieces that neither begin nor
+        end a sequence.
         """
         if not layer.state_heads:
             return 0.0
         keys, values, apart = layer.state_keys, layer.state_values, load.degree > 1
         pieces = load.sequences + apart
         padding = (STATE_CHUNK - 1) * pieces * self._rule_bytes(layer)
-        starts = max(0.0, load.tokens / (STATE_CHUNK * (RUN_CHUNKS // min(pieces, RUN_STEPS))) - pieces)
+        starts = load.tokens / (STATE_CHUNK * (RUN_CHUNKS // min(pieces, RUN_STEPS)))  # at most
         told = apart * 2 * load.degree * keys
         states = keys * (starts * (values + apart * (values + keys)) + told)
         return (padding + 4 * layer.state_heads * states) / max(1, load.tokens)
