@@ -19,21 +19,41 @@ the other end in the same way. (flash-linear-attention passes states alike; Mega
 Within a piece, chunks of CHUNK tokens are computed by products (section 3.3 of the paper). With the decay from token j
 to a later one i of the chunk, D_ij = e^(g_j+1 + ... + g_i), and A_ij = beta_i k_i k_j' D_ij below the diagonal, tokens
 store the values (1 + A)^-1 (beta V - beta e^G K S), for the state S at the chunk's start and e^G, the decay since.
+
+All that takes ten times the memory of q, k and v. So a run of chunks (`pieces.py`) keeps what it is given alone, its
+tokens and the states before it. The backward pass takes the runs from the last to the first and computes the chunks of
+each again, of one run at a time. What was exchanged is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
-from dhp_ray.model.pieces import Pieces
+from dhp_ray.model.pieces import Counts, Pieces
 from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
 EPSILON = 1e-6  # of the norm of queries and keys
+
+
+class Group(NamedTuple):
+    """A group of pieces (`pieces.py`), and of each of its runs the queries, keys, values, decays and betas, (C, T, ...)
+    for C chunks.
+    """
+
+    runs: tuple[Counts, ...]
+    inputs: list[tuple[Tensor, ...]]
+
+    @property
+    def num_pieces(self) -> int:
+        return self.runs[0][0]
 
 
 class Chunks(NamedTuple):
@@ -66,37 +86,84 @@ def gated_delta_rule(
     q and k: (L, Hk, keys), before they are normed, with H a multiple of Hk; v: (L, H, values); g: (L, H), the logarithm
     of the decay, at most 0; beta: (L, H). differentiable: whether any member's backward pass runs through this.
     """
-    chunks = _chunks(q, k, v, g, beta, pieces)
-    whole, first, middle, last = chunks.split([sum(counts) for counts in pieces.with_chunk])
-    of_whole, of_first, of_middle, of_last = pieces.with_chunk
-    outputs, _ = _scan(whole, of_whole, _zeros(whole, of_whole))
-    found = [outputs]
+    whole, first, middle, last = _groups((q, k, v, g, beta), pieces)
+    wide, num_heads, num_keys = torch.promote_types(v.dtype, torch.float32), v.shape[1], k.shape[2]
+    zeros = v.new_zeros(num_heads, num_keys, v.shape[2], dtype=wide)
+    outputs = [out for group in whole for out in _scan(group, zeros.expand(group.num_pieces, -1, -1, -1))[0]]
     if pieces.exchanges_states:
-        outputs, added = _scan(first, of_first, _zeros(first, of_first))
-        found.append(outputs)
-        sent = torch.cat((torch.cat((added, added.new_zeros(*added.shape[:3], k.shape[2])), 3),
-                          _transition(middle, of_middle)))
+        one = torch.eye(num_keys, dtype=wide, device=v.device).expand(num_heads, -1, -1)
+        zeros_and_one = torch.cat((zeros, one), 2)
+        told = [zeros_and_one.new_empty(0, *zeros_and_one.shape)]
+        for group in first:
+            found, added = _scan(group, zeros.expand(group.num_pieces, -1, -1, -1))
+            outputs += found
+            told.append(F.pad(added, (0, num_keys)))
+        told += [_scan(group, zeros_and_one.expand(group.num_pieces, -1, -1, -1), False)[1] for group in middle]
+        sent = torch.cat(told)
         anchor = torch.zeros((), requires_grad=True) if differentiable and not sent.requires_grad else None
         assert link is not None
         states: Tensor = _PassStates.apply(sent, anchor, v.shape[2], pieces, link)
-        count = of_middle[0] if of_middle else 0
-        found += [_scan(of_kind, counts, before)[0] for of_kind, counts, before in zip(
-            (middle, last), (of_middle, of_last), states.split([count, len(states) - count]))]
-    rows = torch.cat(found).transpose(1, 2).flatten(0, 1)
-    return rows.index_select(0, pieces.token_places).to(v.dtype)
+        receiving = [*middle, *last]
+        for group, before in zip(receiving, states.split([group.num_pieces for group in receiving])):
+            outputs += _scan(group, before)[0]
+        # also without a piece that receives one, so that the backward pass of the exchange runs on all members
+        outputs.append(states[:0, :, :1].transpose(1, 2).expand(-1, CHUNK, -1, -1).to(v.dtype))
+    return torch.cat(outputs).flatten(0, 1).index_select(0, pieces.token_places)
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Pieces) -> Chunks:
-    wide, repeats = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
-
-    def chunked(rows: Tensor) -> Tensor:
-        """(L, H, ...) as (C, H, T, ...), in fp32 or wider, zeros where there is no token."""
+def _groups(inputs: Sequence[Tensor], pieces: Pieces) -> list[list[Group]]:
+    """The groups of each kind of pieces, with their tokens of all inputs (L, ...)."""
+    sizes = [sum(counts) for groups in pieces.runs for runs in groups for counts in runs]
+    chunked = []
+    for rows in inputs:
         padded = torch.cat((rows.new_zeros(1, *rows.shape[1:]), rows))
-        found = padded.index_select(0, pieces.chunk_rows.flatten()).to(wide)
-        return found.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        chunked.append(padded.index_select(0, pieces.chunk_rows.flatten()).unflatten(0, (-1, CHUNK)).split(sizes))
+    of_runs = zip(*chunked)
+    return [[Group(runs, list(islice(of_runs, len(runs)))) for runs in groups] for groups in pieces.runs]
 
-    queries, keys = (chunked(rows).repeat_interleave(repeats, 1) for rows in (_normed(q, wide), _normed(k, wide)))
-    values, logs, betas = chunked(v), chunked(g), chunked(beta)[..., None]
+
+def _scan(group: Group, states: Tensor, reads: bool = True) -> tuple[list[Tensor], Tensor]:
+    """The outputs (C, T, H, values) of a group's runs, if they are wanted, and the states after its pieces, (pieces, H,
+    keys, values), from those before them. For the backward pass, a run keeps what it is given.
+    """
+    outputs, ended = list[Tensor](), list[Tensor]()
+    for counts, inputs in zip(group.runs, group.inputs):
+        states = _end(states, counts[0], ended)
+        found, states = checkpoint(_run, *inputs, states, counts, reads, use_reentrant=False, preserve_rng_state=False)
+        outputs += found
+    return outputs, torch.cat((states, *reversed(ended)))
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, counts: Counts, reads: bool
+) -> tuple[list[Tensor], Tensor]:
+    """What `_scan` gives, of one run."""
+    chunks, outputs, ended = _chunks(q, k, v, g, beta), list[Tensor](), list[Tensor]()
+    if states.shape[3] > v.shape[3]:
+        chunks = chunks._replace(stored=F.pad(chunks.stored, (0, states.shape[3] - v.shape[3])))
+    for here in chunks.split(counts):
+        states = _end(states, len(here.stored), ended)
+        new = here.stored - here.read @ states
+        if reads:
+            outputs.append(here.queries @ states + here.scores @ new)
+        states = here.decay * states + here.keys.transpose(2, 3) @ new
+    found = [torch.cat(outputs).transpose(1, 2).to(v.dtype)] if reads else []
+    return found, torch.cat((states, *reversed(ended)))
+
+
+def _end(states: Tensor, count: int, ended: list[Tensor]) -> Tensor:
+    """The first `count` states; the others, of pieces that have no further chunk, go to `ended`."""
+    if count == len(states):
+        return states
+    states, others = states.split([count, len(states) - count])
+    ended.append(others)
+    return states
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Chunks:
+    wide, repeats = torch.promote_types(v.dtype, torch.float32), v.shape[2] // k.shape[2]
+    queries, keys = (_normed(rows.to(wide)).repeat_interleave(repeats, 2).transpose(1, 2) for rows in (q, k))
+    values, logs, betas = (rows.to(wide).transpose(1, 2) for rows in (v, g, beta[..., None]))
     # sums of the tokens between alone: a difference of two sums since the chunk's start would lose digits. As products:
     # sums along a dimension are not deterministic on CUDA.
     until = torch.ones(CHUNK, CHUNK, dtype=wide, device=v.device).tril()
@@ -107,54 +174,14 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pieces: Pi
     system = (betas * keys) @ keys.transpose(2, 3) * between
     solved = torch.linalg.solve_triangular(
         system, torch.cat((betas * values, betas * since_start * keys), 3), upper=False, unitriangular=True)
-    stored, read = solved.split((v.shape[2], k.shape[2]), 3)
-    queries = queries * k.shape[2] ** -0.5
+    stored, read = solved.split((v.shape[3], k.shape[3]), 3)
+    queries = queries * k.shape[3] ** -0.5
     return Chunks(stored, read, queries @ keys.transpose(2, 3) * between, queries * since_start,
                   keys * between[..., -1, :, None], since_start[..., -1:, :])
 
 
-def _normed(rows: Tensor, wide: torch.dtype) -> Tensor:
-    rows = rows.to(wide)
+def _normed(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + EPSILON)
-
-
-def _zeros(chunks: Chunks, with_chunk: tuple[int, ...]) -> Tensor:
-    """States of zeros before the pieces of a kind: (pieces, H, keys, values)."""
-    return chunks.stored.new_zeros(with_chunk[0] if with_chunk else 0, chunks.stored.shape[1], chunks.keys.shape[3],
-                                   chunks.stored.shape[3])
-
-
-def _scan(chunks: Chunks, with_chunk: tuple[int, ...], states: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs (C, H, T, values) of the pieces of a kind, and the states after them, from those before them."""
-    # also without a piece, the outputs depend on the states, so that their backward pass runs on all members
-    outputs, ended = [chunks.queries[:0] @ states[:0]], list[Tensor]()
-    for here in chunks.split(with_chunk):
-        states = _end(states, len(here.stored), ended)
-        new = here.stored - here.read @ states
-        outputs.append(here.queries @ states + here.scores @ new)
-        states = here.decay * states + here.keys.transpose(2, 3) @ new
-    return torch.cat(outputs), torch.cat((states, *reversed(ended)))
-
-
-def _transition(chunks: Chunks, with_chunk: tuple[int, ...]) -> Tensor:
-    """What the pieces of a kind add to a state, and what they multiply it with: (pieces, H, keys, values + keys)."""
-    states, num_keys = _zeros(chunks, with_chunk), chunks.keys.shape[3]
-    one = torch.eye(num_keys, dtype=states.dtype, device=states.device).expand(*states.shape[:2], -1, -1)
-    with_zeros = chunks._replace(stored=torch.nn.functional.pad(chunks.stored, (0, num_keys)))
-    states, ended = torch.cat((states, one), 3), list[Tensor]()
-    for here in with_zeros.split(with_chunk):
-        states = _end(states, len(here.stored), ended)
-        states = here.decay * states + here.keys.transpose(2, 3) @ (here.stored - here.read @ states)
-    return torch.cat((states, *reversed(ended)))
-
-
-def _end(states: Tensor, count: int, ended: list[Tensor]) -> Tensor:
-    """The first `count` states; the others, of pieces that have no further chunk, go to `ended`."""
-    if count == len(states):
-        return states
-    states, others = states.split([count, len(states) - count])
-    ended.append(others)
-    return states
 
 
 class _PassStates(torch.autograd.Function):

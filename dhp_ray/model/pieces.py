@@ -11,8 +11,13 @@ chunks of 2 (they are of CHUNK):
     chunks        0 1, 2    3 4, 5 6, 7 8    9 10, 11     each of one piece; the last one is padded
     state         sent      received, sent   received     at the piece's last token, and before its first one
 
-A member's pieces are sorted by kind, and in each kind those with more chunks come first. So the n-th chunks of a kind's
-pieces are neighbours, and one product computes the n-th chunk of all pieces that have one.
+A member's pieces are sorted by kind, and in each kind those with more chunks come first. Neighbours among them form a
+group, of which one product computes the n-th chunk of all pieces that have one. Its chunks are cut into runs, of at
+most RUN_CHUNKS together. Example: pieces of 5, 4 and 1 chunks as a group, if a run has at most 6:
+
+    first piece     0  1  | 2  3  4            a row of numbers: one after the other, from state to state
+    second          0  1  | 2  3               a column: at the same time
+    third           0     |                    a run: what is computed again together in the backward pass
 """
 
 from __future__ import annotations
@@ -25,8 +30,11 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.planner.memory.model import RUN_CHUNKS, RUN_STEPS
 from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
+Counts = tuple[int, ...]
+"""How many of a group's pieces have an n-th chunk, for successive n."""
 KINDS = ("whole", "first", "middle", "last")
 """Of pieces: what they are of their sequence."""
 
@@ -77,8 +85,8 @@ class Pieces:
     """
 
     member: int
-    with_chunk: tuple[tuple[int, ...], ...]
-    """For each of KINDS: how many pieces have an n-th chunk, for n = 0, 1, ..."""
+    runs: tuple[tuple[tuple[Counts, ...], ...], ...]
+    """For each of KINDS: its groups, each as its runs."""
     chunk_rows: Tensor
     """(C, CHUNK) int64: the row of each token of the chunks, plus 1; 0 for padding."""
     token_places: Tensor
@@ -129,13 +137,13 @@ def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:
         for piece in pieces:
             of_member[piece.member].append(piece)
     before = [[_rows_before(piece, sequences[piece.sequence], looks_back) for piece in pieces] for pieces in of_member]
-    with_chunk, chunk_rows = _chunks(of_member[member])
+    runs, chunk_rows = _chunks(of_member[member])
     token_places = torch.empty(layout.num_tokens(member), dtype=torch.int64)
     (filled,) = chunk_rows.flatten().nonzero(as_tuple=True)
     token_places[chunk_rows.flatten()[filled] - 1] = filled
     conv_rows, conv_places = _convolved_rows(of_member[member], before[member], len(token_places), looks_back)
     return Pieces(
-        member=member, with_chunk=with_chunk, chunk_rows=chunk_rows, token_places=token_places, conv_rows=conv_rows,
+        member=member, runs=runs, chunk_rows=chunk_rows, token_places=token_places, conv_rows=conv_rows,
         conv_places=conv_places,
         send_rows=tuple(torch.tensor([row for rows in wanted for owner, row in rows if owner == member],
                                      dtype=torch.int64) for wanted in before),
@@ -162,21 +170,33 @@ def _in_order(pieces: list[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (piece.kind, -piece.num_chunks))
 
 
-def _chunks(pieces: list[Piece]) -> tuple[tuple[tuple[int, ...], ...], Tensor]:
-    """`Pieces.with_chunk` and `Pieces.chunk_rows`."""
-    with_chunk: list[tuple[int, ...]] = []
+def _chunks(pieces: list[Piece]) -> tuple[tuple[tuple[tuple[Counts, ...], ...], ...], Tensor]:
+    """`Pieces.runs` and `Pieces.chunk_rows`."""
+    runs: list[list[tuple[Counts, ...]]] = [[] for _ in KINDS]
     chunks: list[Tensor] = []
-    for kind in range(len(KINDS)):
-        ordered = [piece for piece in _in_order(pieces) if piece.kind == kind]
-        steps = range(ordered[0].num_chunks if ordered else 0)
-        with_chunk.append(tuple(sum(piece.num_chunks > step for piece in ordered) for step in steps))
-        for step in steps:
-            for piece in ordered[:with_chunk[-1][step]]:
+    left = _in_order(pieces)
+    while left:
+        size = RUN_CHUNKS // min(left[0].num_chunks, RUN_STEPS)
+        group = [piece for piece in left[:size] if piece.kind == left[0].kind]
+        left = left[len(group):]
+        counts = [sum(piece.num_chunks > step for piece in group) for step in range(group[0].num_chunks)]
+        runs[group[0].kind].append(_runs(counts))
+        for step, count in enumerate(counts):
+            for piece in group[:count]:
                 first = piece.first_row + step * CHUNK
                 last = min(first + CHUNK, piece.first_row + piece.stop - piece.start)
                 chunks.append(torch.zeros(CHUNK, dtype=torch.int64))
                 chunks[-1][:last - first] = torch.arange(first + 1, last + 1)
-    return tuple(with_chunk), torch.stack(chunks)
+    return tuple(map(tuple, runs)), torch.stack(chunks)
+
+
+def _runs(counts: list[int]) -> tuple[Counts, ...]:
+    found: list[list[int]] = [[]]
+    for count in counts:
+        if sum(found[-1]) + count > RUN_CHUNKS:
+            found.append([])
+        found[-1].append(count)
+    return tuple(map(tuple, found))
 
 
 def _rows_before(piece: Piece, sequence: list[Piece], looks_back: int) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=60)
 PACKS: tuple[tuple[int, ...], ...] = ((200,), (1,), (3, 2, 1), (70, 2, 129, 64, 1, 65), (450, 11))
+LONG = (2300, 130)
+"""On two ranks, and on one, of several runs."""
 HEADS, KEY_HEADS, KEYS, VALUES = 4, 2, 6, 5
 
 
@@ -75,19 +77,20 @@ def worst_error(layout: PackLayout, member: int, link: object) -> float:
 
 def all_packs(rank: int, transport_name: str) -> list[float]:
     world = dist.get_world_size()
-    list(map(reference, PACKS))  # before any rank waits for another
+    packs = (*PACKS, LONG) if world == 2 else PACKS
+    list(map(reference, packs))  # before any rank waits for another
     transport = open_transport(transport_name, rank, world, CPU, 4, TIMEOUT)
     ranks = tuple((place + 1) % world for place in range(world))
     transport.prepare([ranks])
     errors = []
-    for number, (lengths, intervals) in enumerate(product(PACKS, (zigzag, zigzag_of_all))):
+    for number, (lengths, intervals) in enumerate(product(packs, (zigzag, zigzag_of_all))):
         link = transport.link(ranks, number)
         errors.append(worst_error(PackLayout(lengths, world, intervals(lengths, world)), link.index, link))
     transport.close()
     return errors
 
 
-@pytest.mark.parametrize("lengths", PACKS)
+@pytest.mark.parametrize("lengths", [*PACKS, LONG])
 def test_one_rank_computes_the_definition(lengths: tuple[int, ...]) -> None:
     assert worst_error(PackLayout(lengths, 1), 0, None) < 1e-9
 
@@ -97,6 +100,31 @@ def test_one_rank_computes_the_definition(lengths: tuple[int, ...]) -> None:
 def test_any_degree_computes_the_definition(degree: int) -> None:
     errors = torch.tensor(run_ranks(all_packs, degree, "parent"))
     assert errors.max() < 1e-9, errors
+
+
+def test_runs_are_of_neighbouring_pieces_and_successive_chunks() -> None:
+    """Of 21, 20 and 1 chunks; and of one chunk each."""
+    long, short = ((4, 2, 2, 2, 2, 2, 2), (2,) * 8, (2, 2, 2, 2, 2, 1)), (((16,),), ((2,),))
+    assert pieces_of(PackLayout((1290, 1, 1280, 64), 1), 0, 3).runs == ((long,), (), (), ())
+    assert pieces_of(PackLayout((64, 7) * 9, 1), 0, 3).runs == (short, (), (), ())
+
+
+@pytest.mark.parametrize("lengths", [(2048,), (512,) * 4, (64,) * 32])
+def test_the_backward_pass_keeps_the_inputs_and_a_state_a_run(lengths: tuple[int, ...]) -> None:
+    *inputs, _ = inputs_of(lengths)
+    kept = dict[int, int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    pieces = pieces_of(PackLayout(lengths, 1), 0, 3)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = gated_delta_rule(*inputs, pieces)
+    assert out.requires_grad
+    states = sum(counts[0] for group in pieces.runs[0] for counts in group[1:]) * HEADS * KEYS * VALUES * 8
+    rows = pieces.chunk_rows.nbytes + pieces.token_places.nbytes + HEADS * KEYS * VALUES * 8
+    assert sum(kept.values()) <= sum(tensor.nbytes for tensor in inputs) + states + rows
 
 
 def test_bf16_is_computed_in_fp32() -> None:

@@ -10,8 +10,8 @@ bytes of the computing type:
     other          values kept for the backward pass move through memory 4 times: written, read, read again, gradient;
                    if norms, rotations and SwiGLU are those of transformers, multiplied by the ratio of the bytes that
                    these move to those that fused ones move (`layer_traffic`); experts: the bytes that they move
-    states         of a gated delta net: products in fp32, their rate as FP32_SHARE has it; between ranks, states that
-                   are as large for any tokens (`state_exchange_s`)
+    states         of a gated delta net: products in fp32, their rate as FP32_SHARE has it, always once more in the
+                   backward pass; between ranks, states that are as large for any tokens (`state_exchange_s`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
@@ -126,10 +126,10 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     return Traffic(sum(part.forward for part in parts), sum(part.backward for part in parts))
 
 
-LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 7
+LAUNCHES_PER_LAYER, LAUNCHES_OF_EXPERTS, LAUNCHES_OF_SHARED, LAUNCHES_PER_CHUNK = 45, 20, 9, 9
 """Kernels that a layer of transformers launches forward; those that one with experts launches beside them, and those of
-a shared expert; and those of a gated delta net for each chunk of a sequence. Twice as many backward.
-Counted in the trace of a layer.
+a shared expert; and those of a gated delta net for each chunk of a sequence, with its part of a run's. Twice as many
+backward. Counted in the trace of a layer.
 """
 EXCHANGE_OVERLAP = 0.9
 """Share of attention that hides an exchange: nothing is exchanged during its first and its last piece."""
@@ -225,7 +225,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         keys, values, chunk = layer.state_keys, layer.state_values, STATE_CHUNK
         operations = layer.state_heads * (6 * keys * values + chunk * (5 * keys + 3 * values))
         launches = LAUNCHES_PER_CHUNK / chunk * device.launch_s
-        return (3 + again) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
+        return (4 + again) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
 
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
@@ -235,6 +235,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
                        ) if layer.experts else layer
         moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
         moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
+        if layer.state_heads:
+            moved_bytes += memory.run_bytes(layer) * (passes + 2 * (1 + again) * has_backward)
         if layer.experts:
             experts = experts_traffic(layer)
             moved_bytes += experts.forward * (1 + again * has_backward) + experts.backward * has_backward

@@ -36,9 +36,9 @@ norms:
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
-    gated delta    in place of attention, H states of K keys x V values, chunks of T tokens, C channels convolved:
-      net          4 H (6 K + 3 V + 5 T + K V / T + 7) + 4 (keys and queries) + 2 c C + (12 + 3 c) H V, the first for
-                   chunks that are full, on one rank (else `_beside_tokens`); gated attention: 2 c H d more of it
+    gated delta    in place of attention, H states of K keys x V values, C channels convolved:
+      net          3 c C + (4 + c) H + (12 + 3 c) H V for chunks that are full, beside states (`_beside_tokens`): the
+                   chunks are computed again, one run at a time; gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
                    unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D; a
                    shared expert of width S keeps c S (3 + t), and c (D + 1) for its gate
@@ -144,6 +144,8 @@ CAPACITY = 2.0
 """Room for tokens at the experts of one of the ranks that share them, over what comes there if all are used alike."""
 CAPACITY_ROWS = 128  # beyond that, for small packs
 STATE_CHUNK = 64  # tokens of a sequence that a gated delta net computes together
+RUN_CHUNKS = 16  # chunks that its backward pass computes again together, at most
+RUN_STEPS = 4  # of one piece of a sequence at least, if it has as many: states are kept where they begin
 INPUT_BYTES = 48  # of a token: id, label, three positions, its place among the valid ones, int64 each
 
 
@@ -384,11 +386,13 @@ class MemoryModel:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
         that are exchanged.
         """
-        if layer.state_heads:  # of each operand of a chunk, from all chunks, and joined; of states, from all members
-            chunks = positions * (layer.state_values + 3 * layer.state_keys + STATE_CHUNK)
-            states = (degree > 1) * degree * layer.state_keys * layer.state_values
-            return 8.0 * layer.state_heads * (chunks + states)
         c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
+        if layer.state_heads:  # of outputs, also chunk by chunk, and of inputs; of states, from all members; and a run
+            of_rows = c * (2 * layer.state_heads * layer.state_values + self._convolved(layer))
+            states = (degree > 1) * degree * layer.state_keys * layer.state_values
+            in_run = min(positions, RUN_CHUNKS * STATE_CHUNK) * (self.run_bytes(layer) + 4 * layer.state_heads * (
+                2 * layer.state_keys + layer.state_values + STATE_CHUNK))
+            return positions * of_rows + 8.0 * layer.state_heads * states + in_run
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
         if degree == 1:
@@ -437,34 +441,46 @@ class MemoryModel:
         return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
                 + self._state_bytes(layer) + self._mlp(part, layer))
 
+    @staticmethod
+    def _convolved(layer: LayerShape) -> int:
+        """Channels of a gated delta net's convolution: of queries, keys and values."""
+        return 2 * layer.state_key_heads * layer.state_keys + layer.state_heads * layer.state_values
+
+    def _rule_bytes(self, layer: LayerShape) -> int:
+        """Bytes that the gated delta rule keeps for each token of its chunks: its inputs."""
+        return self._c * self._convolved(layer) + (4 + self._c) * layer.state_heads
+
     def _state_bytes(self, layer: LayerShape) -> int:
-        """Bytes that a gated delta net keeps for each token: its convolution and its gated norm; in fp32 the products
-        of each chunk, and the states between chunks.
+        """Bytes that a gated delta net keeps for each token: the inputs of its rule, its convolution and its gated
+        norm.
         """
-        queries_and_keys, values = 2 * layer.state_key_heads * layer.state_keys, layer.state_heads * layer.state_values
-        c = self._c
-        return (4 * (self._rule_numbers(layer) + queries_and_keys) + 2 * c * (queries_and_keys + values)
-                + (12 + 3 * c) * values)
+        return (self._rule_bytes(layer) + 2 * self._c * self._convolved(layer)
+                + (12 + 3 * self._c) * layer.state_heads * layer.state_values)
 
     @staticmethod
-    def _rule_numbers(layer: LayerShape) -> int:
-        """Numbers that the gated delta rule keeps for each token of its chunks."""
+    def run_bytes(layer: LayerShape) -> int:
+        """Bytes for each token of a run's chunks that are computed again, in fp32: their products, and states between
+        them.
+        """
         keys, values = layer.state_keys, layer.state_values
-        return layer.state_heads * (6 * keys + 3 * values + 5 * STATE_CHUNK + keys * values // STATE_CHUNK + 7)
+        numbers = 6 * keys + 3 * values + 5 * STATE_CHUNK + keys * values // STATE_CHUNK + 7
+        return 4 * (layer.state_heads * numbers + 2 * layer.state_key_heads * keys)
 
     def _beside_tokens(self, layer: LayerShape, load: PackLoad) -> float:
         """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: the padding of a
-        sequence's last chunk; and in a pack on several ranks what each member's two pieces multiply states with, and a
-        second pass over the chunks of pieces that neither begin nor end a sequence.
+        sequence's last chunk; the states at the starts of runs; and in a pack on several ranks what each member's two
+        pieces multiply states with, and the states of a second pass over the chunks of pieces that neither begin nor
+        end a sequence.
         """
         if not layer.state_heads:
             return 0.0
-        heads, keys, values = layer.state_heads, layer.state_keys, layer.state_values
-        apart = load.degree > 1
-        padding = (STATE_CHUNK - 1) * (load.sequences + apart) * self._rule_numbers(layer)
-        told = apart * 2 * load.degree * heads * keys * keys
-        second = apart * heads * (keys + values) * (1 + keys / STATE_CHUNK)
-        return 4 * ((padding + told) / max(1, load.tokens) + second)
+        keys, values, apart = layer.state_keys, layer.state_values, load.degree > 1
+        pieces = load.sequences + apart
+        padding = (STATE_CHUNK - 1) * pieces * self._rule_bytes(layer)
+        starts = load.tokens / (STATE_CHUNK * (RUN_CHUNKS // min(pieces, RUN_STEPS)))  # at most
+        told = apart * 2 * load.degree * keys
+        states = keys * (starts * (values + apart * (values + keys)) + told)
+        return (padding + 4 * layer.state_heads * states) / max(1, load.tokens)
 
     def moved_bytes(self, load: PackLoad) -> float:
         """The most bytes of a pack's activations that are in host memory at a time."""
