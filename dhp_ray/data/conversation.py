@@ -46,7 +46,7 @@ _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 @dataclass(frozen=True, slots=True)
 class ContentPart:
     """A piece of a turn: text, image or video. `source`: None: the row's next one, or that of `index`. `marked`: by a
-    mark in a text.
+    mark in a text. `fps`: what the part says of a row's video.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class ContentPart:
     source: Any = None
     marked: bool = False
     index: int | None = None
+    fps: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
         marks = [part.index for turn in turns for part in turn.parts if part.kind == kind and part.source is None]
         if len(marks) != counts.get(kind, 0):
             raise RowError(f"{len(marks)} {mark} marks for {counts.get(kind, 0)} {kind}s; allowed: as many marks as "
-                           f"{kind}s (\\{mark} is a word)")
+                           f"{kind}s (\\{mark} is a word; {IMAGE_MARK} stands for a video in a row without images)")
         if set(marks) not in ({None}, set(range(len(marks)))):
             raise RowError(f"the {kind}s of a row have the index {', '.join(map(str, marks))}; allowed: each from 0 to "
                            f"{len(marks) - 1} once, or none")
@@ -173,9 +174,15 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
 
 def check_settings(given: Mapping[str, Any], names: Sequence[str] = OWN_SETTINGS) -> None:
     """Refuse an image or video that is to be shown otherwise than the run shows all of them."""
-    if name := next((name for name in names if given.get(name) is not None), ""):
+    if name := next((name for name in names if _given(given, name)), ""):
         raise RowError(f"an image or video has its own {name}, {_brief(given[name])}; allowed: those of the run "
                        "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
+
+
+def _given(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a key has a value: not null, NaN (a column of pandas), 0, false or empty."""
+    value = fields.get(name)
+    return bool(value) and value == value
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -211,10 +218,10 @@ def _turn(number: int, turn: Any) -> Turn:
         calls = _calls(calls) if _holds_any(calls) else ""
     if not parts and not calls and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
-    thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
-    if len(thoughts) > 1:
-        raise RowError(f"turn {number} has {' and '.join(thoughts)}; allowed: one of them")
-    for name in thoughts:
+    thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and _given(turn, name)]
+    if any(turn[name] != turn[thoughts[0]] for name in thoughts):
+        raise RowError(f"turn {number} has {' and '.join(thoughts)}, which differ; allowed: one of them")
+    for name in thoughts[:1]:
         if not isinstance(turn[name], str):
             raise RowError(f"turn {number} has {name} {_brief(turn[name])}; allowed: a text")
         if "</think>" in "".join(part.text for part in parts):
@@ -231,9 +238,8 @@ def _turn(number: int, turn: Any) -> Turn:
 
 def _learned(number: int, turn: Mapping[str, Any], role: str) -> bool:
     """Whether no key of an answer says that it is not learned. None and NaN count as absent."""
-    found = {name: turn[name] for name in LEARNED if turn.get(name) is not None}
-    found = {name: value for name, value in found.items() if value == value}
-    if details := next((name for name in ("train_detail", "training_detail") if turn.get(name)), ""):
+    found = {name: turn[name] for name in LEARNED if turn.get(name) is not None and turn[name] == turn[name]}
+    if details := next((name for name in ("train_detail", "training_detail") if _given(turn, name)), ""):
         raise RowError(f"turn {number} has {details}; allowed: train, true or false, for a whole turn")
     if role != "assistant":
         if trained := next((name for name in ("train", "training") if found.get(name)), ""):
@@ -278,15 +284,16 @@ def _part(number: int, item: Any) -> ContentPart:
         return ContentPart(kind.removesuffix("_url"), source={"url": url, "fps": item.get("fps")})
     if kind in MEDIA:
         source = next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None)
-        if kind == "video" and source is None:  # a row's video has its rate beside it
-            with about(RowError, f"turn {number}"):
-                check_settings(item, ("fps",))
-        elif kind == "video":
+        if kind == "video" and source is not None:
             source = {"video": source, "fps": item.get("fps")}
         index = item.get("index")
-        if not isinstance(index, int | None):
-            raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
-        return ContentPart(kind, source=source, index=index)
+        if index is not None and index == index:  # pandas makes floats of a column with nulls, and NaN of these
+            if not isinstance(index, int | float) or index != int(index):
+                raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
+            index = int(index)
+        else:
+            index = None
+        return ContentPart(kind, source=source, index=index, fps=item.get("fps") if source is None else None)
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 
@@ -296,6 +303,8 @@ def _brief(value: Any) -> str:
 
 def _holds_any(value: Any) -> bool:
     """Whether stored tools or calls hold any: the value may be null, empty, only nulls, or an empty list as text."""
+    if isinstance(value, list):
+        return any(item is not None for item in value)
     return bool(_present(value)) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 

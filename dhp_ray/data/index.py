@@ -35,11 +35,9 @@ NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
 """Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
 
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}.*\.parquet")
-"""A file of a split, whatever its name, in a folder of the library `datasets`."""
-_SPLIT = re.compile(r"((?:[^/]*/)*?)(?:[^/]*[-._ \d])?"
-                    r"(train(?:ing)?|valid(?:ation)?|val|dev|test(?:ing)?|eval(?:uation)?)[-._ \d/].*")
-"""A file that has the name of a common split as a word."""
+TRAINING = {"train", "training"}
+HELD_OUT = {"valid", "validation", "val", "dev", "test", "testing", "eval", "evaluation"}
+"""Words in the names of files, by which the library `datasets` finds splits."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _FOLDERS, _OF_EACH = 100, 1000
 """The sub-folders of a folder, and the entries of each, that are looked at for data that is left out."""
@@ -129,7 +127,7 @@ def held_out(data: Data, path: str) -> Data:
 
 def data_files(data: Data) -> list[str]:
     """The files of `data.path`: the path itself, or every file of the format in that folder, by name. DataError: there
-    are none, or those of several splits.
+    are none, or some are held out beside others for training.
     """
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
@@ -144,26 +142,25 @@ def data_files(data: Data) -> list[str]:
         hint = "; jobs/prepare_data.py writes it" if written else ""
         raise DataError(f"data.path: no file or folder {data.path}{hint}")
     if data.format == "huggingface":
-        return _of_one_split(path, saved_files(path), _SHARD)
+        return _without_held_out(path, saved_files(path))
     suffixes = format_suffixes(data.format)
     found = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and not name.startswith((".", "_")))
     if not found:
         raise DataError(f"data.path: {data.path} holds no file of the format {data.format}; allowed: names ending in "
                         f"{' or '.join(suffixes)}{_format_of(sorted(os.listdir(path)))}")
-    return _of_one_split(path, [os.path.join(path, name) for name in found])
+    return _without_held_out(path, [os.path.join(path, name) for name in found])
 
 
-def _of_one_split(path: str, files: list[str], *patterns: re.Pattern[str]) -> list[str]:
-    """The files, unless their names below the folder tell more than one split, or the same one in several folders, by
-    the first of the patterns that each has, or `_SPLIT`.
-    """
-    names = [os.path.relpath(file, path) for file in files]
-    found = [next(filter(None, (pattern.fullmatch(name) for pattern in (*patterns, _SPLIT))), None) for name in names]
-    splits = sorted({"".join(match.groups("")) for match in found if match})
-    if len(splits) > 1:
-        shown = ", ".join(splits[:6]) + (f" and {len(splits) - 6} more" if len(splits) > 6 else "")
-        raise DataError(f"data.path: {path} holds the splits {shown}; allowed: one of them, in a folder of its own "
-                        "or as a file, or several in data.sources")
+def _without_held_out(path: str, files: list[str]) -> list[str]:
+    """The files. DataError: their names below the folder have words of a split for training, and of one held out."""
+    found: dict[bool, str] = {}
+    for file in files:
+        words = {*re.split("[^a-z]+", os.path.relpath(file, path).lower())}
+        if words & TRAINING or words & HELD_OUT:
+            found.setdefault(bool(words & HELD_OUT), os.path.relpath(file, path))
+    if len(found) == 2:
+        raise DataError(f"data.path: {path} holds splits for training and others ({found[False]}, {found[True]}); "
+                        "allowed: one of them, in a folder of its own or as a file, or several in data.sources")
     return files
 
 

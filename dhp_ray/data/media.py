@@ -70,8 +70,9 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
             given = (part.source if part.source is not None else next(following[part.kind]) if part.index is None
                      else stored[part.kind][part.index])
             source, rate = unwrap(given, part.kind)
+            rate = part.fps if rate is None else rate
             if part.kind != "video" or not isinstance(source, list):
-                if part.kind == "video" and rate not in (None, limits.video_fps):
+                if part.kind == "video" and _number(rate) not in (None, limits.video_fps):
                     raise RowError(f"fps is {repr(rate)[:40]} for a video file; allowed: {limits.video_fps:g} "
                                    "(data.video_fps)")
                 found[name] = _encoded(source, image_root, most, members)
@@ -82,6 +83,13 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
         if len(found) > 1:
             _check_size("the row", total, most)
     return found
+
+
+def _number(rate: Any) -> Any:
+    """A rate as a number, also of a text; None for NaN."""
+    with suppress(TypeError, ValueError):
+        rate = float(rate)
+    return rate if rate == rate else None
 
 
 def with_videos(fields: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:

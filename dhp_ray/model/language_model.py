@@ -34,7 +34,7 @@ from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.layout import PackLayout, zigzag_of_all
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
 from dhp_ray.model.loss import cross_entropy_sum, most_likely
-from dhp_ray.model.recomputation import checkpoint_contexts
+from dhp_ray.model.recomputation import Keeps, checkpoint_contexts
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.weights import StoredWeights
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
@@ -82,7 +82,7 @@ class LanguageModel:
         config: Any = module.config
         self.check(config)
         attention.register()
-        self.module, self._checkpoints, self._keeps_attention = module.train(), False, False
+        self.module, self._checkpoints, self._keeps = module.train(), False, Keeps()
         self.language.set_attn_implementation(attention.NAME)
         self.replace_modules()
         text = config.get_text_config()
@@ -366,9 +366,9 @@ class LanguageModel:
         The first layers of the encoder and of the language model are recomputed: in the backward pass the others are
         over by then, so what one layer keeps while it runs again comes in addition to inputs alone.
         """
-        self._keeps_attention = keeps_attention
-        if share and not self._checkpoints:
-            checkpoint_activations(self.module, lambda: checkpoint_contexts(self._keeps_attention))
+        self._keeps.attention = keeps_attention
+        if share and not self._checkpoints:  # the module must not keep this object alive, which keeps the module
+            checkpoint_activations(self.module, partial(checkpoint_contexts, self._keeps))
             self._checkpoints = True
         for _, layers in self.stacks():
             count = num_relieved(share, len(layers))

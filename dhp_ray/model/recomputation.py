@@ -16,8 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass
+class Keeps:
+    """What layers keep that are recomputed. May change between two packs."""
+
+    attention: bool = False
 
 
 class _Kept:
@@ -38,7 +46,7 @@ class _Kept:
 
     def result(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if self._runs_again:
-            return self._results.popleft()
+            return self._results.popleft()  # for the one backward pass of a layer
         found = compute()
         # autograd gives those that a function returns their graph, which would keep this object, which keeps them
         self._results.append(tuple(tensor.detach() for tensor in found))
@@ -48,9 +56,9 @@ class _Kept:
 _kept: ContextVar[_Kept | None] = ContextVar("kept by the layer that runs", default=None)
 
 
-def checkpoint_contexts(attention: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts(keeps: Keeps) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a layer's first run and of its second, as torch's checkpoint asks for them."""
-    kept = _Kept(attention)
+    kept = _Kept(keeps.attention)
     return kept.run(again=False), kept.run(again=True)
 
 

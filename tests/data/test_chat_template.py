@@ -78,8 +78,11 @@ def test_a_thought_beside_an_answer_lies_before_it() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert learned([first, answer | {name: " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
         assert learned([first, answer | {name: None}]) == "b<|im_end|>"
-    with pytest.raises(RowError, match=r"^turn 2 has reasoning_content and thinking; allowed: one of them$"):
-        PROCESSOR.encode([first, answer | {"reasoning_content": "Hm.", "thinking": "Hm."}], [])
+        assert learned([first, answer | {name: float("nan")}]) == "b<|im_end|>"
+    both = answer | {"reasoning_content": "Hm.", "thinking": "Hm."}  # as some servers write it
+    assert learned([first, both]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
+    with pytest.raises(RowError, match=r"^turn 2 has reasoning_content and thinking, which differ; allowed: one of th"):
+        PROCESSOR.encode([first, both | {"thinking": "Oh."}], [])
     assert learned([first, answer | {"reasoning_content": " "}]) == "b<|im_end|>"
     with pytest.raises(RowError, match=r"^turn 2 has reasoning_content, and </think> in its text; allowed: "):
         PROCESSOR.encode([first, {"from": "gpt", "value": "<think>a</think>b", "reasoning_content": "Hm."}], [])

@@ -18,7 +18,7 @@ from dhp_ray.model.experts import Router
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.files import ModelError, fingerprint
 from dhp_ray.model.language_model import LanguageModel
-from dhp_ray.model.recomputation import checkpoint_contexts
+from dhp_ray.model.recomputation import Keeps, checkpoint_contexts
 from dhp_ray.model.weights import Interval
 from tests.one_rank import errors_on_one_rank
 from tests.packs import (
@@ -79,7 +79,7 @@ def test_a_second_run_does_not_choose_again() -> None:
         runs.append(chosen)
         return weights.sum() + weights.square().sum()
 
-    found = checkpoint(layer, hidden, use_reentrant=False, context_fn=lambda: checkpoint_contexts(False))
+    found = checkpoint(layer, hidden, use_reentrant=False, context_fn=lambda: checkpoint_contexts(Keeps()))
     with torch.no_grad():
         router.weight.neg_()  # as if rounding had changed what is largest
     found.backward()

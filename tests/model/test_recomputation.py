@@ -88,3 +88,14 @@ def test_attention_that_is_kept_neither_runs_nor_exchanges_again(degree: int, pr
         assert selective["RING_FORWARD"] == counts["RING_FORWARD"] == recomputed["RING_FORWARD"] / 2
         assert selective["backward"] == recomputed["backward"] == counts["backward"]
         assert [left for *_, left in results.values()] == [[0, 0]] * 3
+
+
+def test_a_model_that_recomputes_is_gone_with_its_last_name() -> None:
+    adapter = rough_model()
+    adapter.set_activation_checkpointing(keeps_attention=True)
+    module = weakref.ref(adapter.module)
+    gc.collect()
+    gc.disable()
+    del adapter
+    gc.enable()
+    assert module() is None

@@ -33,7 +33,7 @@ from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample, of_json
-from dhp_ray.run_folder import CONFIG_FILE, COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
+from dhp_ray.run_folder import COST_FILE, COST_PICTURE, LEDGER_FILE, TENSORBOARD_FOLDER
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.evaluation import open_held_out
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
@@ -41,7 +41,7 @@ from dhp_ray.runtime.driver.recovery import PendingWorkers, take_over
 from dhp_ray.runtime.driver.session import LOOKS_PER_HANG, Session
 from dhp_ray.runtime.messages import FromCheckpoint, Notice, RunError, RunStarted, Tell
 from dhp_ray.runtime.records.checkpoints import Checkpoints, Manifest
-from dhp_ray.runtime.records.run_records import RunRecords, check_run, stored_config
+from dhp_ray.runtime.records.run_records import RunRecords, check_run, last_committed, stored_config
 from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures
 from dhp_ray.runtime.strategy import Strategy, gib, model_name, recorded_sync, resolve
 from dhp_ray.schema import MEASURE
@@ -56,9 +56,10 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     compiled = in_thread(warm_up, "planner-warm-up")  # done by the time the workers are up
     with about(StorageError, "run.dir"), group.waits.on("run.dir"):
         folder.probe()
+    if not takes_over:
+        check_run(folder, config, last_committed(folder))  # before anything is opened there
     records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
     if not takes_over:
-        check_run(folder, config, records.last_step)
         newest = covered_checkpoint(records, checkpoints, tell)
     last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):
@@ -73,12 +74,11 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         not_deleted = checkpoints.discard_after(last_step)  # before the workers report how much space is free
         if not records.last_step:  # a start that failed may have had other data and limits
             records.truncate(0)
-            folder.delete(CONFIG_FILE)
         tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
         tell(Notice(line))
-    stored = stored_config(folder)
+    stored = stored_config(folder) if takes_over or records.last_step else {}
     first_batch: Sequence[Sample] = ()
     if Strategy(config, group.ranks).compares_modes(recorded_sync(config, stored)):
         first_batch = _first_batch(config, group, records, stream, compiled)

@@ -95,8 +95,9 @@ def fit(overrides: Overrides = ()) -> Result:
         raise RunError(error)
     folder = Folder(config.run.dir)
     files, path = folder.place()
-    return Result(metrics=shown.metrics or last_metrics(folder), checkpoint=Checkpoint(path, files),
-                  path=config.run.dir, error=RunError(error) if error else None)
+    metrics = shown.metrics or ({} if error else last_metrics(folder))
+    return Result(metrics=metrics, checkpoint=Checkpoint(path, files), path=config.run.dir,
+                  error=RunError(error) if error else None)
 
 
 def last_metrics(folder: Folder) -> dict[str, Any]:

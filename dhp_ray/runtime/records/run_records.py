@@ -195,23 +195,31 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def last_committed(folder: Folder) -> int:
-    """Return the last committed step of a run folder on this machine, 0 before the first; reads only the end of the
-    ledger, which may have gigabytes.
+    """Return the last committed step of a run folder, 0 before the first. On this machine it reads the end of the
+    ledger alone, which may have gigabytes.
     """
+    if not folder.exists(LEDGER_FILE):
+        return 0
     local = folder.local_path()
-    assert local is not None
-    file = local / LEDGER_FILE
-    with storage_errors(str(file), "cannot be read"):
-        if not file.exists() or not file.stat().st_size:
-            return 0
-        with open(file, "rb") as ledger, mmap.mmap(ledger.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            end = max(0, text.rfind(b"\n"))  # behind it is what a crash cut short
-            line = text[text.rfind(b"\n", 0, end) + 1 : end]
+    if local is None:
+        line = _last_line(folder.read(LEDGER_FILE))
+    else:
+        with storage_errors(str(local / LEDGER_FILE), "cannot be read"), open(local / LEDGER_FILE, "rb") as ledger:
+            if not os.fstat(ledger.fileno()).st_size:
+                return 0
+            with mmap.mmap(ledger.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                line = _last_line(text)
     try:
         return int(json.loads(line)["step"]) if line else 0
     except (ValueError, LookupError, TypeError):
-        raise StorageError(f"{file}: its last line is of no committed step; allowed: the ledger of a run, or another "
-                           "run.dir") from None
+        raise StorageError(f"{folder.uri}/{LEDGER_FILE}: its last line is of no committed step; allowed: the ledger of "
+                           "a run, or another run.dir") from None
+
+
+def _last_line(text: bytes | mmap.mmap) -> bytes:
+    """The last whole line: behind it is what a crash cut short."""
+    end = max(0, text.rfind(b"\n"))
+    return text[text.rfind(b"\n", 0, end) + 1 : end]
 
 
 def check_run(folder: Folder, config: Config, last_step: int) -> None:
