@@ -48,7 +48,7 @@ BAD = {
                          "with role and content",
     "0/no-answer": "no turn of the assistant: nothing to learn from",
     "0/unknown-role": "turn 2 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
-                      "system, developer",
+                      "function, system, developer",
     "0/image-in-an-answer": "0 <image> marks for 1 images; allowed: as many marks as images",
     "0/url": "image 1: https://***@example.org/cat.png is a URL; allowed: a file name below data.image_root",
     "0/absolute": "image 1: /etc/hostname leads out of data.image_root",
@@ -67,7 +67,7 @@ BAD = {
     "2/half-an-image": "image file is truncated",
     "2/no-bytes": "1 <image> marks for 0 images; allowed: as many marks as images",
     "2/unknown-role": "turn 1 is from 'robot'; allowed: human, user, gpt, assistant, function_call, observation, tool, "
-                      "system, developer",
+                      "function, system, developer",
     "3/not-json": "messages is not JSON",
     "3/half-a-video": "the video does not decode after frame 2: Invalid data found when processing input",
     "3/empty": "the conversation is empty; allowed: a list of turns with from and value, or role and content",

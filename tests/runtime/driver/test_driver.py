@@ -168,7 +168,7 @@ def stepping(
         records=SimpleNamespace(last_step=0), report_mode=lambda: None, stuck_s=lambda plan: 1.0,
         history=SimpleNamespace(step_times_s=[]), current=SimpleNamespace(
             dispatcher=dispatcher, meter=SimpleNamespace(no_good=list),
-            evaluation=SimpleNamespace(when_due=lambda step: {})))
+            evaluation=SimpleNamespace(when_due=lambda step, last: {})))
     driver.commits = SimpleNamespace(  # type: ignore[assignment]
         save_when_due=lambda *arguments, **last: None, commit=committed, save_last=lambda: None)
     return driver, session

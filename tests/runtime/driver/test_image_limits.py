@@ -37,7 +37,8 @@ def test_images_that_will_be_skipped_are_told() -> None:
 
 def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_tokens(tmp_path: Path) -> None:
     """A mode whose packs recompute as they must is not given up for it: a pack's ranks share the tokens of an image."""
-    config = config_of(str(tmp_path), *AUTO, "batch.global_samples=64", "comm.transport=parent")
+    config = config_of(str(tmp_path), *AUTO, "batch.global_samples=64", "comm.transport=parent",
+                       "train.activation_checkpointing=packs")
     group = group_of(4, ROOM, config)
     group.first_batch = [Sample(str(number), 20_000) for number in range(64)]
     config.data.max_pixels = IMAGE * group.members[0].described["shape"].token_pixels
@@ -64,8 +65,8 @@ def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_p
     resolve_limits(config, {}, group)
     assert group.image_limit == int(config.planner.tokens_per_rank) == strategy_of(config, group).largest_admitted
     choice = resolve_limits(again, {}, group)
-    assert (choice.mode, group.image_limit) == (Mode("step", True), 60_000)
-    assert "step has no room for the largest image; step with recomputation takes " in choice.why
+    assert (choice.mode, group.image_limit) == (Mode("step", True, keeps_attention=True), 60_000)
+    assert "step has no room for the largest image; step with selective recomputation takes " in choice.why
     assert strategy_of(again, group).largest_admitted == 0
 
 
