@@ -82,7 +82,7 @@ def test_files_of_several_splits_are_refused(form: str, tmp_path: Path) -> None:
         (tmp_path / f"{name}{suffix}").touch()
     assert len(data_files(Data(format=form, path=str(tmp_path)))) == 3
     (tmp_path / f"val{suffix}").touch()
-    with pytest.raises(DataError, match=r"holds splits for training and others \(my_train-1.*, val.*\); allowed: "):
+    with pytest.raises(DataError, match=r"holds the splits of my_train-1.*, for training, and of val.*, held out; "):
         data_files(Data(format=form, path=str(tmp_path)))
     assert data_files(Data(format=form, path=str(tmp_path / f"val{suffix}"))) == [str(tmp_path / f"val{suffix}")]
 
@@ -104,7 +104,7 @@ def test_splits_of_a_folder_from_the_hub(names: list[str], refused: bool, tmp_pa
     if not refused:
         assert data_files(data) == sorted(str(tmp_path / name) for name in names)
         return
-    with pytest.raises(DataError, match="holds splits for training and others"):
+    with pytest.raises(DataError, match="holds the splits of .*, for training, and of .*, held out"):
         data_files(data)
 
 

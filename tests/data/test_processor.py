@@ -155,7 +155,7 @@ def test_labels_are_the_answers_and_their_end_token() -> None:
     ([{"from": "human", "value": "a"}], [], "no turn of the assistant"),
     (talk("a", "b")[1:], [], "the assistant speaks first"),
     ([{"from": "bot", "value": "a"}], [],
-     "turn 1 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, function, system, d"),
+     "turn 1 is from 'bot'; allowed: human, user, gpt, assistant, function_call, observation, tool, function, system"),
     (["a"], [], "turn 1 holds str"),
     (talk("a", ""), [], "turn 2 has no text"),
     ([{"from": "human", "value": 3}], [], "turn 1 has no text"),
