@@ -159,8 +159,8 @@ def _without_held_out(path: str, files: list[str]) -> list[str]:
         if words & TRAINING or words & HELD_OUT:
             found.setdefault(bool(words & HELD_OUT), os.path.relpath(file, path))
     if len(found) == 2:
-        raise DataError(f"data.path: {path} holds the splits of {found[False]}, for training, and of {found[True]}, held "
-                        "out; allowed: one of them, in a folder of its own or as a file")
+        raise DataError(f"data.path: {path} holds the splits of {found[False]}, for training, and of {found[True]}, "
+                        "held out; allowed: one of them, in a folder of its own or as a file")
     return files
 
 

@@ -104,7 +104,7 @@ def test_splits_of_a_folder_from_the_hub(names: list[str], refused: bool, tmp_pa
     if not refused:
         assert data_files(data) == sorted(str(tmp_path / name) for name in names)
         return
-    with pytest.raises(DataError, match="holds the splits of .*, for training, and of .*, held out"):
+    with pytest.raises(DataError, match=r"holds the splits of .*, for training, and of .*, held out"):
         data_files(data)
 
 
