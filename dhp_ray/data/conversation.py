@@ -172,9 +172,9 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
                            f"{len(marks) - 1} once, or none")
 
 
-def check_settings(given: Mapping[str, Any], names: Sequence[str] = OWN_SETTINGS) -> None:
+def check_settings(given: Mapping[str, Any]) -> None:
     """Refuse an image or video that is to be shown otherwise than the run shows all of them."""
-    if name := next((name for name in names if _given(given, name)), ""):
+    if name := next((name for name in OWN_SETTINGS if _given(given, name)), ""):
         raise RowError(f"an image or video has its own {name}, {_brief(given[name])}; allowed: those of the run "
                        "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
 
