@@ -169,7 +169,7 @@ def ready_driver(
                             "adapters": {}}
     storage = Folder(str(folder))
     curves, batches = ScalarLog(storage.child("tensorboard"), 1), Batches(samples)
-    resolved = ResolvedRun(config, Choice(Mode("step", False)), False, 0, "")
+    resolved = ResolvedRun(config, Choice(Mode("step")), False, 0, "")
     session = Session(resolved, driver.group, ("", 0), RunRecords(storage), Checkpoints(storage, 1), curves,
                       StepPictures(storage, 0), batches, None, num_steps,  # type: ignore[arg-type]
                       compiled, driver.tell)

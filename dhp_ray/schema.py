@@ -227,8 +227,8 @@ class Train:
     lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; true: in all layers; selective: all but attention, whose "
-        "results are kept; packs: in as few layers of a pack as make it fit, if the planner finds that faster than "
-        "more ranks (CUDA, NPU; not in packs that move activations to host memory); auto: packs, selective or true, "
+        "results are kept; packs: the same in as few layers of a pack as make it fit, if the planner finds that faster "
+        "than more ranks (CUDA, NPU; not in packs that move activations to host memory); auto: packs, selective or true, "
         "whichever fits and is faster, chosen for each generation",
         choices=("true", "false", "selective", "packs", "auto"))
     activation_offload: str = key(

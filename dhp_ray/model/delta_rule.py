@@ -22,22 +22,24 @@ store the values (1 + A)^-1 (beta V - beta e^G K S), for the state S at the chun
 
 All that takes ten times the memory of q, k and v. So a run of chunks (`pieces.py`) keeps what it is given alone, its
 tokens and the states before it. The backward pass takes the runs from the last to the first and computes the chunks of
-each again, of one run at a time. What was exchanged is kept.
+each again, of one run at a time. What was exchanged is kept. If the layer itself is recomputed, a run may keep what it
+gave (`recomputation.py`): the layer's second run then computes no chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
 from dhp_ray.model.pieces import Counts, Pieces
+from dhp_ray.model.recomputation import attention_once
 from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
 EPSILON = 1e-6  # of the norm of queries and keys
@@ -124,20 +126,40 @@ def _groups(inputs: Sequence[Tensor], pieces: Pieces) -> list[list[Group]]:
 
 def _scan(group: Group, states: Tensor, reads: bool = True) -> tuple[list[Tensor], Tensor]:
     """The outputs (C, T, H, values) of a group's runs, if they are wanted, and the states after its pieces, (pieces, H,
-    keys, values), from those before them. For the backward pass, a run keeps what it is given.
+    keys, values), from those before them.
     """
     outputs, ended = list[Tensor](), list[Tensor]()
     for counts, inputs in zip(group.runs, group.inputs):
         states = _end(states, counts[0], ended)
-        found, states = checkpoint(_run, *inputs, states, counts, reads, use_reentrant=False, preserve_rng_state=False)
+        states, *found = _Run.apply(counts, reads, *inputs, states)
         outputs += found
     return outputs, torch.cat((states, *reversed(ended)))
 
 
+class _Run(torch.autograd.Function):
+    """`_run`, which for its backward pass keeps what it is given alone."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: Counts, reads: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.counts, ctx.reads = counts, reads
+        return attention_once(partial(_run, counts, reads, *inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [tensor.detach().requires_grad_(wants) for tensor, wants in zip(ctx.saved_tensors, wanted)]
+        with torch.enable_grad():
+            found = _run(ctx.counts, ctx.reads, *inputs)
+        of_inputs = iter(torch.autograd.grad(found, [tensor for tensor in inputs if tensor.requires_grad], gradients,
+                                             materialize_grads=True))
+        return None, None, *(next(of_inputs) if wants else None for wants in wanted)
+
+
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, counts: Counts, reads: bool
-) -> tuple[list[Tensor], Tensor]:
-    """What `_scan` gives, of one run."""
+    counts: Counts, reads: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
+) -> tuple[Tensor, ...]:
+    """The states after a run, and its outputs if they are wanted."""
     chunks, outputs, ended = _chunks(q, k, v, g, beta), list[Tensor](), list[Tensor]()
     if states.shape[3] > v.shape[3]:
         chunks = chunks._replace(stored=F.pad(chunks.stored, (0, states.shape[3] - v.shape[3])))
@@ -148,7 +170,7 @@ def _run(
             outputs.append(here.queries @ states + here.scores @ new)
         states = here.decay * states + here.keys.transpose(2, 3) @ new
     found = [torch.cat(outputs).transpose(1, 2).to(v.dtype)] if reads else []
-    return found, torch.cat((states, *reversed(ended)))
+    return torch.cat((states, *reversed(ended))), *found
 
 
 def _end(states: Tensor, count: int, ended: list[Tensor]) -> Tensor:

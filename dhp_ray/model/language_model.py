@@ -377,11 +377,13 @@ class LanguageModel:
 
     @contextmanager
     def recomputing(self, share: float) -> Iterator[None]:
-        """Put this around the forward pass of a pack of which this share of the layers is recomputed (0: as always)."""
+        """Put this around the forward pass of a pack of which this share of the layers is recomputed, but for attention
+        (0: as always).
+        """
         if not share or not torch.is_grad_enabled():
             yield
             return
-        self.set_activation_checkpointing(share)
+        self.set_activation_checkpointing(share, keeps_attention=True)
         try:
             yield
         finally:

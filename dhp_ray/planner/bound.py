@@ -186,13 +186,14 @@ def _add_areas(areas: np.ndarray, item: Item, degree: int, limits: np.recarray) 
         areas[0] += own_s + tokens * limit.charge_s
         areas[1] += own_s + tokens * limit.exchange_s
     else:
-        least_s = own_s * (1.0 + limit.most_again) + tokens * limit.charge_s  # in a pack that recomputes all layers
+        rest_s = (item.language_s - item.attention_s) * limit.stretch  # attention does not run again
+        least_s = own_s + rest_s * limit.most_again + tokens * limit.charge_s  # in a pack that recomputes all layers
         alone_s = np.inf
         keeps = max(degree, int(np.ceil(tokens / limits[1].free_tokens))) if limits[1].free_tokens else len(limits)
         while degree < min(keeps, len(limits)):  # its pack has no fewer tokens than it, and computes as much again
             limit, after = limits[degree], min(2 * degree, keeps, len(limits))
             again = limits[after - 1].again * share_of(tokens, limits[after - 1])
-            own_s = item.language_s * limit.stretch * (1.0 + again)
+            own_s = (item.language_s + (item.language_s - item.attention_s) * again) * limit.stretch
             alone_s = min(alone_s, own_s + tokens * limit.exchange_s)
             once_s = limit.overhead_s * limits[len(limits) - 1].speed * degree  # of a pack with this sequence alone
             least_s = min(least_s, own_s + tokens * limit.exchange_s + once_s)

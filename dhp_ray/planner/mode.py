@@ -40,39 +40,31 @@ changed one case, which then took 3 % longer.
 MEMORY_SHARE = 0.9
 """The share of a device's memory, and of a node's, that plans use; the rest is for the allocator and libraries."""
 
-NOTHING, ALL, BUT_ATTENTION = (False, False), (True, False), (True, True)
-RECOMPUTES = {"true": (ALL,), "selective": (BUT_ATTENTION,), "false": (NOTHING,), "packs": (NOTHING,),
-              "auto": (NOTHING, BUT_ATTENTION, ALL)}
-"""For each value of `train.activation_checkpointing`, what all packs may recompute, as `Mode` has it. Those that
-recompute nothing may do so, with packs and auto, where a pack is larger.
+AGAIN = {"false": "", "selective": " with selective recomputation", "true": " with recomputation"}
+"""What all packs may recompute, and how a mode is told: nothing, all but attention, whose results are kept, or all."""
+
+ALLOWED = {"auto": tuple(AGAIN), "packs": ("false",)}
+"""For values of `train.activation_checkpointing` that are none of these, those that they allow: where all packs
+recompute nothing, those that do not fit otherwise then recompute as many layers as they must, all but attention.
 """
 
 
 class Mode(NamedTuple):
-    """How ranks synchronise (step, micro_batch), whether all layers are recomputed (otherwise those of some packs may
-    be: `Offer.recomputation`), the most ranks that share a layer's experts: in force is the largest divisor of ranks
-    and experts up to it (`ModelShape.ranks_that_share`); and whether layers that are recomputed keep the results of
-    attention.
+    """How ranks synchronise (step, micro_batch), what all packs recompute (`AGAIN`; with false, some of them may
+    recompute layers: `Offer.recomputation`), and the most ranks that share a layer's experts: in force is the largest
+    divisor of ranks and experts up to it (`ModelShape.ranks_that_share`).
     """
 
     sync: str
-    recomputes: bool
+    recomputes: str = "false"
     expert_parallel: int = 1
-    keeps_attention: bool = False
-
-    @property
-    def activation_checkpointing(self) -> str:
-        """The value of `train.activation_checkpointing` that is this mode, or where larger packs differ, false."""
-        return "selective" if self.keeps_attention else str(self.recomputes).lower()
 
     def __str__(self) -> str:
-        again = (" with selective recomputation" if self.keeps_attention
-                 else " with recomputation" if self.recomputes else "")
         shared = f", experts shared by up to {self.expert_parallel} ranks" if self.expert_parallel > 1 else ""
-        return f"{self.sync}{again}{shared}"
+        return f"{self.sync}{AGAIN[self.recomputes]}{shared}"
 
 
-PLAIN = Mode("step", False)
+PLAIN = Mode("step")
 
 
 def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> list[Mode]:
@@ -80,8 +72,9 @@ def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> 
     memory that their parameters need, most first. `sharing`: how many ranks may share experts, in ascending order; more
     than one only with micro_batch.
     """
-    return [Mode(each, again, shared, keeps) for each in (SYNCS if sync == "auto" else (sync,))
-            for again, keeps in RECOMPUTES[recomputes] for shared in sharing if shared == 1 or each == "micro_batch"]
+    return [Mode(each, again, shared) for each in (SYNCS if sync == "auto" else (sync,))
+            for again in ALLOWED.get(recomputes, (recomputes,))
+            for shared in sharing if shared == 1 or each == "micro_batch"]
 
 
 @dataclass(frozen=True)

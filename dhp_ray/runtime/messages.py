@@ -68,14 +68,14 @@ class Membership:
 
     def mode_in(self, config: Config) -> Mode:
         """Return how the rank trains: as configured, and where the configuration says auto, as `mode` says."""
-        from dhp_ray.planner.mode import PLAIN, RECOMPUTES, Mode  # brings numba, which a refused run has no time for
+        from dhp_ray.planner.mode import ALLOWED, PLAIN, Mode  # brings numba, which a refused run has no time for
 
         chosen = self.mode or PLAIN
         sync, again, shared = (config.planner.sync, config.train.activation_checkpointing,
                                config.train.expert_parallel)
-        recomputes, keeps = (chosen.recomputes, chosen.keeps_attention) if again == "auto" else RECOMPUTES[again][0]
-        return Mode(chosen.sync if sync == "auto" else sync, recomputes,
-                    chosen.expert_parallel if shared == "auto" else int(shared), keeps)
+        return Mode(chosen.sync if sync == "auto" else sync,
+                    chosen.recomputes if again == "auto" else ALLOWED.get(again, (again,))[0],
+                    chosen.expert_parallel if shared == "auto" else int(shared))
 
 
 class StepOrder(NamedTuple):

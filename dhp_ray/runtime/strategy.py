@@ -118,7 +118,7 @@ class Choice(NamedTuple):
         """Return what `train.activation_checkpointing` is in this mode, if the configuration says `wanted`."""
         if wanted != "auto":
             return wanted
-        return self.mode.activation_checkpointing if self.mode.recomputes else self.otherwise
+        return self.otherwise if self.mode.recomputes == "false" else self.mode.recomputes
 
 
 class ResolvedRun(NamedTuple):
@@ -199,12 +199,12 @@ class Strategy:
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
         sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
         memory = MemoryModel(ranks.shape, MemorySettings(
-            sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes,
+            sync=mode.sync, world_size=world_size, precision=train.precision, recomputes=mode.recomputes != "false",
             frozen=tuple(train.freeze), device=device.name, mirror_every_steps=config.elastic.mirror_every_steps,
             largest_image=self.largest_image, image_limit=self.image_limit or None,
             communicators_bytes=self._communicators_bytes(world_size, sharing),
             adapters=ranks.adapters, drops=train.lora.dropout > 0,
-            expert_parallel=sharing, keeps_attention=mode.keeps_attention))
+            expert_parallel=sharing, keeps_attention=mode.recomputes != "true"))
         if self.image_limit:
             return memory
         return memory.with_image_limit(self.limit_bytes, min(self.largest_image, self.longest_sequence),

@@ -9,11 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
 from dhp_ray.comm.transport import open_transport
+from dhp_ray.model import delta_rule
 from dhp_ray.model.kernels import cpu
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
@@ -24,8 +26,9 @@ LEVELS = {"kept": (0.0, False), "recomputed": (1.0, False), "selective": (1.0, T
 
 
 def passes_of(rank: int, degree: int, preset: str) -> dict[str, Any]:
-    """For each of LEVELS the gradients of a pass over text and an image, how often attention ran and what members
-    exchanged, and how many of the tensors that attention returned are there after it, and after a forward pass alone.
+    """For each of LEVELS the gradients of a pass over text and an image, how often attention and runs of the delta rule
+    ran and what members exchanged, and how many of the tensors that they returned are there after it, and after a
+    forward pass alone.
     """
     made = [make_sample(str(number), parts, preset=preset)
             for number, parts in enumerate(([23, (1, 4, 8), 40], [9], [31]))]
@@ -46,12 +49,19 @@ def passes_of(rank: int, degree: int, preset: str) -> dict[str, Any]:
         counts["backward"] += 1
         return kernel_backward(*arguments)
 
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        counts["runs of the delta rule"] += 1
+        found = delta_rule_run(*arguments)
+        if not torch.is_grad_enabled():
+            alive.update(found)
+        return found
+
     def exchange(link: Any, sends: Any, receives: Any, tag: Tag) -> Any:
         counts[tag.name] += 1
         return link_exchange(link, sends, receives, tag)
 
     kernel_forward, kernel_backward, link_exchange = cpu.forward, cpu.backward, PackCommunicator.exchange
-    cpu.forward, cpu.backward = forward, backward
+    cpu.forward, cpu.backward, delta_rule_run, delta_rule._run = forward, backward, delta_rule._run, run
     PackCommunicator.exchange = exchange  # type: ignore[method-assign]
     results = {}
     for name, level in LEVELS.items():
@@ -87,6 +97,8 @@ def test_attention_that_is_kept_neither_runs_nor_exchanges_again(degree: int, pr
         assert selective["forward"] == counts["forward"] < recomputed["forward"]
         assert selective["RING_FORWARD"] == counts["RING_FORWARD"] == recomputed["RING_FORWARD"] / 2
         assert selective["backward"] == recomputed["backward"] == counts["backward"]
+        runs = [found["runs of the delta rule"] for found in (counts, selective, recomputed)]  # one in the backward pass
+        assert runs[0] == runs[1] == 2 / 3 * runs[2]
         assert [left for *_, left in results.values()] == [[0, 0]] * 3
 
 

@@ -40,7 +40,8 @@ class Batch(NamedTuple):
         encode_s = self.encode_s(rows, ranks)
         compute_s = language_s / (degree * speed) + encode_s
         once_s = compute_s + exposed_s + self.cost.pack_s
-        return once_s + self.waits_s(rows, degree, compute_s) + self.recompute_s(rows, degree, once_s, encode_s)
+        rest_s = (language_s - attention_s) / (degree * speed) + self.cost.pack_s + self.latency_s(degree)
+        return once_s + self.waits_s(rows, degree, compute_s) + self.recompute_s(rows, degree, rest_s, encode_s)
 
     def pairs(self, row: int) -> float:
         """What a sequence's attention grows with."""
@@ -81,9 +82,14 @@ class Batch(NamedTuple):
             return 0.0
         message_s = cost.comm_bytes_per_token * num_tokens / degree / self.bandwidth_bytes_per_s(ranks)
         if cost.communication == "all_to_all":
-            return message_s + cost.latency_s
+            return message_s + self.latency_s(degree)
         hidden_s = cost.overlap * (degree - 1) / degree * attention_s / (degree * self.speed(ranks))
-        return max(0.0, (degree - 1) * message_s - hidden_s) + (degree - 1) * cost.latency_s
+        return max(0.0, (degree - 1) * message_s - hidden_s) + self.latency_s(degree)
+
+    def latency_s(self, degree: int) -> float:
+        """Seconds that messages take however short they are: of each turn of the ring."""
+        turns = degree - 1 if self.cost.communication == "ring" else int(degree > 1)
+        return turns * self.cost.latency_s
 
     def waits_s(self, rows: Sequence[int], degree: int, compute_s: float) -> float:
         """Seconds of copies to host memory and back that no computation hides."""
@@ -98,11 +104,13 @@ class Batch(NamedTuple):
         out_s, back_s = cost.forward * compute_s, (1 - cost.forward) * compute_s
         return max(0.0, moved_s - out_s) + max(0.0, moved_s - back_s)
 
-    def recompute_s(self, rows: Sequence[int], degree: int, once_s: float, encode_s: float) -> float:
-        """Seconds of the forward passes that run again, of the encoder only if it has a backward pass."""
+    def recompute_s(self, rows: Sequence[int], degree: int, rest_s: float, encode_s: float) -> float:
+        """Seconds of the forward passes that run again: of all but attention, which take `rest_s` with their backward
+        passes; of the encoder only if it has a backward pass.
+        """
         of_images_s = self.cost.vision_forward * encode_s if self.cost.vision_forward < 1 else 0.0
         share = share_of(self.cluster.recomputation, self.num_tokens(rows) / degree)
-        return share * (self.cost.forward * (once_s - encode_s) + of_images_s)
+        return share * (self.cost.forward * rest_s + of_images_s)
 
     def encoding_s(self, rows: Sequence[int], ranks: Sequence[int]) -> float:
         """Seconds in which the member that takes longest for its images encodes them, and encodes them again."""

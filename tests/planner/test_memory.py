@@ -32,7 +32,7 @@ WORLD = {"step": 1, "micro_batch": 8}
 
 def settings_of(sync: str, recomputes: bool | str, frozen: tuple[str, ...]) -> MemorySettings:
     return MemorySettings(sync=sync, world_size=WORLD[sync], precision="bf16", recomputes=bool(recomputes),
-                          frozen=frozen, keeps_attention=recomputes == "selective")
+                          frozen=frozen, keeps_attention=recomputes is not True)
 
 
 def random_samples(seed: int, images: bool, largest: int) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -130,7 +130,8 @@ def test_predicted_peaks_of_models_of_text_are_the_traced_ones(
 
 @pytest.mark.parametrize(("name", "mode", "recomputes", "seed", "degree"), slow(
     ("Qwen3.5-9B", "step", False, 1, 1), ("Qwen3.5-9B", "step", True, 2, 1), ("Qwen3.5-9B", "micro_batch", True, 3, 2),
-    ("Qwen3.5-9B", "step", False, 4, 3), ("Qwen3.5-35B-A3B", "step", False, 1, 1),
+    ("Qwen3.5-9B", "step", False, 4, 3), ("Qwen3.5-9B", "step", "selective", 2, 1),
+    ("Qwen3.5-9B", "micro_batch", "selective", 3, 2), ("Qwen3.5-35B-A3B", "step", False, 1, 1),
     ("Qwen3.5-35B-A3B", "step", True, 2, 1), ("Qwen3.5-35B-A3B", "micro_batch", True, 3, 2),
     ("Qwen3.5-35B-A3B", "micro_batch", False, 4, 3)), ids=str)
 @pytest.mark.timeout(900)

@@ -26,8 +26,8 @@ from dhp_ray.planner.plan.types import Sample
 from tests.published_configs import shape_of
 
 DEVICES = Path(__file__).parents[2] / "conf" / "device"
-MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in (False, True)]
-SELECTIVE = Mode("micro_batch", True, keeps_attention=True)
+MODES = [Mode(sync, recomputes) for sync in ("step", "micro_batch") for recomputes in ("false", "true")]
+SELECTIVE = Mode("micro_batch", "selective")
 COST = CostModel(0.0, linear_s=1e-3, comm_bytes_per_token=0.0, fixed_s=2.0, bandwidth_bytes_per_s={2: 1.0}, pack_s=0.1,
                  vision_linear_s=1e-4)
 
@@ -50,8 +50,8 @@ def test_what_is_auto_leaves_open() -> None:
     assert [str(mode) for mode in allowed_modes("auto", "auto")] == [
         "step", "step with selective recomputation", "step with recomputation",
         "micro_batch", "micro_batch with selective recomputation", "micro_batch with recomputation"]
-    for recomputes, mode in (("true", Mode("step", True)), ("packs", Mode("step", False)),
-                             ("false", Mode("step", False)), ("selective", Mode("step", True, keeps_attention=True))):
+    for recomputes, mode in (("true", Mode("step", "true")), ("packs", Mode("step")),
+                             ("false", Mode("step")), ("selective", Mode("step", "selective"))):
         assert allowed_modes("step", recomputes) == [mode]
 
 
@@ -64,7 +64,7 @@ def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
 
 def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> float:
     """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
-    offer = Offer(Mode(sync, False), tokens, COST, gathering_s)
+    offer = Offer(Mode(sync), tokens, COST, gathering_s)
     return candidates_of([offer], 1, equal_samples(5 * num_ranks, 1000, 4), [0] * num_ranks)[0].step_s
 
 
@@ -85,7 +85,7 @@ def test_a_step_by_hand() -> None:
 def test_many_ranks_are_compared_by_a_part_of_the_batch() -> None:
     """All modes by the same part, in which the longest sequence is, on as many ranks as it takes."""
     few, many = ([0] * num_ranks for num_ranks in (COMPARED_RANKS, 4 * COMPARED_RANKS))
-    roomy, narrow = (Offer(Mode("step", again), tokens, COST) for again, tokens in ((True, 9000), (False, 1999)))
+    roomy, narrow = (Offer(Mode("step", again), tokens, COST) for again, tokens in (("true", 9000), ("false", 1999)))
     batch = equal_samples(2 * len(many), 1000, 4)
     whole, part = (candidates_of([roomy, narrow], 1, samples, nodes)
                    for samples, nodes in ((batch, many), (batch[:2 * len(few)], few)))
@@ -104,13 +104,13 @@ def test_parameters_travel_while_a_micro_batch_encodes_and_while_it_runs_the_res
     """3 + 4 s, though no pack takes more than 5 s."""
     cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0)
     samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
-    plain, gathering = (Offer(Mode("micro_batch", False), 4, cost, seconds) for seconds in (0.0, gather_s))
+    plain, gathering = (Offer(Mode("micro_batch"), 4, cost, seconds) for seconds in (0.0, gather_s))
     assert gathering.step_s(samples, [0, 0]) - plain.step_s(samples, [0, 0]) == pytest.approx(longer_s)
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
     ("3B", "h100", 80, 8, SELECTIVE),  # without recomputation packs are short
-    ("3B", "h200", 141, 8, Mode("step", False)),
+    ("3B", "h200", 141, 8, Mode("step")),
     ("7B", "h100", 80, 8, SELECTIVE),  # whole parameters and gradients leave no room
     ("32B", "h100", 80, 64, SELECTIVE),
 ])
@@ -123,8 +123,8 @@ def test_published_models_on_described_devices(
     plain = MemorySettings(sync="step", world_size=num_ranks, precision="bf16", recomputes=False)
     offers = []
     for mode in allowed_modes("auto", "auto"):
-        memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes,
-                                            keeps_attention=mode.keeps_attention))
+        memory = MemoryModel(shape, replace(plain, sync=mode.sync, recomputes=mode.recomputes != "false",
+                                            keeps_attention=mode.recomputes == "selective"))
         tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
         offers.append(Offer(mode, tokens, cost, gather_s(memory, described, num_nodes)))
     samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)

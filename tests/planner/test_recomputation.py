@@ -39,14 +39,17 @@ def recomputed_of(plan: Plan) -> list[float]:
 
 @pytest.mark.parametrize(("tokens", "share"), [(1000, 0.0), (1500, 0.25), (2000, 0.375), (3000, 0.5)])
 def test_the_time_of_a_pack_by_hand(tokens: int, share: float) -> None:
-    """A third of a pack's time is forward, and of that its share runs again, with what exchanges take in it."""
+    """A third of a pack's time is forward, and of that its share runs again, without attention and its exchange."""
     cost = cost_of(2e9)
     assert cost.pack_time_s([tokens], [0], CLUSTER) == pytest.approx(tokens * 1e-3 * (1 + share / 3))
-    two_s = tokens * 1e-3 + 2 * tokens * 1e6 / 2 / 2e9  # twice the tokens on two ranks
-    assert cost.pack_time_s([2 * tokens], [0, 1], CLUSTER) == pytest.approx(two_s * (1 + share / 3))
-    once = replace(cost, pack_s=0.3, latency_s=0.5, forward=0.2)
-    assert once.pack_time_s([tokens], [0], CLUSTER) == pytest.approx((tokens * 1e-3 + 0.3) * (1 + share * 0.2))
-    assert once.pack_time_s([2 * tokens], [0, 1], CLUSTER) == pytest.approx((two_s + 0.8) * (1 + share * 0.2))
+    exchange_s = 2 * tokens * 1e6 / 2 / 2e9  # twice the tokens on two ranks
+    assert cost.pack_time_s([2 * tokens], [0, 1], CLUSTER) == pytest.approx(
+        tokens * 1e-3 * (1 + share / 3) + exchange_s)
+    once = replace(cost, quadratic_s=1e-7, pack_s=0.3, latency_s=0.5, forward=0.2)
+    assert once.pack_time_s([tokens], [0], CLUSTER) == pytest.approx(
+        tokens**2 * 1e-7 + (tokens * 1e-3 + 0.3) * (1 + share * 0.2))
+    assert once.pack_time_s([2 * tokens], [0, 1], CLUSTER) == pytest.approx(
+        2 * tokens**2 * 1e-7 + (tokens * 1e-3 + 0.8) * (1 + share * 0.2) + exchange_s)
 
 
 @pytest.mark.parametrize(("vision_forward", "again"), [(0.25, 0.25), (1.0, 0.0)])

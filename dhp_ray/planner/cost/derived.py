@@ -225,7 +225,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         keys, values, chunk = layer.state_keys, layer.state_values, STATE_CHUNK
         operations = layer.state_heads * (6 * keys * values + chunk * (5 * keys + 3 * values))
         launches = LAUNCHES_PER_CHUNK / chunk * device.launch_s
-        return (4 + again) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
+        return (4 + (again and not settings.keeps_attention)) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
 
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
@@ -236,7 +236,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
         moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
         if layer.state_heads:
-            moved_bytes += memory.run_bytes(layer) * (passes + 2 * (1 + again) * has_backward)
+            runs_again = again and not settings.keeps_attention
+            moved_bytes += memory.run_bytes(layer) * (passes + 2 * (1 + runs_again) * has_backward)
         if layer.experts:
             experts = experts_traffic(layer)
             moved_bytes += experts.forward * (1 + again * has_backward) + experts.backward * has_backward

@@ -37,9 +37,11 @@ and back during the backward pass, which is the rest. So ranks wait only for wha
     compute = language / (d v) + encode         moved = s(t) * (bytes of all activations) / d / host_bytes_per_s
     waits   = max(0, moved - forward * compute) + max(0, moved - (1 - forward) * compute)
 
-Or the share s(t) of its layers is recomputed (`recomputation`): their forward passes run again, with their exchanges.
+Or the share s(t) of its layers is recomputed (`recomputation`): their forward passes run again, but for attention and
+what it exchanges, whose results are kept (`model/recomputation.py`).
 
-    again = s(t) * (forward * (time - encode) + vision_forward * encode)     of images only if the encoder is trained
+    rest  = linear_s * sum s / (d v) + pack_s + (d - 1) latency_s
+    again = s(t) * (forward * rest + vision_forward * encode)                of images only if the encoder is trained
 
 If images are encoded apart from the packs (`timeline.EncoderTimeline`), `vision_forward` is the share of their time
 before the packs (1: there is no backward phase), and `feature_bytes` are the bytes of a vision token's features in

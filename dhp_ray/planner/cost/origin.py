@@ -94,7 +94,7 @@ def origin_of_run(
                for name, value in shape.items()}
     return Origin(device, {"name": model_name, "family": family, "shape": numbers}, {
         "sync": [settings.sync], "precision": settings.precision,
-        "activation_checkpointing": "selective" if settings.keeps_attention else settings.recomputes,
+        "activation_checkpointing": settings.recomputes and (not settings.keeps_attention or "selective"),
         "freeze": sorted(settings.frozen), "lora": dict(lora), "fused_operators": fused})
 
 

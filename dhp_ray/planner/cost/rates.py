@@ -3,6 +3,8 @@ one for both kinds of communication. Schedulers see nothing else of costs. Pytho
 compiled loops with the numbers of one.
 
     time = max(least_s, compute + max(0, transfer_s * sum s - overlap * attention / v) + waits + again + overhead_s)
+    again = share_of(sum s) * (rate.again * (compute without attention and images + overhead_s)
+                               + rate.encoded_again * encode_s)
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ RATE = np.dtype([(name, np.float64) for name in (
 """Costs of a pack of one degree: seconds a token inside a node and across nodes; how much of that a second of attention
 hides; fixed seconds, additional ones if it has images, and the least seconds. If it has more tokens than `free_tokens`
 (`LayerShare`, multiplied by the degree): the activations that it moves to host memory, or the seconds that it computes
-again, for each second, of images (`encoded_again`) and of all else (`again`). The share of its compute that is its
-forward pass.
+again, for each second, of images (`encoded_again`) and of all else but attention (`again`). The share of its compute
+that is its forward pass.
 """
 
 Rate: TypeAlias = np.record
@@ -77,8 +79,8 @@ def running_s(
         copied_s = host_s * rate.moved * share_of(num_tokens, rate)
         seconds = seconds + waits_s(language_s / (degree * speed) + encode_s, copied_s, rate.forward)
     if np.any(rate.again):
-        again_s = rate.again * (seconds - encode_s) + rate.encoded_again * encode_s
-        seconds = seconds + share_of(num_tokens, rate) * again_s
+        again_s = rate.again * ((language_s - attention_s) / (degree * speed) + rate.overhead_s)
+        seconds = seconds + share_of(num_tokens, rate) * (again_s + rate.encoded_again * encode_s)
     return seconds
 
 

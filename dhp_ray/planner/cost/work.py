@@ -91,7 +91,7 @@ def work_of(plan: Plan) -> Work:
         shared[:, place] = np.bincount(owner, amount, len(degrees)) / degrees
     shared[:, -1] = 1.0
     recomputed = np.array([group.recomputed for group in plan.groups])
-    shared *= 1.0 + recomputed[:, None] * _constant(plan, "forward")
+    shared[:, 1:] *= 1.0 + recomputed[:, None] * _constant(plan, "forward")  # attention does not run again
     group = np.repeat(number, degrees)
     amounts = shared[group]
     phases = None

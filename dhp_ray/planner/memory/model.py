@@ -312,7 +312,8 @@ class MemoryModel:
     ) -> Iterator[tuple[str, Terms]]:
         """The moments of the first layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
-        again = self.layer_bytes(part, layer) + self._beside_tokens(layer, load) - self._attention_kept(part, layer)
+        attention = self._attention_kept(part, layer, load)
+        again = self.layer_bytes(part, layer) + self._beside_tokens(layer, load) - attention
         again *= self._again(part, load)
         gradient = c * layer.width
         experts = layer.experts // self.settings.expert_parallel or 1
@@ -320,8 +321,7 @@ class MemoryModel:
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
         # gradients of the layer behind this one are in transit once what that layer kept is gone: those of experts are
         # large beside it
-        kept = (c * layer.width + self._attention_kept(part, layer) if self._recomputed(load) == 1.0
-                else self.layer_bytes(part, layer))
+        kept = c * layer.width + attention if self._recomputed(load) == 1.0 else self.layer_bytes(part, layer)
         freed = (1 - load.offload) * kept * positions if layer.experts else 0.0
         under_way = {"gathered: a layer": max(self._gathered(part, 2, 0), self._gathered(part, 2, 1) - freed)}
         # experts that ranks share are gathered and reduced between the rest of their layer and that of the next
@@ -467,20 +467,26 @@ class MemoryModel:
         return 4 * (layer.state_heads * numbers + 2 * layer.state_key_heads * keys)
 
     def _beside_tokens(self, layer: LayerShape, load: PackLoad) -> float:
-        """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: the padding of a
-        sequence's last chunk; the states at the starts of runs; and in a pack on several ranks what each member's two
-        pieces multiply states with, and the states of a second pass over the chunks of pieces that neither begin nor
-        end a sequence.
+        """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: `_between_runs`,
+        and in a pack on several ranks what each member's two pieces multiply states with.
         """
         if not layer.state_heads:
             return 0.0
+        told = (load.degree > 1) * 8 * load.degree * layer.state_heads * layer.state_keys**2
+        return self._between_runs(layer, load, self._rule_bytes(layer)) + told / max(1, load.tokens)
+
+    @staticmethod
+    def _between_runs(layer: LayerShape, load: PackLoad, row_bytes: int) -> float:
+        """Bytes for each token of the states of a gated delta net's runs, in a pack on several ranks also those of a
+        second pass over the chunks of pieces that neither begin nor end a sequence; and of the rows that a sequence's
+        last chunk is padded with.
+        """
         keys, values, apart = layer.state_keys, layer.state_values, load.degree > 1
         pieces = load.sequences + apart
-        padding = (STATE_CHUNK - 1) * pieces * self._rule_bytes(layer)
-        starts = load.tokens / (STATE_CHUNK * (RUN_CHUNKS // min(pieces, RUN_STEPS)))  # at most
-        told = apart * 2 * load.degree * keys
-        states = keys * (starts * (values + apart * (values + keys)) + told)
-        return (padding + 4 * layer.state_heads * states) / max(1, load.tokens)
+        padding = (STATE_CHUNK - 1) * pieces * row_bytes
+        runs = load.tokens / (STATE_CHUNK * (RUN_CHUNKS // min(pieces, RUN_STEPS)))  # at most
+        states = 4 * layer.state_heads * keys * runs * (values + apart * (values + keys))
+        return (padding + states) / max(1, load.tokens)
 
     def moved_bytes(self, load: PackLoad) -> float:
         """The most bytes of a pack's activations that are in host memory at a time."""
@@ -498,9 +504,16 @@ class MemoryModel:
     def _num_layers(self, part: str) -> int:
         return sum(layer.count for layer in self._layers(part))
 
-    def _attention_kept(self, part: str, layer: LayerShape) -> int:
-        """Bytes of a token's output of attention and its log-sum-exp, if a layer that is recomputed keeps them."""
-        return (part == "language" and self.settings.keeps_attention) * layer.heads * (self._c * layer.head_width + 4)
+    def _attention_kept(self, part: str, layer: LayerShape, load: PackLoad) -> float:
+        """Bytes of a token's results of attention, if a layer that is recomputed keeps them: its output and log-sum-exp
+        or, of a gated delta net, the output of its rule and the states after runs.
+        """
+        if part == "vision" or not self.settings.keeps_attention:
+            return 0.0
+        if layer.state_heads:
+            return (self._c * layer.state_heads * layer.state_values
+                    + self._between_runs(layer, load, self._c * layer.state_heads * layer.state_values))
+        return layer.heads * (self._c * layer.head_width + 4.0)
 
     def _recomputed(self, load: PackLoad) -> float:
         """The share of layers that are recomputed."""
@@ -527,8 +540,9 @@ class MemoryModel:
         """
         c, positions, layers = self._c, load.patches if part == "vision" else load.tokens, self._layers(part)
         here = max(1 - load.offload, min(1.0, least / max(1, self._num_layers(part))))
-        of_layers = (self._of_layers(part, load) * here
-                     + sum(layer.count * self._attention_kept(part, layer) for layer in layers))  # no copies of these
+        # of what keeps the results of attention there are no copies
+        of_layers = self._of_layers(part, load) * here + self._recomputed(load) * sum(
+            layer.count * self._attention_kept(part, layer, load) for layer in layers)
         if part == "language":
             return positions * (of_layers + 2 * c * max(layer.head_width for layer in layers))  # cosines and sines
         return positions * (of_layers + 8 * layers[0].head_width + self._merger_bytes())  # fp32 cosines and sines

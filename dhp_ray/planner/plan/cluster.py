@@ -103,7 +103,7 @@ class Offload(LayerShare):
 
 
 class Recomputation(LayerShare):
-    """The share of a pack's layers that are recomputed in the backward pass."""
+    """The share of a pack's layers that are recomputed in the backward pass, but for attention."""
 
     __slots__ = ()
 

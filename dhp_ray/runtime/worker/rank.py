@@ -71,7 +71,7 @@ class Rank:
         self.device = accelerator.torch_device()
         self.adapter = adapter or build_adapter(config)
         self.mode = membership.mode_in(config)
-        self.adapter.set_activation_checkpointing(self.mode.recomputes, self.mode.keeps_attention)
+        self.adapter.set_activation_checkpointing(self.mode.recomputes != "false", self.mode.recomputes == "selective")
         timeout = timedelta(seconds=config.comm.timeout_s)
         store = open_store(membership.store_host, membership.store_port, timeout)
         progress = progress or Progress(self.device)

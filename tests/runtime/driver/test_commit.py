@@ -140,7 +140,7 @@ def committing(monkeypatch: pytest.MonkeyPatch, records: Any) -> Commits:
         history=SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False)),
         records=records, scalars=nothing,
         watch=nothing, current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
-                                choice=SimpleNamespace(mode=Mode("micro_batch", False)),
+                                choice=SimpleNamespace(mode=Mode("micro_batch")),
                                 meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
     commits = commits_of(session)
     monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: None)
@@ -161,7 +161,7 @@ def test_what_an_earlier_generation_ran_says_nothing_of_the_ranks_of_this_one(mo
     commits, observed = committing(monkeypatch, SimpleNamespace(commit=lambda *arguments: None)), list[str]()
     monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: observed.append(finished.plan_id))
     for plan_id, sharing in (("1.3.3", 1), ("2.3.1", 1), ("2.3.2", 2)):
-        commits.session.current.choice.mode = Mode("micro_batch", False, sharing)
+        commits.session.current.choice.mode = Mode("micro_batch", "false", sharing)
         commits.commit(finished_step(3, plan_id))
     assert observed == ["2.3.1"]
 

@@ -44,13 +44,13 @@ def test_data_that_cannot_be_read_is_told_in_its_own_words(ray_cluster: None, tm
 
 @pytest.mark.parametrize(("lengths", "mode", "words"), [
     # packs so short that launching kernels takes longer than computing twice: some are joined and recomputed
-    ([1000] * 64, Mode("step", False), "250 tokens, and a batch of 64 sequences of 1,000 tokens"),
-    ([50] * 64, Mode("step", False), "13 tokens, and a batch of 64 sequences of 50 tokens"),
+    ([1000] * 64, Mode("step"), "250 tokens, and a batch of 64 sequences of 1,000 tokens"),
+    ([50] * 64, Mode("step"), "13 tokens, and a batch of 64 sequences of 50 tokens"),
     # attention is most of the long ones
-    ([50, 60_000] * 4, Mode("step", True, keeps_attention=True),
+    ([50, 60_000] * 4, Mode("step", "selective"),
      "15,000 tokens, and a batch of 8 sequences of 50 to 60,000 tokens"),
     # no mode holds the longest, which is left out
-    ([50, 10**9] * 4, Mode("step", False), "13 tokens, and a batch of 4 sequences of 50 tokens")])
+    ([50, 10**9] * 4, Mode("step"), "13 tokens, and a batch of 4 sequences of 50 tokens")])
 def test_the_first_batch_decides(tmp_path: Path, lengths: list[int], mode: Mode, words: str) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, 1.0, config)
@@ -59,7 +59,7 @@ def test_the_first_batch_decides(tmp_path: Path, lengths: list[int], mode: Mode,
     assert choice.mode == mode
     assert f": a rank is to hold {words} is modelled: step " in choice.line
     config.planner.max_sequence_tokens = 60  # what the run leaves out counts for nothing
-    assert strategy_of(config, group).choose().mode == Mode("step", False)
+    assert strategy_of(config, group).choose().mode == Mode("step")
 
 
 def test_what_some_mode_does_not_hold_is_left_out_of_the_comparison(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.runtime.driver.groups import (
 )
 
 AUTO = ("planner.tokens_per_rank=auto", "train.precision=bf16", "train.activation_offload=auto")
-MODE, RECOMPUTES = Mode("step", False), Mode("step", True)
+MODE, RECOMPUTES = Mode("step"), Mode("step", "true")
 ROOM = 0.36
 
 

@@ -27,7 +27,7 @@ def test_an_image_that_the_run_allows_counts_whole_in_a_smaller_generation(tmp_p
         resolve_limits(config, {}, first)
         assert first.image_limit == 4000
         left.image_limit = first.image_limit
-        memory = strategy_of(config, left).memory(Mode("step", False))
+        memory = strategy_of(config, left).memory(Mode("step"))
         assert memory.worst_load(1000).patches == 5000 * memory.shape.merge_area
 
 
@@ -47,7 +47,7 @@ def test_packs_have_room_for_the_largest_image_though_a_rank_holds_few_of_its_to
     mode = strategy_of(config, group).choose().mode
     recomputation = limits_of_generation(config, group, 4).recomputation
     memory = strategy_of(config, group).memory(mode)
-    assert (mode, recomputation.share) == (Mode("step", False), 1.0)
+    assert (mode, recomputation.share) == (Mode("step"), 1.0)
     assert 1 < recomputation.free_tokens < IMAGE
     for tokens in np.geomspace(recomputation.free_tokens, recomputation.tokens_per_rank, 20).astype(int).tolist():
         load = memory.worst_load(tokens, recomputed=float(recomputation.share_of(tokens)))
@@ -65,7 +65,7 @@ def test_where_there_is_no_room_images_are_limited_to_the_tokens_of_a_rank(tmp_p
     resolve_limits(config, {}, group)
     assert group.image_limit == int(config.planner.tokens_per_rank) == strategy_of(config, group).largest_admitted
     choice = resolve_limits(again, {}, group)
-    assert (choice.mode, group.image_limit) == (Mode("step", True, keeps_attention=True), 60_000)
+    assert (choice.mode, group.image_limit) == (Mode("step", "selective"), 60_000)
     assert "step has no room for the largest image; step with selective recomputation takes " in choice.why
     assert strategy_of(again, group).largest_admitted == 0
 

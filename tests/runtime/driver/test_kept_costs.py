@@ -15,7 +15,7 @@ from dhp_ray.storage import Folder
 from tests.runtime.driver.groups import config_of, group_of, strategy_of
 
 COST = CostModel(4e-8, 5e-5, 4608, 0.01, {2: 1e9}, pack_s=5e-3)
-STEP = Mode("step", False)
+STEP = Mode("step")
 
 
 def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: s
     config = config_of(str(tmp_path), f"planner.sync={sync}", f"train.freeze={freeze}")
     size, found = state_size(config), run_processes(bytes_held, 2, config)
     # padding, and rows that do not divide evenly
-    memory = strategy_of(config, group_of(2, 1.0, config, "cpu")).memory(Mode(sync, False))
+    memory = strategy_of(config, group_of(2, 1.0, config, "cpu")).memory(Mode(sync))
     resident_bytes = sum(memory.resident().values())
     assert [held for held, _ in found] == pytest.approx([resident_bytes] * 2, rel=0.03)
     # what torch writes about each piece
@@ -64,7 +64,7 @@ def test_described_bytes_are_what_a_rank_keeps_and_saves(tmp_path: Path, sync: s
 
 def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
     """A model whose state fits only because its encoder is frozen is admitted, in both modes."""
-    for mode in (Mode("step", False), Mode("micro_batch", True)):
+    for mode in (Mode("step"), Mode("micro_batch", "true")):
         whole, frozen = (config_of(str(tmp_path), "comm.transport=parent", f"train.freeze={freeze}")
                          for freeze in ("[]", "[vision]"))
         needed = [sum(strategy_of(config, group_of(2, 1.0, config)).memory(mode).resident().values())
@@ -75,7 +75,7 @@ def test_frozen_parts_take_neither_gradients_nor_state(tmp_path: Path) -> None:
             strategy_of(whole, group_of(2, memory_gib, whole)).check_memory(mode)
     with pytest.raises(RunError, match=(r"planner\.sync=step keeps .* larger devices, planner\.sync=micro_batch, or a "
                                         r"smaller model$")):
-        strategy_of(whole, group_of(2, 0.001, whole, "cpu")).check_memory(Mode("step", False))
+        strategy_of(whole, group_of(2, 0.001, whole, "cpu")).check_memory(Mode("step"))
 
 
 def test_tokens_of_a_rank_follow_the_memory_of_its_device(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
     group = group_of(num_ranks, host_gib, config, "cpu")
     for member in group.members:
         member.described["host_memory_bytes"] = int(host_gib * GIB)
-    mode, limit_bytes = Mode("step", False), 0.9 * host_gib * GIB
+    mode, limit_bytes = Mode("step"), 0.9 * host_gib * GIB
     memory = strategy_of(config, group).memory(mode)
     config.planner.tokens_per_rank = str(strategy_of(config, group).tokens_that_fit())
     strategy_of(config, group).check_host_memory(mode)
@@ -115,7 +115,7 @@ def test_tokens_of_a_rank_on_a_cpu_leave_room_for_what_its_node_keeps_beside(
 
 def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "train.precision=bf16", "planner.tokens_per_rank=auto")
-    memory_gib, mode = 0.27, Mode("step", False)
+    memory_gib, mode = 0.27, Mode("step")
     first = strategy_of(config, group_of(8, memory_gib, config)).tokens_that_fit()
     config.planner.tokens_per_rank = str(first)
 
@@ -133,7 +133,7 @@ def test_a_generation_plans_with_what_its_own_ranks_hold(tmp_path: Path) -> None
     full = charged.memory_bytes(fewer.tokens, 1, "step")
     assert 0.88 * memory_gib * GIB < full <= 0.9 * memory_gib * GIB
     for sync in ("step", "micro_batch"):
-        assert charged.resident(sync) == sum(strategy_of(config, few).memory(Mode(sync, False)).resident().values())
+        assert charged.resident(sync) == sum(strategy_of(config, few).memory(Mode(sync)).resident().values())
     assert charged.linear_s == strategy_of(config, few).cost(mode).linear_s
 
 
@@ -164,7 +164,7 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
     """Two of three ranks are on node b. Replicas (2 versions), what they are sent from (1), a checkpoint (1) and a
     change of members (4 with replicas, else 2)."""
     config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
-    mode = Mode("step", False)
+    mode = Mode("step")
     shape = strategy_of(config, group_of(3, 1.0, config)).memory(mode).shape
     version, pixels = 12 * math.ceil(shape.num_parameters() / 3), 100 * shape.merge_area * shape.patch_dim * 4
     with_replicas, without = 2 * (7 * version + pinned_bytes(version) + 2 * pixels), 2 * (3 * version + 2 * pixels)
@@ -195,7 +195,7 @@ def test_a_node_without_room_for_what_its_ranks_keep_is_refused(tmp_path: Path) 
 
 def test_a_rank_needs_room_for_what_it_writes_of_a_model(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.tokens_per_rank=100", "elastic.mirror_every_steps=1")
-    mode = Mode("step", False)
+    mode = Mode("step")
     group = group_of(64, 1.0, config)
     for rank, member in enumerate(group.members):
         member.described["node_id"] = str(rank)

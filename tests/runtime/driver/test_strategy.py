@@ -41,13 +41,13 @@ ROOM = 3.0
 
 def test_what_the_configuration_names_is_taken_and_not_told(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=true")
-    assert strategy_of(config, group_of(2, 1.0, config)).choose() == Choice(Mode("micro_batch", True))
+    assert strategy_of(config, group_of(2, 1.0, config)).choose() == Choice(Mode("micro_batch", "true"))
 
 
 def test_where_memory_is_not_described_auto_is_step_without_recomputation(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO)
     choice = strategy_of(config, group_of(2, 1.0, config, "cpu")).choose()
-    assert choice.mode == Mode("step", False)
+    assert choice.mode == Mode("step")
     assert choice.line == ("planner.sync=auto is step, train.activation_checkpointing=auto is false: "
                            "what cpu ranks have of memory and speed is not described")
 
@@ -76,12 +76,12 @@ def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, ROOM, config)
     limit_bytes = 0.9 * ROOM * GIB
-    tokens = strategy_of(config, group).memory(Mode("step", False)).tokens_that_fit(limit_bytes)
+    tokens = strategy_of(config, group).memory(Mode("step")).tokens_that_fit(limit_bytes)
     config.planner.tokens_per_rank = str(tokens)
-    memory = strategy_of(config, group).memory(Mode("step", False))
+    memory = strategy_of(config, group).memory(Mode("step"))
     most = memory.tokens_that_fit(limit_bytes, recomputed=1.0)
     config.planner.max_sequence_tokens = 4 * tokens + 1
-    assert strategy_of(config, group).choose().mode == Mode("step", False)
+    assert strategy_of(config, group).choose().mode == Mode("step")
     config.train.activation_checkpointing = "packs"
     limits = limits_of_generation(config, group, 4)
     assert (limits.tokens, limits.most_tokens) == (tokens, most)
@@ -89,10 +89,10 @@ def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -
     for held in np.linspace(tokens, most, 20).astype(int).tolist():
         assert memory.fits(limit_bytes, held, recomputed=float(limits.recomputation.share_of(held)))
     config.planner.tokens_per_rank = str(3 * tokens // 2)  # given: as far as a rank holds them with all activations
-    given = limits_as_given(config, group, Mode("step", False))
+    given = limits_as_given(config, group, Mode("step"))
     assert (given.tokens, given.most_tokens) == (tokens, 3 * tokens // 2)
     assert 0 < given.recomputation.share < 1
-    for again, mode in (("false", Mode("step", False)), ("true", Mode("step", True))):
+    for again, mode in (("false", Mode("step")), ("true", Mode("step", "true"))):
         config.train.activation_checkpointing = again
         assert not limits_of_generation(config, group, 4)[2].share
         assert strategy_of(config, group).choose().mode == mode
@@ -102,14 +102,14 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     """Tokens a rank follow: each of the fewer ranks then holds more than at the run's first start."""
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     choice = resolve_limits(config, {}, group_of(8, ROOM, config))
-    assert choice.mode == Mode("step", False)
+    assert choice.mode == Mode("step")
     first, longest = int(config.planner.tokens_per_rank), config.planner.max_sequence_tokens
     assert longest == 8 * limits_of_generation(config, group_of(8, ROOM, config), 8).most_tokens > 8 * first
     config.planner.max_sequence_tokens = longest = 8 * first
     assert config.train.activation_checkpointing == "auto"
     assert strategy_of(config, group_of(8, ROOM, config)).choose().mode == choice.mode
     fewer = group_of(6, ROOM, config)
-    assert strategy_of(config, fewer).choose().mode == Mode("step", False)
+    assert strategy_of(config, fewer).choose().mode == Mode("step")
     assert limits_of_generation(config, fewer, 6).most_tokens >= -(-longest // 6) > first
     few = [limits_of_generation(config, fewer, num_ranks).most_tokens for num_ranks in range(1, 9)]
     holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
@@ -118,11 +118,11 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
 
 
 def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:
-    told, untold = Membership(0, 2, 1, "", 0, mode=Mode("step", True)), Membership(0, 2, 1, "", 0)
+    told, untold = Membership(0, 2, 1, "", 0, mode=Mode("step", "true")), Membership(0, 2, 1, "", 0)
     undecided = config_of(str(tmp_path), *AUTO)
     assert told.mode_in(undecided) == told.mode
-    assert told.mode_in(config_of(str(tmp_path), "planner.sync=micro_batch")) == Mode("micro_batch", False)
-    assert untold.mode_in(undecided) == Mode("step", False)
+    assert told.mode_in(config_of(str(tmp_path), "planner.sync=micro_batch")) == Mode("micro_batch")
+    assert untold.mode_in(undecided) == Mode("step")
 
 
 def test_a_run_keeps_the_mode_of_its_first_start(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_who_is_left_when_a_driver_was_lost_may_wait_for_others(tmp_path: Path) 
     config = config_of(str(tmp_path), *AUTO)
     stored = {"planner.sync": "micro_batch", "planner.tokens_per_rank": "5000", "planner.max_sequence_tokens": 9000}
     left = group_of(1, 0.002, config)
-    assert resolve_limits(config, stored, left, takes_over=True).mode == Mode("micro_batch", True)
+    assert resolve_limits(config, stored, left, takes_over=True).mode == Mode("micro_batch", "true")
     with pytest.raises(RunError, match=r"GiB on each rank, which has 0\.0 GiB"):
         resolve_limits(config, stored, left)
 
@@ -150,7 +150,7 @@ def test_who_is_left_when_a_driver_was_lost_may_wait_for_others(tmp_path: Path) 
 def test_a_state_that_fits_in_one_mode_alone_gets_that_one(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "comm.transport=parent")
     needed = {mode.sync: sum(strategy_of(config, group_of(8, 1.0, config)).memory(mode).resident().values()) / 0.9 / GIB
-              for mode in (Mode("step", False), Mode("micro_batch", False))}
+              for mode in (Mode("step"), Mode("micro_batch"))}
     assert needed["micro_batch"] < needed["step"]
     group = group_of(8, (needed["micro_batch"] + needed["step"]) / 2, config)
     assert strategy_of(config, group).choose().mode.sync == "micro_batch"
@@ -160,7 +160,7 @@ def test_no_more_groups_are_paid_for_than_ranks_can_form(tmp_path: Path) -> None
     """Beside that of all ranks for packs, and the engine's."""
     for words, pooled in (([], [0] * 4), (["comm.transport=pool"], [0, 1, 4, CUDA.pool_groups(80 * GIB)])):
         config = config_of(str(tmp_path), *words)
-        models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step", False))
+        models = [strategy_of(config, group_of(size, 80.0, config)).memory(Mode("step"))
                   for size in (1, 2, 3, 16)]
         found = [model.settings.communicators_bytes / CUDA.group_bytes for model in models]
         assert found == [0, *(2 + count for count in pooled[1:])]
@@ -172,7 +172,7 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
 
     def cost(*names: str, **changed: Any) -> CostModel:
         group = Workers(members(*[{**described, "device_name": name, **changed} for name in names]))
-        return strategy_of(config, group).cost(Mode("step", False))
+        return strategy_of(config, group).cost(Mode("step"))
 
     slower = cost("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")
     assert slower.name == "qwen2_5_vl_a100"
@@ -183,7 +183,7 @@ def test_costs_are_those_of_the_runs_own_model_on_its_slowest_device(tmp_path: P
     assert fast.linear_s < own.linear_s
     one_lacks_them = Workers(members(*[
         {**described, "device_name": "NVIDIA H100 80GB HBM3", "fused": fused} for fused in (True, False)]))
-    assert strategy_of(config, one_lacks_them).cost(Mode("step", False)).linear_s == own.linear_s
+    assert strategy_of(config, one_lacks_them).cost(Mode("step")).linear_s == own.linear_s
     assert cost("Tesla V100").source.endswith("; Tesla V100 is not in conf/device")
     assert cost("Ascend910B3", device="npu").name == "qwen2_5_vl_ascend_910b"
     assert replace(cost("", device="cpu"), estimated=False) == CostModel.load(CONF / "cost" / "cpu.yaml")
@@ -196,7 +196,7 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
     config = config_of(str(tmp_path))
     described = {"memory_bytes": 80 * GIB, "device": "cpu", "device_name": "AMD EPYC", "fused": False,
                  **state_size(config)._asdict()}
-    group, mode = Workers(members(described, described)), Mode("step", False)
+    group, mode = Workers(members(described, described)), Mode("step")
     origin = strategy_of(config, group).origin(mode)
     tree = yaml.safe_load((CONF / "cost" / "cuda.yaml").read_text()) | {"estimated": False}
     path = tmp_path / "cost.yaml"
@@ -211,7 +211,7 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
         f"planner.cost: {path} was measured on cpu AMD EPYC, and this run is on cpu Xeon; allowed: a file that "
         "jobs/measure.py wrote for such a run, measure, or nothing")
     assert strategy_of(config, others).cost(mode).estimated
-    again = Mode("step", True)
+    again = Mode("step", "true")
     with pytest.raises(ConfigError, match=r"train\.activation_checkpointing=false, and this run has .*=true; allowed"):
         strategy_of(config, group).check_cost(again)
     config.planner.cost = ""
@@ -224,7 +224,7 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
 
 def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), "planner.cost=measure", "train.precision=bf16")
-    group, mode = group_of(2, 80.0, config), Mode("step", False)
+    group, mode = group_of(2, 80.0, config), Mode("step")
     derived = strategy_of(config, group).cost(mode)
     assert derived.estimated  # before anything is measured
     strategy_of(config, group).check_cost(mode)
@@ -232,7 +232,7 @@ def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
                     strategy_of(config, group).origin(mode))
     group.measured_cost = file
     assert strategy_of(config, group).cost(mode) == file.cost
-    assert strategy_of(config, group).cost(Mode("step", True)).estimated  # of a later generation
+    assert strategy_of(config, group).cost(Mode("step", "true")).estimated  # of a later generation
 
 
 def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
@@ -244,14 +244,14 @@ def test_the_mode_that_is_told_is_the_one_that_the_ranks_train_in() -> None:
         history=SimpleNamespace(mode_told=None),
         records=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
         resolved=SimpleNamespace(
-            choice=Choice(Mode("step", True), ("planner.sync", RECOMPUTATION), "three ranks need it")),
-        current=SimpleNamespace(number=2, choice=Choice(Mode("step", False), (RECOMPUTATION,), "four ranks do not")))
+            choice=Choice(Mode("step", "true"), ("planner.sync", RECOMPUTATION), "three ranks need it")),
+        current=SimpleNamespace(number=2, choice=Choice(Mode("step"), (RECOMPUTATION,), "four ranks do not")))
     Session.report_mode(session)
     assert [notice.text for notice in told] == [
         "train.activation_checkpointing=auto is packs: four ranks do not"]
     assert [event["activation_checkpointing"] for event in events] == ["packs"]
     Session.report_mode(session)
     assert len(told) == 1
-    session.history.mode_told, session.current.choice = None, Choice(Mode("step", True), (RECOMPUTATION,), "again")
+    session.history.mode_told, session.current.choice = None, Choice(Mode("step", "true"), (RECOMPUTATION,), "again")
     Session.report_mode(session)
     assert "planner.sync=auto is step" in told[1].text
