@@ -228,8 +228,8 @@ class Train:
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; true: in all layers; selective: all but attention, whose "
         "results are kept; packs: the same in as few layers of a pack as make it fit, if the planner finds that faster "
-        "than more ranks (CUDA, NPU; not in packs that move activations to host memory); auto: packs, selective or true, "
-        "whichever fits and is faster, chosen for each generation",
+        "than more ranks (CUDA, NPU; not in packs that move activations to host memory); auto: packs, selective or "
+        "true, whichever fits and is faster, chosen for each generation",
         choices=("true", "false", "selective", "packs", "auto"))
     activation_offload: str = key(
         "off", "keep activations in host memory until the backward pass needs them; off: never; auto: those of as few "

@@ -99,7 +99,8 @@ class TrainSettings:
     precision: str = key("bf16", "computing type", choices=("fp32", "bf16"))
     activation_checkpointing: str = key("auto", "recompute activations in the backward pass; true: in all layers; "
                                         "selective: all but attention; packs: the same in packs that fit only with "
-                                        "it or are faster with it; auto: packs, selective or true, whichever fits and is faster",
+                                        "it or are faster with it; auto: packs, selective or true, whichever fits and "
+                                        "is faster",
                                         choices=("true", "false", "selective", "packs", "auto"))
     activation_offload: str = key("off", "move activations to host memory; off: never; auto: those of packs that "
                                   "fit only with it or are faster with it; a number: this share of every pack",

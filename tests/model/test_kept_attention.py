@@ -97,8 +97,8 @@ def test_attention_that_is_kept_neither_runs_nor_exchanges_again(degree: int, pr
         assert selective["forward"] == counts["forward"] < recomputed["forward"]
         assert selective["RING_FORWARD"] == counts["RING_FORWARD"] == recomputed["RING_FORWARD"] / 2
         assert selective["backward"] == recomputed["backward"] == counts["backward"]
-        runs = [found["runs of the delta rule"] for found in (counts, selective, recomputed)]  # one in the backward pass
-        assert runs[0] == runs[1] == 2 / 3 * runs[2]
+        runs = [found["runs of the delta rule"] for found in (counts, selective, recomputed)]
+        assert runs[0] == runs[1] == 2 / 3 * runs[2]  # with one each in the backward pass
         assert [left for *_, left in results.values()] == [[0, 0]] * 3
 
 

@@ -202,6 +202,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     shape, settings = memory.shape, memory.settings
     trains = {part: settings.trains(part) for part in ("vision", "language")}
     again, turns = int(settings.recomputes), ring_turns(settings)
+    attention_again = turns - 2
 
     def products(part: str, num_parameters: float) -> float:
         """Seconds of a token's products, forward and backward."""
@@ -214,7 +215,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
 
     def attention(part: str, layer: LayerShape, operations: int) -> float:
         """Seconds of a pair of positions that see each other."""
-        runs_again = again and not (part == "language" and settings.keeps_attention)
+        runs_again = attention_again if part == "language" else again
         backward = 2.5 + runs_again if trains["vision"] or part == "language" else 0.0
         return operations * layer.heads * layer.head_width * (1 + backward) / device.attention_flops
 
@@ -225,7 +226,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         keys, values, chunk = layer.state_keys, layer.state_values, STATE_CHUNK
         operations = layer.state_heads * (6 * keys * values + chunk * (5 * keys + 3 * values))
         launches = LAUNCHES_PER_CHUNK / chunk * device.launch_s
-        return (4 + (again and not settings.keeps_attention)) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
+        return (4 + attention_again) * (operations / (device.matrix_flops * FP32_SHARE) + launches)
 
     def other(part: str, layer: LayerShape) -> float:
         """Seconds of a token in everything but products."""
@@ -236,8 +237,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         moved_bytes = memory.layer_bytes(part, rest) * (passes + 2 * again * has_backward)
         moved_bytes *= 1.0 if fused else own_over_fused(part, rest, has_backward)
         if layer.state_heads:
-            runs_again = again and not settings.keeps_attention
-            moved_bytes += memory.run_bytes(layer) * (passes + 2 * (1 + runs_again) * has_backward)
+            moved_bytes += memory.run_bytes(layer) * (passes + 2 * (1 + attention_again) * has_backward)
         if layer.experts:
             experts = experts_traffic(layer)
             moved_bytes += experts.forward * (1 + again * has_backward) + experts.backward * has_backward
