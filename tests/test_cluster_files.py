@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from ray._common.network_utils import is_localhost
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -110,6 +111,17 @@ def check_start(command: str) -> None:
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
 def test_ray_takes_the_file(path: Path) -> None:
     check_config(tree(path))
+
+
+@pytest.mark.parametrize("path", RAY_UP, ids=name)
+def test_the_dashboard_listens_where_the_tunnel_ends(path: Path) -> None:
+    """`ray dashboard FILE` forwards a port to `localhost` on the head, and no other address."""
+    from ray.scripts.scripts import dashboard, start
+
+    words = shlex.split(tree(path)["head_start_ray_commands"][1])
+    given = start.make_context("start", words[words.index("start") + 1:]).params
+    assert is_localhost(given["dashboard_host"])
+    assert given["dashboard_port"] == dashboard.make_context("dashboard", [str(path)]).params["remote_port"]
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=name)
@@ -255,7 +267,6 @@ def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
     assert "REPLACE" in text
     assert "GLOO_SOCKET_IFNAME" in text
     if path in RAY_UP:
-        assert "--dashboard-host=$PRIVATE_IP" in text
         assert text.count("--node-ip-address=$PRIVATE_IP") == 2
         assert "RAY_AUTH_MODE=token" in text
         assert tree(path)["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
