@@ -1,8 +1,9 @@
 """Reads the configuration of a command: YAML files and `key=value` overrides, merged by OmegaConf into the schema; and
 refuses values that cannot be used.
 
-Later wins: the schema's defaults, the file given by `--config` (`conf/train.yaml`), the files chosen by name
-(`model=tiny` takes `conf/model/tiny.yaml`; a file's own `choices:` are the defaults), then every `key=value`.
+Later wins: the schema's defaults; the files that the `choices:` of the file given by `--config` (`conf/train.yaml`)
+name (`model: tiny` takes `conf/model/tiny.yaml`); that file's other keys; the files chosen on the command line
+(`model=small`, in place of the file's own choice); every `key=value`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ CHOICES = ("model", "data", "cluster")
 @dataclass(frozen=True)
 class Command:
     """What configures a command: its sections, the file read without `--config`, what refuses values that types admit,
-    the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys of which one given on the
-    command line replaces the other of a file. `keys`: a pattern of the keys in use. `own`: what it takes beside the
-    schema.
+    the folder of conf/ for each key that takes a file by its name. `either`: pairs of keys of which a later one
+    replaces an earlier other one. `keys`: a pattern of the keys in use. `own`: what it takes beside the schema.
     """
 
     name: str
@@ -282,23 +282,21 @@ def _merged(argv: list[str], command: Command) -> Any:
     """What `load` returns, unchecked."""
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
-    names = _choices(command, tree.pop("choices", None))
+    own = _choices(command, tree.pop("choices", None))
     tree.pop(RESOLVED, None)
-    pairs = [_pair(text) for text in overrides]
-    names |= {name: value for name, value in pairs if name in command.choices}
-    layers = [(str(path), tree)]
-    layers += [(f"{group}={names[group]}", _read(_choice_file(command, group, names[group])))
-               for group in command.choices if group in names]
-    given = {name: text for name, text in pairs if name not in command.choices}
-    replaced = {other for pair in command.either for name, other in (pair, pair[::-1]) if given.get(name, "0") not in
-                ("", "0")}
-    config = OmegaConf.structured(command.schema)
+    pairs = dict(_pair(text) for text in overrides)
+    chosen = {name: pairs.pop(name) for name in command.choices if name in pairs}
+    layers = [*_chosen(command, {group: name for group, name in own.items() if group not in chosen}),
+              (str(path), dict(leaves(tree))), *_chosen(command, chosen),
+              (COMMAND_LINE, {name: _value(command, name, text) for name, text in pairs.items()})]
+    defaults, config = OmegaConf.structured(command.schema), OmegaConf.structured(command.schema)
     for origin, layer in layers:
-        for dotted, value in leaves(layer):
-            if dotted not in replaced:
-                _set(command, config, dotted, value, origin)
-    for name, text in given.items():
-        _set(command, config, name, _value(command, name, text), COMMAND_LINE)
+        for pair in command.either:
+            for name, other in (pair, pair[::-1]):
+                if layer.get(name):
+                    OmegaConf.update(config, other, OmegaConf.select(defaults, other))
+        for dotted, value in layer.items():
+            _set(command, config, dotted, value, origin)
     result = OmegaConf.to_object(config)
     for _, section, item in places(result):
         setattr(section, item.name, os.path.expanduser(getattr(section, item.name)))
@@ -385,10 +383,14 @@ def _choice_names(command: Command, group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / command.choices[group]).glob("*.yaml"))
 
 
-def _choice_file(command: Command, group: str, name: Any) -> Path:
-    if str(name) not in _choice_names(command, group):
-        raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(_choice_names(command, group))}")
-    return CONF / command.choices[group] / f"{name}.yaml"
+def _chosen(command: Command, names: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(`group=name`, its dotted keys and values) of each file chosen by name, {group: name}."""
+    for group, folder in command.choices.items():
+        if group in names:
+            name, allowed = names[group], _choice_names(command, group)
+            if str(name) not in allowed:
+                raise ConfigError(f"{group}: got {name!r}; allowed: {', '.join(allowed)}")
+            yield f"{group}={name}", dict(leaves(_read(CONF / folder / f"{name}.yaml")))
 
 
 def _pair(text: str) -> tuple[str, str]:

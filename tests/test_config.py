@@ -22,13 +22,14 @@ from dhp_ray.config import (
     check_device,
     dump,
     help_text,
+    leaves,
     load,
     make_absolute,
     places,
     walk,
 )
 from dhp_ray.credentials import full_uri
-from dhp_ray.schema import Source
+from dhp_ray.schema import Data, Source
 
 KEYS = [name for name, _, _ in walk(Config())]
 
@@ -337,15 +338,36 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_later_layers_win(tmp_path: Path) -> None:
-    """Schema, then the file, then the choices, then the command line."""
+    """Schema, the file's own choices, its other keys, the choices of the command line, its keys."""
     path = tmp_path / "run.yaml"
-    path.write_text(
-        "choices: {cluster: local}\nmodel: {preset: tiny}\nseed: 3\ncluster: {num_workers: 9, min_workers: 2}\n"
-    )
-    local = yaml.safe_load((CONF / "cluster" / "local.yaml").read_text())["cluster"]
+    path.write_text("choices: {model: tiny, data: llava, cluster: local}\nseed: 3\n"
+                    "data: {path: a.json, max_pixels: 200704, image_root: images}\ncluster: {num_workers: 2}\n")
+    argv = ["--config", str(path)]
+    config = load(argv)
+    assert (config.seed, config.model.preset, config.cluster.cpus_per_worker) == (3, "tiny", 0.1)
+    assert (config.cluster.num_workers, config.cluster.device) == (2, "cpu")
+    assert config.data == Data(format="llava", path="a.json", max_pixels=200704, image_root="images")
+    config = load([*argv, "data=parquet", "data.path=b", "cluster=local", "cluster.device=npu"])
+    assert config.data == Data(format="parquet", path="b", max_pixels=200704, image_root="images")
+    assert (config.cluster.num_workers, config.cluster.device) == (4, "npu")
+    assert load([*argv, "cluster=local", "cluster.num_workers=5"]).cluster.num_workers == 5
+
+
+@pytest.mark.parametrize("name", ["llava", "parquet", "webdataset", "huggingface"])
+def test_a_format_chosen_on_the_command_line_leaves_the_files_other_keys(name: str) -> None:
+    assert leaves(yaml.safe_load((CONF / "data" / f"{name}.yaml").read_text())) == [("data.format", name)]
+
+
+def test_one_of_two_keys_replaces_the_other_of_an_earlier_layer(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("choices: {model: tiny, data: synthetic}\nmodel: {path: /m}\ndata: {sources: [{path: a}]}\n")
     config = load(["--config", str(path)])
-    assert (config.seed, config.cluster.num_workers, config.cluster.min_workers) == (3, local["num_workers"], 2)
-    assert load(["--config", str(path), "cluster.num_workers=5"]).cluster.num_workers == 5
+    assert (config.model.preset, config.model.path) == ("", "/m")
+    assert (config.data.path, config.data.sources) == ("", [Source(path="a")])
+    config = load(["--config", str(path), "model=small", "data=synthetic"])
+    assert (config.model.preset, config.model.path, config.data.sources) == ("small", "", [])
+    path.write_text("model: {preset: tiny, path: /m}\n")
+    assert "exactly one of the two" in refused(["--config", str(path)])
 
 
 def test_choices_come_from_the_command_line_too(tmp_path: Path) -> None:

@@ -34,8 +34,10 @@ def test_every_file_loads(path: Path) -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("choices: {workload: chartqa}\nmodel: qwen3_vl_8b\ncluster: {num_ranks: 3}\nnum_batches: 2\n")
+    file.write_text("choices: {workload: chartqa, cluster: a100}\nmodel: qwen3_vl_8b\ncluster: {num_ranks: 3}\n"
+                    "num_batches: 2\n")
     settings = load_simulation(["--config", str(file), "num_batches=4"])
+    assert settings.cluster.device == "a100"
     assert (settings.model, settings.cluster.num_ranks, settings.num_batches) == ("qwen3_vl_8b", 3, 4)
     assert settings.workload.sources[0].name == "chartqa"
 
