@@ -259,6 +259,12 @@ def test_nodes_have_the_files_of_conf(path: Path) -> None:
     assert [line for line in installs if not re.search(r" -e [\w/~]+/dhp_ray$", line)] == []
 
 
+@pytest.mark.parametrize("path", KUBERAY, ids=name)
+def test_the_images_user_owns_the_checkout(path: Path) -> None:
+    """Ray's images run as `ray` of the group `users`, who writes `dhp_ray.egg-info` there to install it editable."""
+    assert re.findall(r"COPY (.*?) +/ ", path.read_text()) == ["--chown=ray:users . /home/ray/dhp_ray"]
+
+
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *LAUNCH], ids=name)
 def test_nothing_is_open_and_nothing_is_secret(path: Path) -> None:
     text = path.read_text()
