@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import TemplateError
 
-from dhp_ray.data.chat_template import ChatTemplate, HiddenTokens, SpelledTokens
+from dhp_ray.data.chat_template import WORDS, ChatTemplate, HiddenTokens, SpelledTokens
 from dhp_ray.data.conversation import Turn, check_counts, last_answer, read_turns, right_answers
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
@@ -143,6 +143,13 @@ class Processor:
         """
         others = [] if named is None else [named] if isinstance(named, int) else named
         return sorted({self.token_ids["eos"], *others})
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of generated ids, as `references` write it: without special tokens but for those that are said."""
+        control = {number for number, token in self.tokenizer.added_tokens_decoder.items()
+                   if token.special and token.content not in WORDS}
+        text: str = self.tokenizer.decode([number for number in ids if number not in control])
+        return text
 
     def references(self, fields: Mapping[str, Any], turns: Sequence[Turn]) -> tuple[str, ...]:
         """The right answers of a row, as evaluation compares them with what the model generates."""

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from dhp_ray.data.chat_template import WORDS
 from dhp_ray.data.conversation import MARKS, read_turns
 from dhp_ray.data.evaluation import read_question
 from dhp_ray.data.formats.rows import Row
@@ -144,6 +145,20 @@ def test_every_special_token_of_a_tokenizer_is_a_word_and_added_words_stay(tmp_p
     for token in ("<word>", "<|box_start|>", "<tool_call>", "<think>"):
         assert ids.count(number[token]) == 2, token
     assert processor.tokenizer.decode(ids).count(text) == 2
+
+
+def test_what_a_model_generates_reads_as_what_it_has_learned(tmp_path: Path) -> None:
+    """Names and places of objects lie between special tokens, which a reference has too."""
+    tokens = [AddedToken(token, special=token != "</think>") for token in WORDS]
+    processor = with_tokens(tmp_path, AddedToken("<|own|>", special=True), *tokens)
+    text = "It is true:" + "".join(f" {token}(1,2)" for token in WORDS if "think" not in token)
+    row = Row("a", {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}]})
+    question = read_question(row, processor, "")
+    learned = question.whole.labels[question.whole.labels != IGNORE]
+    assert processor.token_ids["eos"] in learned
+    own = processor.tokenizer.get_vocab()["<|own|>"]
+    said = processor.text_of([own, *learned.tolist(), processor.token_ids["pad"]])
+    assert [said] == [text] == list(question.references)
 
 
 def test_a_token_that_the_tokenizer_does_not_call_special(tmp_path: Path) -> None:

@@ -140,8 +140,7 @@ class Evaluator:
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
                                      eos_token_id=self.processor.end_ids(named), synced_gpus=self.group is not None)
-        new = found[0, inputs["input_ids"].shape[1]:]
-        return self.processor.tokenizer.decode(new, skip_special_tokens=True)
+        return self.processor.text_of(found[0, inputs["input_ids"].shape[1]:].tolist())
 
     def _inputs(self, encoded: Encoded, media: list[Medium]) -> dict[str, Tensor]:
         """Return the transformers model's inputs for one sequence, to which the first entries of `media` belong."""

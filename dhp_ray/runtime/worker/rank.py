@@ -174,7 +174,7 @@ class Rank:
         named = getattr(self.adapter.module.generation_config, "eos_token_id", None)
         found = greedy_answers(self.stepper, inputs, sample_ids, self.config.eval.max_new_tokens,
                                processor.end_ids(named), processor.token_ids["pad"])
-        return [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in found]
+        return [processor.text_of(tokens) for tokens in found]
 
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
         """Measure a part, with packs of up to MAX_TOKENS; the state is useless afterwards. Every rank calls this."""
