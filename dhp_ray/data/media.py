@@ -105,8 +105,8 @@ def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
     """The images or videos in a row's columns (`images`, else `image`), but for nulls and empty texts."""
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
         values = column if isinstance(column, list) else [column]
-        if any(unwrap(value, kind)[0] not in _EMPTY for value in values):
-            return values
+        if found := [value for value in values if unwrap(value, kind)[0] not in _EMPTY]:
+            return found
     return []
 
 
