@@ -7,7 +7,7 @@ Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenA
 `function_call` and `function` turns).
 
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
-image or video; a part may instead give its `index`, from 0, or its own source. Behind a backslash (`\\<image>`), in a
+image or video; a part may instead give its `index`, from 0, or its own source (see `media_keys`). Behind a backslash (`\\<image>`), in a
 part of type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI),
 `"loss": false` (ms-swift), or `"train": false` or `"training": false` (Axolotl) is not learned. Its thought lies in
 <think>...</think> before the text, or beside it in `reasoning_content` (Qwen, DeepSeek), `reasoning` or `thinking`.
@@ -34,6 +34,7 @@ LEARNED = ("weight", "loss", "train", "training")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MOST_VALUES = 2**21
 """Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
+EMPTY = (None, "", b"")
 OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "video_start",
                 "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
 """Keys of qwen-vl-utils by which one image or video is shown otherwise than all others."""
@@ -179,6 +180,45 @@ def check_settings(given: Mapping[str, Any]) -> None:
                        "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
 
 
+def own_media(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The kind and the source of the images and videos that the turns of a row bring themselves. RowError: a row has no
+    turns, or one of these has settings of its own.
+    """
+    contents = [turn.get("content") for turn in stored_turns(fields) if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    return [(kind, part) for part in parts if (kind := _shown_by(part)) and holds_media(part, kind)]
+
+
+def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
+    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so. RowError: it
+    has settings of its own.
+    """
+    rate = None
+    while isinstance(value, Mapping):
+        check_settings(value)
+        rate = value.get("fps") if value.get("fps") is not None else rate
+        name = next((name for name in media_keys(kind) if value.get(name) not in EMPTY), None)
+        value = value[name] if name else None
+        if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
+            value = f"data:;base64,{value}"
+    return value, rate
+
+
+def holds_media(value: Any, kind: str) -> bool:
+    """Whether a value holds an image or video: not if it is null or empty, or a mapping with such values."""
+    return unwrap(value, kind)[0] not in EMPTY
+
+
+def media_keys(kind: str) -> tuple[str, ...]:
+    """The keys under which a mapping holds an image or video; the first that is not empty counts."""
+    return kind, f"{kind}_url", "url", "bytes", "path", "base64"
+
+
+def _shown_by(part: Mapping[str, Any]) -> str:
+    """The kind of what a part shows, by its `type`; empty if that is neither an image nor a video."""
+    return next((kind for kind in MEDIA if part.get("type") in (kind, f"{kind}_url")), "")
+
+
 def _given(fields: Mapping[str, Any], name: str) -> bool:
     """Whether a key has a value: not null, NaN (a column of pandas), 0, false or empty."""
     value = fields.get(name)
@@ -274,18 +314,11 @@ def _part(number: int, item: Any) -> ContentPart:
     kind = item.get("type")
     if kind == "text" and isinstance(item.get("text"), str):
         return ContentPart("text", item["text"])
-    with about(RowError, f"turn {number}"):
-        check_settings(item)
-    if kind in ("image_url", "video_url"):
-        value = item.get(kind)
-        url = value.get("url") if isinstance(value, Mapping) else value
-        if not isinstance(url, str):
+    if shows := _shown_by(item):
+        with about(RowError, f"turn {number}"):
+            given = holds_media(item, shows)
+        if kind != shows and not given:
             raise RowError(f"turn {number} has a part {kind} without url")
-        return ContentPart(kind.removesuffix("_url"), source={"url": url, "fps": item.get("fps")})
-    if kind in MEDIA:
-        source = next((item[name] for name in (kind, "path", "bytes") if item.get(name) is not None), None)
-        if kind == "video" and source is not None:
-            source = {"video": source, "fps": item.get("fps")}
         index = item.get("index")
         if index is not None and index == index:  # pandas makes floats of a column with nulls, and NaN of these
             if not isinstance(index, int | float) or index != int(index):
@@ -293,7 +326,7 @@ def _part(number: int, item: Any) -> ContentPart:
             index = int(index)
         else:
             index = None
-        return ContentPart(kind, source=source, index=index, fps=item.get("fps") if source is None else None)
+        return ContentPart(shows, source=item if given else None, index=index, fps=None if given else item.get("fps"))
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
 

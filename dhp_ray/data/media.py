@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dhp_ray.credentials import masked
-from dhp_ray.data.conversation import MEDIA, Turn, check_counts, check_settings
+from dhp_ray.data.conversation import MEDIA, Turn, check_counts, holds_media, own_media, unwrap
 from dhp_ray.data.errors import RowError
 from dhp_ray.errors import about
 from dhp_ray.schema import Data
@@ -26,7 +26,6 @@ FRAMES_MAGIC = b"dhp_ray frames 1"
 _FRAMES_HEADER = struct.Struct("<dI")
 _DATA = re.compile("data:", re.IGNORECASE)
 _DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII | re.IGNORECASE)
-_EMPTY = (None, "", b"")
 _NAME_CHARACTERS = 4096  # what Linux opens; looking up the folders of a far longer name takes minutes
 
 
@@ -105,26 +104,9 @@ def column_media(fields: Mapping[str, Any], kind: str) -> list[Any]:
     """The images or videos in a row's columns (`images`, else `image`), but for nulls and empty texts."""
     for column in (fields.get(f"{kind}s"), fields.get(kind)):
         values = column if isinstance(column, list) else [column]
-        if found := [value for value in values if unwrap(value, kind)[0] not in _EMPTY]:
+        if found := [value for value in values if holds_media(value, kind)]:
             return found
     return []
-
-
-def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
-    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so. RowError: it
-    has settings of its own.
-    """
-    rate = None
-    while isinstance(value, Mapping):
-        check_settings(value)
-        rate = value.get("fps") if value.get("fps") is not None else rate
-        value = next((value[name] for name in media_keys(kind) if value.get(name) not in _EMPTY), None)
-    return value, rate
-
-
-def media_keys(kind: str) -> tuple[str, ...]:
-    """The keys under which a mapping holds an image or video; the first that is not empty counts."""
-    return kind, f"{kind}_url", "url", "bytes", "path"
 
 
 def frame_sources(value: Any) -> list[Any]:
@@ -135,15 +117,11 @@ def frame_sources(value: Any) -> list[Any]:
 
 def file_bytes(fields: Mapping[str, Any], image_root: str) -> int:
     """Total bytes of the files that the columns or the turns of a row name; missing files count as 0."""
-    lists = (fields[name] for name in ("conversations", "messages") if isinstance(fields.get(name), list))
-    turns: list[Any] = next(lists, [])
-    parts = [part for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("content"), list)
-             for part in turn["content"]]
-    own = [(part.get(name), kind) for part in parts if isinstance(part, Mapping)
-           for kind in MEDIA for name in (kind, f"{kind}_url")]
+    named = [(kind, value) for kind in MEDIA for value in column_media(fields, kind)]
+    with suppress(RowError):
+        named += own_media(fields)
     total = 0
-    named = [(value, kind) for kind in MEDIA for value in column_media(fields, kind)] + own
-    for name in [file for medium, kind in named for file in (frame_sources(medium) or [unwrap(medium, kind)[0]])]:
+    for name in [file for kind, medium in named for file in (frame_sources(medium) or [unwrap(medium, kind)[0]])]:
         if isinstance(name, str):
             with suppress(RowError, OSError, ValueError):
                 total += os.path.getsize(resolve(image_root, name))

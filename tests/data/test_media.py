@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.data.conversation import MEDIA, OWN_SETTINGS, read_turns
+from dhp_ray.data.conversation import MEDIA, OWN_SETTINGS, media_keys, own_media, read_turns
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.media import MediaLimits, column_media, file_bytes, read_media, resolve, with_videos
@@ -230,9 +230,30 @@ def test_parts_bring_their_own_images_or_take_the_next(root: Path) -> None:
         {"type": "text", "text": "<image> is no mark here", "image": None},
         {"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": {"url": "a.png"}},
         {"type": "image", "bytes": first},
-        {"type": "image", "image": {"bytes": None, "path": "a.png"}}, {"type": "image", "text": None, "image": None}]
+        {"type": "image", "image": {"bytes": None, "path": "a.png"}}, {"type": "image", "text": None, "image": ""}]
     assert shown(root, parts, images=["deep/b.png", "a.png"]) == [second, second, second, first, first, first, first]
     assert shown(root, "<image> and <image>", images=["a.png", second]) == [first, second]
+
+
+@pytest.mark.parametrize("kind", MEDIA)
+def test_a_part_brings_what_it_shows_under_any_key(root: Path, kind: str) -> None:
+    """Also in a row with images in a column, of which it would otherwise take the next one."""
+    data = (root / "a.png").read_bytes()
+    forms: list[Any] = [{key: value} for key in media_keys(kind) for value in (
+        ("a.png", {"url": "a.png"}, {kind: {"path": "a.png"}}) if key != "base64" else
+        (base64.b64encode(data).decode(), f"data:image/png;base64,{base64.b64encode(data).decode()}"))]
+    for form in [*forms, {"bytes": data, "path": "absent.png"}, {kind: "", "url": "a.png"}]:
+        for name in (kind, f"{kind}_url"):
+            part = {"type": name, **form}
+            assert shown(root, [part]) == [data], part
+            assert shown(root, [{"type": kind}, part], **{f"{kind}s": [b"stored"]}) == [b"stored", data]
+            row = {"messages": [{"role": "user", "content": [part]}]}
+            assert file_bytes(row, str(root)) == (len(data) if "a.png" in str(form) else 0)
+            assert own_media(row) == [(kind, part)]
+    with pytest.raises(RowError, match=r"'data:;base64,\?' is not a data URI"):
+        shown(root, [{"type": kind, "base64": "?"}])
+    with pytest.raises(RowError, match="1: an image or video has its own nframes, 8; allowed: those of the run"):
+        shown(root, [{"type": kind, kind: {"url": "a.png", "nframes": 8}}])
 
 
 def test_videos_and_images_keep_the_order_of_the_text(root: Path) -> None:

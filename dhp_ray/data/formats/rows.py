@@ -20,10 +20,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from dhp_ray.data.conversation import CONVERSATION_COLUMNS
+from dhp_ray.data.conversation import CONVERSATION_COLUMNS, media_keys
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
-from dhp_ray.data.media import media_keys
 from dhp_ray.errors import first_line
 
 ROWS_PER_FRAGMENT = 32

@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, parse_json
+from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, own_media, parse_json
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats.rows import Row, cut_fragments, too_large
 from dhp_ray.data.fragments import Fragment, UniqueIds
@@ -113,8 +113,9 @@ def read_sample(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     of_videos = {name for name in frames if isinstance(name, str)}
     shown["images"] = [name for name in shown["images"]
                        if not of_videos & {name, name.rpartition("/")[2], split_name(name)[1]}]
+    own = own_media(fields)
     for plural, names in shown.items():
-        if names and all(fields.get(column) is None for column in (plural, plural[:-1])) and not _has_own(fields):
+        if names and all(fields.get(column) is None for column in (plural, plural[:-1])) and not own:
             fields[plural] = names
     return fields, media
 
@@ -159,13 +160,3 @@ def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
         raise RowError(f"the member txt is not UTF-8 text: {first_line(error)}") from None
     marks = IMAGE_MARK * counts["images"] + VIDEO_MARK * counts["videos"]
     return {"messages": [{"role": "user", "content": marks}, {"role": "assistant", "content": caption}]}
-
-
-def _has_own(fields: dict[str, Any]) -> bool:
-    """Whether the parts of a row's messages name their own images and videos."""
-    messages = fields.get("messages")
-    contents = [message.get("content")
-                for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get(name) is not None for part in parts
-               for name in ("image", "video", "image_url", "video_url", "path"))
