@@ -7,10 +7,11 @@ Tool calls are LLaMA-Factory's turns `function_call` and `observation`, or OpenA
 `function_call` and `function` turns).
 
 A mark (`<image>`, `<video>`) in a turn of the user or of a tool, or a part without a source, stands for the row's next
-image or video; a part may instead give its `index`, from 0, or its own source (see `media_keys`). Behind a backslash (`\\<image>`), in a
-part of type text and in all other turns a mark is a word. A turn of the assistant with `"weight": 0` (OpenAI),
-`"loss": false` (ms-swift), or `"train": false` or `"training": false` (Axolotl) is not learned. Its thought lies in
-<think>...</think> before the text, or beside it in `reasoning_content` (Qwen, DeepSeek), `reasoning` or `thinking`.
+image or video; a part may instead give its `index`, from 0, or its own source (see `media_keys`). Behind a backslash
+(`\\<image>`), in a part of type text and in all other turns a mark is a word. A turn of the assistant with
+`"weight": 0` (OpenAI), `"loss": false` (ms-swift), or `"train": false` or `"training": false` (Axolotl) is not learned.
+Its thought lies in <think>...</think> before the text, or beside it in `reasoning_content` (Qwen, DeepSeek),
+`reasoning` or `thinking`.
 """
 
 from __future__ import annotations
@@ -336,19 +337,19 @@ def _brief(value: Any) -> str:
 
 def _holds_any(value: Any) -> bool:
     """Whether stored tools or calls hold any: the value may be null, empty, only nulls, or an empty list as text."""
-    if isinstance(value, list):
-        return any(item is not None for item in value)
-    return bool(_present(value)) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
+    if isinstance(value, list | Mapping):
+        return any(item is not None for item in (value.values() if isinstance(value, Mapping) else value))
+    return bool(value) and not (isinstance(value, str) and value.strip() in ("", "[]", "null"))
 
 
 def _tools(tools: Any) -> str:
     """`Turn.tools` of a list, or JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of
-    {"type": "function"}; nulls as in calls.
+    {"type": "function"}.
     """
     tools = _read(tools, "tools")
     found = []
     for tool in tools if isinstance(tools, list) else [tools]:
-        signature = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        signature = (tool.get("function") or tool) if isinstance(tool, Mapping) else None
         if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
             raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
         found.append(tool if tool is not signature else {"type": "function", "function": tool})
@@ -359,8 +360,7 @@ def _tools(tools: Any) -> str:
 
 def _calls(calls: Any) -> str:
     """`Turn.calls` of one or several {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of
-    OpenAI's tool_calls, as objects or JSON text. In objects null counts as absent, because a column of structs gives
-    every call the arguments of all calls.
+    OpenAI's tool_calls, as objects or JSON text.
     """
     calls = _read(calls, "the call of a tool")
     return _json([_call(call) for call in (calls if isinstance(calls, list) else [calls])])
@@ -384,21 +384,13 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _read(value: Any, what: str) -> Any:
-    """A value that may be stored as JSON text; otherwise, keys with the value null are left out."""
+    """A value that may be stored as JSON text."""
     if not isinstance(value, str):
-        return _present(value)
+        return value
     try:
         return parse_json(value)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is not JSON: {first_line(error)}") from None
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _present(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_present(inner) for inner in value]
-    return value
 
 
 def _json(tree: Any) -> str:

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from dhp_ray.data import conversation
 from dhp_ray.data.conversation import parse_json, read_turns, stored_tools
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
+from dhp_ray.data.formats.rows import read_row
 from dhp_ray.data.index import index_fragments
 from dhp_ray.data.processor import IGNORE, Encoded, ProcessorSpec
 from dhp_ray.schema import Data
@@ -165,28 +167,36 @@ def test_no_tools_leave_the_system_turn_alone(tools: Any) -> None:
     )
 
 
+WITH_NULL = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [
+    {"id": None, "function": {"name": "weather", "arguments": {"place": "Köln", "zone": None}}}]}]
+
+
 def test_nulls_of_columns_are_no_arguments() -> None:
-    """A column of structs gives every call the arguments of all, and every message the keys of all."""
-    stored = [QUESTION | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [
-        {"function": {"name": "weather", "arguments": {"place": "Köln", "zone": None}}}]},
-              {"role": "assistant", "content": "Yes.", "tool_calls": None}]
+    """A column of structs gives every call the arguments of all, and every message and tool the keys of all."""
+    messages = [*WITH_NULL, {"role": "assistant", "content": "Yes.", "tool_calls": None}]
+    batch = pa.RecordBatch.from_pylist([{"messages": messages, "tools": [{"name": "f", "description": None}]}])
+    fields = read_row(batch, 0, 2**20).fields
+    found = encoded(fields["messages"], fields["tools"])
     assert (
-        learnt(encoded(stored))
+        learnt(found)
         == '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call><|im_end|>Yes.<|im_end|>'
     )
+    assert '{"name": "f"}' in PROCESSOR.tokenizer.decode(found.input_ids)
 
 
-def test_nulls_of_json_text_are_what_the_assistant_wrote() -> None:
-    """Text has the keys of one call alone."""
+def test_nulls_of_json_are_what_the_assistant_wrote() -> None:
+    """JSON, in a file or a column, has the keys of one call alone."""
     text = '{"name": "weather", "arguments": {"place": "Köln", "zone": null}}'
     expected = f"<tool_call>\n{text}\n</tool_call><|im_end|>"
-    assert learnt(encoded([QUESTION, {"from": "function_call", "value": text}])) == expected
-    openai = {"name": "weather", "arguments": '{"place": "Köln", "zone": null}', "id": None}
-    assert learnt(encoded([QUESTION, {"role": "assistant", "tool_calls": [{"function": openai}]}])) == expected
+    for messages in ([QUESTION, {"from": "function_call", "value": text}], with_text_arguments(WITH_NULL),
+                     WITH_NULL):
+        assert learnt(encoded(messages)) == expected
     signature = [{"name": "f", "parameters": {"default": None}}]
-    from_text, from_rows = encoded(ONE, json.dumps(signature)), encoded(ONE, signature)
-    assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(from_text.input_ids)
-    assert '"parameters": {}' in PROCESSOR.tokenizer.decode(from_rows.input_ids)
+    for tools in (signature, json.dumps(signature), [{"type": "function", "function": signature[0]}]):
+        assert '"parameters": {"default": null}' in PROCESSOR.tokenizer.decode(encoded(ONE, tools).input_ids)
+    for absent in ({"name": None, "arguments": None}, [None], {}):
+        message = {"role": "assistant", "content": "Yes.", "function_call": absent}
+        assert learnt(encoded([QUESTION, message])) == "Yes.<|im_end|>"
 
 
 @pytest.mark.parametrize("calls", [None, [], "", "[]", " null "])

@@ -84,7 +84,14 @@ def read_row(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
         [fields] = row.to_pylist()
     except UnicodeDecodeError as raised:  # Arrow takes the bytes of strings as they are
         return Row(given_ids(row)[0], {}, f"a string of the row is not UTF-8: {first_line(raised)}")
-    return Row(fields.get("id", ""), fields)
+    return Row(fields.get("id", ""), {name: _without_nulls(value) for name, value in fields.items()})
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys of structs that are null: a column gives every call of a tool the arguments of all."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def given_ids(batch: pa.RecordBatch) -> list[Any]:
