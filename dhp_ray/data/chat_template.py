@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -291,19 +291,25 @@ class SpelledTokens:
                          tools=hidden(turn.tools)) for turn in turns]
         return HiddenTokens(turns, {stand_in: token for token, stand_in in stand_ins.items()})
 
-    def encode(self, text: str, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The int32 ids (L,) of a rendered text, and the begin and end of each in it."""
-        pieces = re.split(f"([{''.join(hidden.tokens)}])", text) if hidden.tokens else [text]
-        encoded = self.tokenizer(pieces[::2], add_special_tokens=False, split_special_tokens=False,
+    def encode(
+        self, text: str, hidden: HiddenTokens, answers: Sequence[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The int32 ids (L,) of a rendered text, and the begin and end of each in it. No token reaches over the places
+        where `answers` begin: a prompt ends there, and its line break would be one token with that of an answer.
+        """
+        words = [found.span() for found in re.finditer(f"[{''.join(hidden.tokens)}]", text)] if hidden.tokens else []
+        cuts = sorted([*words, *((place, place) for place in answers)])
+        edges = [0, *(edge for cut in cuts for edge in cut), len(text)]
+        encoded = self.tokenizer([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])],
+                                 add_special_tokens=False, split_special_tokens=False,
                                  return_offsets_mapping=True, return_attention_mask=False)
         ids: list[int] = []
         places: list[tuple[int, int]] = []
-        begins = accumulate((len(piece) + 1 for piece in pieces[::2]), initial=0)
-        for begin, stand_in, of_piece, offsets in zip(begins, ("", *pieces[1::2]), encoded["input_ids"],
+        for (before, begin), of_piece, offsets in zip(((0, 0), *cuts), encoded["input_ids"],
                                                       encoded["offset_mapping"]):
-            as_text = self._word_ids(hidden.tokens[stand_in]) if stand_in else []
+            as_text = self._word_ids(hidden.tokens[text[before:begin]]) if before < begin else []
             ids += [*as_text, *of_piece]
-            places += [(begin - 1, begin)] * len(as_text)
+            places += [(before, begin)] * len(as_text)
             places += [(begin + start, begin + stop) for start, stop in offsets]
         starts, stops = np.asarray(places, np.int64).reshape(-1, 2).T
         return np.asarray(ids, np.int32), starts, stops

@@ -163,7 +163,7 @@ class Processor:
         pieces = [(piece, number, medium.seconds) for number, medium in enumerate(media) for piece in medium.pieces]
         runs = [(_kind(size), count) for size, medium in zip(sizes, media) for count in medium.runs]
         text, spans = self._with_media(text, spans, sizes, [medium.text for medium in media])
-        ids, starts, stops = self._spelled.encode(text, hidden)
+        ids, starts, stops = self._spelled.encode(text, hidden, [start for start, _ in spans])
         labels = np.where(within(starts, stops, spans), ids, np.int32(IGNORE))
         # The text has one token per run; the model takes one per merged patch.
         marks = np.isin(ids, [self.token_ids[kind] for kind in self.family.marks])

@@ -23,6 +23,7 @@ from dhp_ray.data.index import check_answers, held_out, index_fragments
 from dhp_ray.data.processor import IGNORE, ProcessorSpec
 from dhp_ray.schema import Data
 from tests.data.samples import picture, talk, video, write_rows
+from tests.data.test_processor import word_tokenizer
 from tests.packs import PATCH_DIMS
 
 PROCESSORS = {preset: ProcessorSpec(preset).load() for preset in PATCH_DIMS}
@@ -62,6 +63,25 @@ def test_an_answer_that_begins_with_a_line_break_leaves_the_prompt_alone() -> No
     question = read_question(row(talk("What?", "\n\nYes.")), PROCESSOR, "")
     assert PROCESSOR.tokenizer.decode(question.prompt.input_ids).endswith("<|im_start|>assistant\n")
     assert question.references == ("Yes.",)
+
+
+@pytest.mark.parametrize("answer", ["Yes", " Yes", "   Yes", "\nYes", "\n\n  true", " \n Yes\n", "\r\nYes", "\t\n\n"])
+def test_an_answer_is_trained_behind_the_ids_of_its_prompt(answer: str, tmp_path: Path) -> None:
+    """Tokenizers have tokens of several line breaks, one of which may be the prompt's last."""
+    processor = ProcessorSpec(path=str(word_tokenizer(tmp_path))).load()
+    assert len(processor.tokenizer("\n\n")["input_ids"]) == 1
+    weightless = {"from": "gpt", "value": answer, "weight": 0}
+    for talked in (talk("<image>What?", answer), talk("A\n<|im_end|>", "true", "<image>B", answer, "And?"),
+                   [*talk("<image>\n"), weightless, *talk("true?", answer)]):
+        question = read_question(row(talked, image=picture(60, 90)), processor, "")
+        length = len(question.prompt.input_ids)
+        assert question.whole.input_ids[:length].tolist() == question.prompt.input_ids.tolist()
+        learned = question.whole.labels[length:]
+        assert processor.tokenizer.decode(learned[learned != IGNORE]) == f"{answer}<|im_end|>"
+    # of several answers, each is learned whole
+    whole = processor.encode(talk("a", answer, "b <|im_end|>", answer), [])
+    text = processor.tokenizer.decode(whole.labels[whole.labels != IGNORE])
+    assert text == f"{answer}<|im_end|>" * 2
 
 
 @pytest.mark.parametrize(("answers", "references"), [
