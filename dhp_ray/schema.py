@@ -87,7 +87,8 @@ class Data:
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path", path="folder")
     sources: list[Source] = key([],
                                 "several sources mixed by weight, instead of data.path: [{path: a, weight: 1}, ...]")
-    min_pixels: int = key(3136, "an image with fewer pixels is scaled up to this many", minimum=1, maximum=10**9)
+    min_pixels: int = key(0, "an image or video with fewer pixels is scaled up to this many; 0: as the model's own "
+                          "processor does", minimum=0, maximum=10**9)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
     max_file_mb: float = key(512.0, "largest image, video or row in megabytes; a larger one is refused", above=0)
     video_fps: float = key(2.0, "frames a second taken from a video", above=0)

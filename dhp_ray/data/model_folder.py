@@ -11,7 +11,7 @@ from typing import Any
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import Family
+from dhp_ray.data.families.base import MIN_PIXELS, Family
 from dhp_ray.errors import first_line
 
 TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
@@ -93,7 +93,7 @@ def _stored_ids(tree: dict[str, Any]) -> Iterator[Any]:
 
 def own_pixels(folder: Path, most_pixels: int) -> int:
     """The `data.max_pixels` that scales images as a folder does if `most_pixels` does not; else 0."""
-    settings = _image_tree(folder) or {}
+    settings = _settings(folder, "image")[1] or {}
     size: dict[str, Any] = settings["size"] if isinstance(settings.get("size"), dict) else {}
     tiles, height, width = (_number(tree.get(name)) for tree, name in (
         (settings, "max_patches"), (size, "height"), (size, "width")))
@@ -110,7 +110,7 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
     """
     if not family.image_processors:
         return {}
-    stored = _image_tree(folder)
+    stored = _settings(folder, "image")[1]
     if stored is None:
         raise DataError(f"model.path: {folder} has no preprocessor_config.json")
     kind = str(stored.get("image_processor_type", ""))
@@ -134,29 +134,42 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
     return settings
 
 
+def least_pixels(folder: Path) -> tuple[int, int]:
+    """The fewest pixels of an image, and of a video, as the folder's own processors have them. DataError: one is no
+    number.
+    """
+    image = _pixels(folder, "image", "min_pixels", "shortest_edge") or MIN_PIXELS
+    return image, _pixels(folder, "video", "min_pixels", "shortest_edge") or image
+
+
 def video_pixels(folder: Path) -> int:
     """The most pixels of all of a video's frames; 0: the folder does not say. DataError: it is no number."""
-    file = folder / "video_preprocessor_config.json"
-    size = read_json(file).get("size") if file.is_file() else None
-    given = (size.get("longest_edge") if isinstance(size, dict) else None) or 0
-    if given and _number(given) < 1:
-        raise DataError(f"model.path: {file}: size.longest_edge is {given!r}; allowed: a number of pixels")
-    return _number(given)
+    return _pixels(folder, "video", "max_pixels", "longest_edge")
+
+
+def _pixels(folder: Path, kind: str, name: str, edge: str) -> int:
+    """A bound of a processor under its older name, else its newer one; 0: there is none."""
+    file, settings = _settings(folder, kind)
+    size = (settings or {}).get("size")
+    given = {name: (settings or {}).get(name), f"size.{edge}": size.get(edge) if isinstance(size, dict) else None}
+    for key, value in given.items():
+        if value and _number(value) < 1:
+            raise DataError(f"model.path: {file}: {key} is {value!r}; allowed: a number of pixels")
+    return next((_number(value) for value in given.values() if value), 0)
 
 
 def _number(value: Any) -> int:
     return int(value) if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else 0
 
 
-def _image_tree(folder: Path) -> dict[str, Any] | None:
-    """The settings of a folder's image processor, as stored; None if there are none."""
-    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
-        if (folder / name).is_file():
-            tree = read_json(folder / name)
-            settings = tree if section is None else tree.get(section)
-            if isinstance(settings, dict):
-                return settings
-    return None
+def _settings(folder: Path, kind: str) -> tuple[Path, dict[str, Any] | None]:
+    """The file that holds the settings of a folder's processor of images or videos, and these, None without any."""
+    own = folder / f"{'video_' * (kind == 'video')}preprocessor_config.json"
+    if own.is_file():
+        return own, read_json(own)
+    file = folder / "processor_config.json"  # of transformers from 5.0 on
+    settings = read_json(file).get(f"{kind}_processor") if file.is_file() else None
+    return file, settings if isinstance(settings, dict) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from dhp_ray.data.chat_template import WORDS, ChatTemplate, HiddenTokens, Spelle
 from dhp_ray.data.conversation import Turn, check_counts, last_answer, read_turns, right_answers
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.families import PRESET_SETTINGS, PRESETS
-from dhp_ray.data.families.base import SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size, Written
+from dhp_ray.data.families.base import MIN_PIXELS, SLICE_TOKENS, VIDEO_PIXELS, Clip, Family, Size, Written
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import (
     chat_template,
     check_vocabulary,
     family_in,
     image_settings,
+    least_pixels,
     video_pixels,
     write_json,
 )
@@ -59,11 +60,13 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """What a processor is loaded from; it is small, so it travels to actors instead of the processor."""
+    """What a processor is loaded from; it is small, so it travels to actors instead of the processor. `min_pixels`: of
+    images and videos; 0: those of the folder's own processors, as far as `max_pixels` allows.
+    """
 
     preset: str = ""
     path: str = ""
-    min_pixels: int = 3136
+    min_pixels: int = 0
     max_pixels: int = 1003520
     limits: MediaLimits = field(default_factory=MediaLimits)
 
@@ -75,8 +78,9 @@ class ProcessorSpec:
         """The processor of a preset, or of a folder. DataError: that lacks a file, or is of no known family."""
         if self.preset:
             kind = PRESETS[self.preset]
-            family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, self.min_pixels,
-                          self.max_pixels, self.limits)
+            least = self.min_pixels or min(MIN_PIXELS, self.max_pixels)
+            family = kind({**kind.image_settings, **PRESET_SETTINGS.get(self.preset, {})}, least, self.max_pixels,
+                          self.limits, min_video_pixels=least)
             return Processor(family, kind.byte_tokenizer(), kind.chat_template)
         from transformers import AutoTokenizer
 
@@ -93,8 +97,9 @@ class ProcessorSpec:
         _keep_spaces(tokenizer.backend_tokenizer)
         check_vocabulary(folder, tokenizer.get_vocab().values())
         template = chat_template(folder)
-        family = kind(image_settings(folder, kind), self.min_pixels, self.max_pixels, self.limits,
-                      video_pixels(folder) or VIDEO_PIXELS)
+        of_image, of_video = (self.min_pixels or min(least, self.max_pixels) for least in least_pixels(folder))
+        family = kind(image_settings(folder, kind), of_image, self.max_pixels, self.limits,
+                      video_pixels(folder) or VIDEO_PIXELS, of_video)
         try:
             return Processor(family, tokenizer, template)
         except TemplateError as error:

@@ -19,11 +19,11 @@ import numpy as np
 
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.families import FAMILIES
-from dhp_ray.data.families.base import Clip, Family, Size
+from dhp_ray.data.families.base import MIN_PIXELS, Clip, Family, Size
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.errors import first_line
 from dhp_ray.planner.plan.types import Grid, Sample
-from dhp_ray.schema import ConfigError, Data
+from dhp_ray.schema import ConfigError
 from dhp_ray.simulate.settings import Numbers, SourceSettings, WorkloadSettings, file_of, sources_of
 
 FRAMES_PER_SECOND = 30.0
@@ -110,7 +110,7 @@ class Workload:
         """Vision tokens and grids of an image or video."""
         settings = self._settings
         family = self._family(
-            self._family.image_settings, Data().min_pixels,
+            self._family.image_settings, MIN_PIXELS,
             settings.frame_pixels if isinstance(size, Clip) else settings.max_pixels,
             MediaLimits(video_fps=settings.video_fps, max_frames=settings.max_frames))
         written = family.written(size)

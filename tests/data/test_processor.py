@@ -314,6 +314,8 @@ def test_the_processors_own_template_comes_first(tmp_path: Path) -> None:
         (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "chat template"),
         (lambda folder: (folder / "video_preprocessor_config.json").write_text('{"size": {"longest_edge": "x"}}'),
          r"video_preprocessor_config.json: size.longest_edge is 'x'; allowed: a number of pixels"),
+        (lambda folder: (folder / "video_preprocessor_config.json").write_text('{"min_pixels": "few"}'),
+         r"video_preprocessor_config.json: min_pixels is 'few'; allowed: a number of pixels"),
         (lambda folder: (folder / "video_preprocessor_config.json").write_text('{"size": {"longest_edge": NaN}}'),
          r"video_preprocessor_config.json: size.longest_edge is nan"),
     ],

@@ -86,7 +86,7 @@ def test_patches_equal_the_video_processors() -> None:
     for size in ((56, 84), (90, 70), (640, 480)):
         data = video(23, *size)
         clip, frames = read_clip(data, LIMITS), np.stack(frames_of(data))
-        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.family.min_pixels,
+        theirs = Qwen2VLVideoProcessor(size={"shortest_edge": PROCESSOR.family.min_video_pixels,
                                              "longest_edge": PROCESSOR.family.max_pixels}, cap_pixels_per_frame=False)
         expected = theirs([torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=True, fps=LIMITS.video_fps,
                           return_tensors="np",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
 
 MAX_ASPECT_RATIO = 200
+MIN_PIXELS = 3136
+"""The fewest pixels of an image if the folder does not say: what transformers' processors have then."""
 VIDEO_PIXELS = 25_165_824
 """The most pixels of all frames of a video if the folder does not say: the published value of Qwen3-VL."""
 SLICE_TOKENS = 1024
@@ -73,8 +75,8 @@ class Written(NamedTuple):
 @dataclass(frozen=True)
 class Family:
     """A family's tokens, and how it turns images and videos into text and grids: here text-only. `settings`: of the
-    image processor. An image or a frame has `min_pixels` to `max_pixels`; all frames of a video at most `video_pixels`,
-    if the family bounds them.
+    image processor. An image has `min_pixels` to `max_pixels`; a frame of a video, or all of its frames if the family
+    bounds them together, `min_video_pixels` or more; a frame at most `max_pixels`, and all frames `video_pixels`.
     """
 
     settings: Mapping[str, Any] = field(repr=False)
@@ -82,6 +84,7 @@ class Family:
     max_pixels: int
     limits: MediaLimits
     video_pixels: int = VIDEO_PIXELS
+    min_video_pixels: int = MIN_PIXELS
 
     name: ClassVar[str]
     """The `model_type` in config.json."""

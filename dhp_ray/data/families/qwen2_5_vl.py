@@ -129,14 +129,15 @@ class Qwen25VLFamily(VisionFamily):
     @property
     def video_settings(self) -> dict[str, Any]:
         """The settings that tell the video processor to what size frames are scaled, where it is not that of images."""
-        return {"cap_pixels_per_frame": False}
+        return {"cap_pixels_per_frame": False,
+                "size": {"shortest_edge": self.min_video_pixels, "longest_edge": self.max_pixels}}
 
     def image_grid(self, width: int, height: int) -> Grid:
         rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
         return (1, rows // self.patch_size, columns // self.patch_size)
 
     def frame_size(self, clip: Clip) -> tuple[int, int]:
-        return smart_resize(clip.height, clip.width, self.factor, self.min_pixels, self.max_pixels)
+        return smart_resize(clip.height, clip.width, self.factor, self.min_video_pixels, self.max_pixels)
 
     def num_frames(self, clip: Clip) -> int:
         return math.ceil(clip.num_frames / self._interval(clip))

@@ -37,7 +37,7 @@ class Qwen3VLFamily(Qwen25VLFamily):
     @property
     def video_settings(self) -> dict[str, Any]:
         return {"cap_pixels_per_frame": True, "max_video_tokens": self.max_pixels // self.factor**2,
-                "size": {"shortest_edge": self.min_pixels, "longest_edge": self.video_pixels}}
+                "size": {"shortest_edge": self.min_video_pixels, "longest_edge": self.video_pixels}}
 
     @classmethod
     def most_frame_pixels(cls, max_pixels: int) -> int:
@@ -50,7 +50,7 @@ class Qwen3VLFamily(Qwen25VLFamily):
         factor, height, width, together = self.factor, clip.height, clip.width, self.temporal_patch_size
         num_frames = max(together, self.num_frames(clip))  # a single frame is repeated to fill a step in time
         of_frame = min(self.max_pixels // factor**2 * factor**2, self.video_pixels // num_frames)
-        maximum = max(of_frame, int(self.min_pixels * 1.05)) * num_frames
+        maximum = max(of_frame, int(self.min_video_pixels * 1.05)) * num_frames
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
@@ -61,8 +61,8 @@ class Qwen3VLFamily(Qwen25VLFamily):
             shrink = math.sqrt(num_frames * height * width / maximum)
             rows = max(factor, math.floor(height / shrink / factor) * factor)
             columns = max(factor, math.floor(width / shrink / factor) * factor)
-        elif pixels < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (num_frames * height * width))
+        elif pixels < self.min_video_pixels:
+            grow = math.sqrt(self.min_video_pixels / (num_frames * height * width))
             rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
         return rows, columns
 

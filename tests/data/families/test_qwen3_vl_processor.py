@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.processing_utils import ProcessorMixin
@@ -31,6 +32,7 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import decode_video, read_clip
 from dhp_ray.model.presets import PRESETS as MODEL_PRESETS
 from dhp_ray.model.presets import preset_config
+from dhp_ray.schema import Data, Model
 from tests.data.samples import random_conversation, talk, video
 from tests.data.test_video import frames_of
 from tests.packs import TOKEN_IDS
@@ -179,7 +181,7 @@ def test_frames_are_scaled_as_its_own_does(
     num_frames: int, height: int, width: int, bounds: tuple[int, int, int]
 ) -> None:
     minimum, maximum, of_video = bounds
-    family = replace(FAMILY, min_pixels=minimum, max_pixels=maximum, video_pixels=of_video)
+    family = replace(FAMILY, min_video_pixels=minimum, max_pixels=maximum, video_pixels=of_video)
     of_frame = max(min(maximum // 1024 * 1024, of_video // num_frames), int(minimum * 1.05))
     try:
         expected = smart_resize(num_frames, height, width, 2, 32, minimum, of_frame * num_frames)
@@ -203,6 +205,57 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
     assert np.array_equal(found.input_ids, wanted.input_ids)
     assert (found.grids, found.seconds) == (wanted.grids, wanted.seconds)
     assert loaded.family == FAMILY
+
+
+EDGES = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+OF_VIDEO = {"shortest_edge": 40_000, "longest_edge": 25_165_824}
+
+
+@pytest.mark.parametrize(("images", "videos", "of_video"), [
+    ({"size": EDGES}, {"size": OF_VIDEO}, 40_000),  # as published
+    ({"min_pixels": 65_536, "max_pixels": 16_777_216, "size": None}, {"size": EDGES, "min_pixels": 40_000}, 40_000),
+    ({"min_pixels": 65_536, "size": EDGES | {"shortest_edge": 3136}}, None, 65_536)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_small_has_the_least_size_of_the_folders_own_processors(
+    images: dict[str, Any], videos: dict[str, Any] | None, of_video: int, nested: bool, tmp_path: Path
+) -> None:
+    """In training, evaluation and the folder that a run writes, unless `data.min_pixels` is given."""
+    def written(kind: str, settings: dict[str, Any] | None) -> dict[str, Any]:
+        file = tmp_path / f"{kind}preprocessor_config.json"
+        found: dict[str, Any] = json.loads(file.read_text()) | (settings or {})
+        file.write_text(json.dumps(found))
+        if nested or settings is None:
+            file.unlink()
+        return found
+
+    PROCESSOR.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    stored, of_videos = written("", images), written("video_", videos)
+    if nested:
+        (tmp_path / "processor_config.json").write_text(json.dumps(
+            {"image_processor": stored} | ({"video_processor": of_videos} if videos else {})))
+
+    model, clip = Model(path=str(tmp_path)), Clip(64, 48, 4, 2.0)
+    loaded = ProcessorSpec.of(model, Data()).load()
+    own = Qwen2VLImageProcessorPil(**{**stored, "min_pixels": stored.get("min_pixels") or 65_536})
+    small = Image.new("RGB", (100, 100))
+    expected = own(images=[small], return_tensors="np")["image_grid_thw"].tolist()
+    assert [list(loaded.family.grid((100, 100)))] == expected == [[1, 16, 16]]
+    assert loaded.family.frame_size(clip) == smart_resize(4, 48, 64, 2, 32, of_video, 10**6)
+    loaded.save(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    again = ProcessorSpec.of(Model(path=str(tmp_path / "model")), Data()).load()
+    assert (again.family.min_pixels, again.family.min_video_pixels) == (65_536, of_video)
+    for least, most, allowed in ((3136, 1_003_520, 3136), (0, 20_000, 20_000)):
+        family = ProcessorSpec.of(model, Data(min_pixels=least, max_pixels=most)).load().family
+        assert (family.min_pixels, family.min_video_pixels) == (allowed, allowed)
+
+
+def test_a_preset_scales_small_images_up_to_four_tokens() -> None:
+    for preset in PRESETS:
+        for settings in ({}, {"min_pixels": 3136}):
+            family = ProcessorSpec.of(Model(preset=preset), Data(**settings)).load().family
+            assert (family.min_pixels, family.min_video_pixels) == (3136, 3136)
 
 
 def test_a_processor_of_other_patches_than_the_models(tmp_path: Path) -> None:
@@ -231,6 +284,6 @@ def test_presets_have_the_families_of_their_models() -> None:
 def test_no_entry_of_a_video_is_larger_than_memory_is_kept_for(height: int, width: int, num_frames: int) -> None:
     """Of five frames the family bounds four."""
     assume(max(height, width) < 100 * min(height, width))
-    family = replace(FAMILY, min_pixels=4096, video_pixels=10**9)
+    family = replace(FAMILY, min_video_pixels=4096, video_pixels=10**9)
     rows, columns = family.frame_size(Clip(width, height, num_frames, 2.0))
     assert rows * columns // 1024 <= family.largest_image_tokens(0, family.max_pixels, 1024)
