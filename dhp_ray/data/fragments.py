@@ -93,6 +93,14 @@ class Fragments:
     def num_rows(self) -> int:
         return int(self.sizes.sum())
 
+    def largest_row_group(self) -> tuple[str, int]:
+        """The parquet file with the row group of the most rows, and their number, or 0."""
+        file = np.asarray(self._table["file"])
+        of_parquet = np.array([kind == "parquet" for _, kind in self._files])[file]
+        num_rows = np.where(of_parquet, np.asarray(self._table["offset"]) + self.sizes, 0)
+        largest = int(num_rows.argmax())
+        return self._files[file[largest]][0], int(num_rows[largest])
+
     @cached_property
     def digest(self) -> int:
         """Tells whether rows are where they were: of fragments and rows, and of each file's name, size and samples of

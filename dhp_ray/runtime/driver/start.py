@@ -21,6 +21,7 @@ import yaml
 
 from dhp_ray.config import Config, dump
 from dhp_ray.data.blocks import start_servers
+from dhp_ray.data.formats.parquet import row_group_warning
 from dhp_ray.data.index import data_sources
 from dhp_ray.data.stream import Cursor, Stream, in_thread
 from dhp_ray.errors import about
@@ -65,6 +66,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     with group.waits.on("the index of the data"):
         stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
         held_out = open_held_out(config)
+    for line in [] if takes_over else filter(None, (row_group_warning(source.fragments) for source in stream.sources)):
+        tell(Notice(line))
     start_servers()
     not_deleted: list[str] = []
     if takes_over:

@@ -12,7 +12,7 @@ from dhp_ray.data.formats import parquet, read_rows
 from dhp_ray.data.fragments import Fragment
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
-from tests.data.samples import talk
+from tests.data.samples import talk, write_rows
 
 
 def test_parts_of_a_row_group_are_its_rows(tmp_path: Path) -> None:
@@ -63,8 +63,43 @@ def test_few_rows_are_read_at_a_time_where_they_repeat_a_large_value(
 ) -> None:
     monkeypatch.setattr(parquet, "READ_REPEATED_BYTES", 300_000)
     for name, options, expected in (("dictionary", {}, [2] * 4), ("plain", {"use_dictionary": False}, [8])):
-        file = pq.ParquetFile(zeros(tmp_path / f"{name}.parquet", **options).path)
-        assert [batch.num_rows for batch in parquet._batches(file, 0, ["image"])] == expected
+        path = zeros(tmp_path / f"{name}.parquet", **options).path
+        assert sizes_of_batches(path) == expected
+
+
+def sizes_of_batches(path: str) -> list[int]:
+    return [batch.num_rows for batch in parquet._batches(pq.ParquetFile(path), path, 0, ["image"])]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"compression": "none"}, {"compression": "zstd", "data_page_version": "2.0"}, {"compression": "gzip"}])
+def test_values_behind_a_full_dictionary_are_no_repeated_ones(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 300 rows of 50 kB the dictionary takes 32. They compress well, so its bytes in the file say nothing."""
+    monkeypatch.setattr(parquet, "READ_REPEATED_BYTES", 12_000_000)
+    pictures = [number.to_bytes(4) + os.urandom(1000) + bytes(49_000) for number in range(300)]
+    table = pa.table({"image": pictures, "conversations": [talk("<image>", "a")] * 300})
+    pq.write_table(table, tmp_path / "rows.parquet", write_batch_size=16, **options)
+    sizes = sizes_of_batches(str(tmp_path / "rows.parquet"))
+    assert 5 < sizes[0] < 12
+    assert sum(sizes) == 300
+    pq.write_table(table, tmp_path / "all.parquet", dictionary_pagesize_limit=2**30, **options)
+    assert sizes_of_batches(str(tmp_path / "all.parquet")) == [1] * 300
+
+
+def test_a_large_row_group_is_told(tmp_path: Path) -> None:
+    rows = pa.table({"id": [str(number) for number in range(5000)], "conversations": [talk("a", "b")] * 5000})
+    for size, line in ((256, ""), (4096, ""), (
+            5000, f"data.path: {tmp_path}/b.parquet has a row group of 5000 rows, and to read some of them, those "
+                  "before them are decoded too: reading takes about 10 times as long as with row_group_size=256")):
+        pq.write_table(rows.slice(0, 10), tmp_path / "a.parquet")
+        pq.write_table(rows, tmp_path / "b.parquet", row_group_size=size)
+        fragments = index_fragments(Data(format="parquet", path=str(tmp_path)))
+        assert parquet.row_group_warning(fragments) == line
+        assert fragments.largest_row_group()[1] == size
+    write_rows(tmp_path / "rows.jsonl", [{"conversations": talk("a", "b")}])
+    assert parquet.row_group_warning(index_fragments(Data(format="llava", path=str(tmp_path / "rows.jsonl")))) == ""
 
 
 def test_a_row_group_is_not_read_ahead(tmp_path: Path) -> None:
