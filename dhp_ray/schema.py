@@ -101,8 +101,8 @@ class Data:
 
 @dataclass(kw_only=True)
 class Batch:
-    global_samples: int = key(16, "samples of one optimizer step (elsewhere: per device x accumulation x devices)",
-                              minimum=1, maximum=10**7)
+    global_samples: int = key(16, "samples of one optimizer step (elsewhere: per device x accumulation x devices, "
+                              "and with packing as many times the samples of a pack)", minimum=1, maximum=10**7)
     drop_last: bool = key(False, "leave out the last batch of an epoch if it is not full")
 
 
@@ -211,8 +211,9 @@ class Lora:
 
 @dataclass(kw_only=True)
 class Train:
-    learning_rate: float = key(1e-3, "peak learning rate", above=0, maximum=LARGEST)
-    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder; 0: train.learning_rate",
+    learning_rate: float = key(1e-5, "peak learning rate", above=0, maximum=LARGEST)
+    vision_learning_rate: float = key(0.0, "peak learning rate of the vision encoder and its projector; 0: "
+                                      "train.learning_rate",
                                       minimum=0, maximum=LARGEST)
     warmup_steps: int = key(0, "steps of linear warm-up", minimum=0)
     min_learning_rate_ratio: float = key(0.1, "share of the peak at which the cosine after the warm-up ends; 1: the "
@@ -224,7 +225,8 @@ class Train:
     adam_eps: float = key(1e-8, "AdamW's epsilon", above=0, maximum=LARGEST)
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", minimum=0, maximum=LARGEST)
     precision: str = key("fp32", "computing type; master weights and moments are fp32", choices=("fp32", "bf16"))
-    freeze: list[str] = key([], "parts that are not trained", choices=("vision", "language"))
+    freeze: list[str] = key([], "parts that are not trained; vision: the encoder and its projector (merger)",
+                              choices=("vision", "language"))
     lora: Lora = field(default_factory=Lora)
     activation_checkpointing: str = key(
         "false", "recompute activations in the backward pass; true: in all layers; selective: all but attention, whose "
@@ -240,8 +242,10 @@ class Train:
         "auto", "ranks that share each layer's experts, with planner.sync=micro_batch: a rank gathers only its part of "
         "them, and tokens go there. In force is the largest divisor of ranks and experts up to this number; auto: 1, "
         "or the ranks of a node, whichever is faster (CUDA, NPU)", choices=("auto",), number="whole number", minimum=1)
-    balance_loss: float = key(0.0, "coefficient of the loss that keeps experts evenly used (0.001 is common); not part "
-                              "of the loss that is shown", minimum=0, maximum=LARGEST)
+    balance_loss: float = key(
+        0.0, "coefficient of the loss that keeps experts evenly used, 1 in each layer at best, summed over layers "
+        "(transformers' coefficient times experts of a token / layers); not part of the loss that is shown",
+        minimum=0, maximum=LARGEST)
     router_z_loss: float = key(0.0, "coefficient of the loss that keeps the logits of experts' routers small",
                                minimum=0, maximum=LARGEST)
     deterministic: bool = key(False, "give the same bits for the same plans on the same number of ranks; slower on "
