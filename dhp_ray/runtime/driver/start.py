@@ -113,7 +113,7 @@ def _first_batch(
 ) -> Sequence[Sample]:
     """Return the samples of the run's first batch, once modes can be compared by it."""
     with group.waits.on("the planner's loops, which are being compiled"):
-        group.wait(compiled)
+        compiled.result()
     with group.waits.on("the first batch"):
         planned = of_json(records.planned_samples(1), tuple[Sample, ...])
         return planned or first_samples(stream, config.batch.global_samples)

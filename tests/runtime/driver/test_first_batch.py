@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +14,8 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.stream import Stream
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.runtime.driver.start import first_samples
+from dhp_ray.runtime.driver.start import _first_batch, first_samples
+from dhp_ray.runtime.messages import Status
 from dhp_ray.schema import Data, Model
 from tests.data.samples import talk, write_rows
 from tests.runtime.driver.groups import config_of, group_of, limits_of_generation, resolve_limits, strategy_of
@@ -40,6 +45,22 @@ def test_data_that_cannot_be_read_is_told_in_its_own_words(ray_cluster: None, tm
     with pytest.raises(DataError, match=r"data\.path"):
         first_samples(stream, 4)
     stream.close()
+
+
+def test_a_worker_that_is_lost_meanwhile_does_not_end_a_run_that_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next generation forms without it, as at any other time."""
+    config = config_of(str(tmp_path), *AUTO)
+    group, compiled = group_of(2, 1.0, config), Future[float]()
+    group.look_s = 0.01
+    monkeypatch.setattr("dhp_ray.runtime.driver.group.IDLE_LOOK_S", 0.01)
+    monkeypatch.setattr(group, "poll_health", lambda: [Status(), Status(dead=True)])
+    records: Any = SimpleNamespace(planned_samples=lambda step: [])
+    stream: Any = SimpleNamespace(next_batch=lambda size: SimpleNamespace(samples=[Sample("a", 8)]),
+                                  start_epoch=lambda epoch: None)
+    Timer(0.2, compiled.set_result, [1.0]).start()
+    assert _first_batch(config, group, records, stream, compiled) == [Sample("a", 8)]
 
 
 @pytest.mark.parametrize(("lengths", "mode", "words"), [
