@@ -287,10 +287,22 @@ class Strategy:
         follow the number of ranks; more than `max_ranks` if these do not hold it. This compares no modes: one that
         holds the longest sequence would be chosen, otherwise the one that holds the most tokens.
         """
-        modes = self._modes() if self.ranks.described else self._modes()[:1]
+        modes = self._open_modes
         most_of = cache(lambda num_ranks: max(self.limits(mode, num_ranks).most_tokens for mode in modes))
         return lambda num_tokens: 1 + bisect_left(
             range(1, max_ranks + 1), num_tokens, key=lambda num_ranks: num_ranks * most_of(num_ranks))
+
+    def least_ranks(self) -> int:
+        """Return how many ranks like these leave room for a token beside the state, in the mode that needs least: at
+        most those that the run starts with, since it was admitted on so many.
+        """
+        return 1 + bisect_left(range(1, self.config.cluster.num_workers), True, key=lambda num_ranks: any(
+            self.device_tokens(self.memory(mode, num_ranks)) >= 1 for mode in self._open_modes))
+
+    @property
+    def _open_modes(self) -> list[Mode]:
+        """The modes among which a generation chooses."""
+        return self._modes() if self.ranks.described else self._modes()[:1]
 
     def compares_modes(self, sync: str = "") -> bool:
         """Return whether `choose` compares modes, by the first batch. `sync` replaces the configuration's value."""

@@ -204,6 +204,7 @@ class Dispatcher:
     `scale` returns measured over predicted seconds, None while unknown. Nothing is planned before `compiled` is done.
     Once `stopping` returns a reason to end the run, the dispatcher waits for nothing. `ranks_for` returns how many
     ranks hold a sequence of a given number of tokens; the default follows this membership's tokens per rank.
+    `least_ranks`: how many hold the run's state, with room for packs.
     """
 
     def __init__(
@@ -223,8 +224,9 @@ class Dispatcher:
         stopping: Callable[[], str] = lambda: "",
         reader: ThreadPoolExecutor | None = None,
         ranks_for: Callable[[int], int] | None = None,
+        least_ranks: int = 1,
     ) -> None:
-        self.stopping = stopping
+        self.stopping, self.least_ranks = stopping, least_ranks
         self.ranks_for = ranks_for or (lambda num_tokens: -(-num_tokens // cluster.most_tokens_per_rank))
         self.group, self.cluster, self.cost, self.config = group, cluster, cost, config
         self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
@@ -243,9 +245,9 @@ class Dispatcher:
 
     @property
     def needed_ranks(self) -> int:
-        """The number of ranks that the longest waiting sequence needs."""
+        """The number of ranks that the state and the longest waiting sequence need."""
         longest = max((batch.longest for batch in list(self.batches.values())), default=1)
-        return self.ranks_for(longest)
+        return max(self.least_ranks, self.ranks_for(longest))
 
     def dispatch(self, step: int) -> DispatchedStep | None:
         """Plan and send a step's batch; None past the last step, for want of ranks, or when the run is to end."""

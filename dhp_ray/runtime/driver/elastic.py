@@ -72,7 +72,8 @@ class Stop:
 
 def shortage(num_healthy: int, newcomers: int, min_ranks: int, max_ranks: int) -> Wait | Stop | None:
     """Return what keeps the run from going on with so many healthy workers and newcomers; None: nothing. `min_ranks`:
-    the larger of cluster.min_workers and what the longest waiting sequence needs; `max_ranks`: cluster.max_workers.
+    the largest of cluster.min_workers and of what the state and the longest waiting sequence need; `max_ranks`:
+    cluster.max_workers.
     """
     if min_ranks > max_ranks:
         return Stop(

@@ -161,7 +161,8 @@ class Session:
         pool = GroupCacheState(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
             self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
-            self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for)
+            self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for,
+            strategy.least_ranks())
         self.current.evaluation = HeldOutEvaluation(
             self.held_out, self.current.dispatcher, strategy.largest_admitted, self.tell)
 

@@ -232,6 +232,14 @@ def test_a_batch_that_needs_more_ranks_is_kept(dispatcher: Dispatcher) -> None:
     assert list(dispatcher.stop()) == [1]
 
 
+def test_nothing_is_planned_for_ranks_that_do_not_hold_the_state(dispatcher: Dispatcher) -> None:
+    """However short the sequences are. A run that has no batch yet waits for ranks as well."""
+    dispatcher.least_ranks = 3
+    assert dispatcher.needed_ranks == 3
+    assert dispatcher.dispatch(1) is None
+    assert not dispatcher.reader.at_end
+
+
 class Unread(Batches):
     """A stream whose next batch does not come."""
 

@@ -15,6 +15,7 @@ from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.config import CONF, ConfigError
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.origin import CostFile
+from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Membership, RunError
@@ -115,6 +116,28 @@ def test_a_smaller_generation_recomputes_to_hold_the_longest_sequence(tmp_path: 
     holding = next(num_ranks for num_ranks in range(1, 9) if num_ranks * few[num_ranks - 1] >= longest)
     assert 1 < holding <= 6
     assert strategy_of(config, fewer).ranks_for(8)(longest) == holding
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [
+    ("8192", ["planner.sync=micro_batch"]), ("auto", AUTO), ("8192", ["planner.sync=step"])])
+def test_a_run_goes_on_with_as_many_ranks_as_hold_its_state(
+    tmp_path: Path, tokens: str, keys: tuple[str, ...]
+) -> None:
+    """On fewer all would run out of memory, step after step. On those that it started with it has been admitted."""
+    config = config_of(str(tmp_path), *keys, "train.precision=bf16", "cluster.num_workers=32",
+                       f"planner.tokens_per_rank={tokens}")
+    shape = ModelShape.load(CONF / "model_shape" / "qwen3_30b_a3b.yaml")
+    for survivors in (32, 8, 1):
+        group = group_of(survivors, 80.0, config)
+        for member in group.members:
+            member.described["shape"] = shape
+        strategy = strategy_of(config, group, tokens == "auto")
+        held = [max(strategy.device_tokens(strategy.memory(mode, num_ranks)) for mode in strategy._modes())
+                for num_ranks in range(1, 33)]
+        least = strategy.least_ranks()
+        assert least == next((place for place, tokens_held in enumerate(held, 1) if tokens_held), 32)
+        assert least > 8
+        assert (least == 32) == ("planner.sync=step" in keys)
 
 
 def test_a_rank_trains_as_configured_and_where_that_is_open_as_the_driver_says(tmp_path: Path) -> None:
