@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,15 @@ def words_of(error: BaseException) -> str:
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dhp_ray/" in frame.filename]
     place = f" (at {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
     return f"{type(error).__name__}: {text}{place}"
+
+
+def death_of(error: BaseException) -> str:
+    """Return Ray's words for the death of an actor in one line: what its constructor raised, or why its process ended.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # what follows the indented lines: the constructor's frames, the last of which raised, or the actor's properties
+    found = [line for before, line in pairwise(lines) if before[0].isspace() and not line[0].isspace()] or lines
+    return shown(found[-1 if getattr(error, "actor_init_failed", False) else 0].rpartition("Worker exit detail: ")[2])
 
 
 class StoppingError(Exception):
@@ -129,8 +139,8 @@ class Ran:
 class Status:
     """A worker's report on itself; without one it is `dead`, or has not `answered`. `generation`: it is in, or
     entering. `call`: of its training thread (empty: idle); `last_mark`: passed last, in words; `mark_id`: the call with
-    that mark's number. `error`: it raised, unless a peer's loss was the cause. `ran`: its last steps; `steps`: the last
-    step that left each state version.
+    that mark's number. `error`: it raised, unless a peer's loss was the cause, or why it is dead. `ran`: its last
+    steps; `steps`: the last step that left each state version.
     """
 
     generation: int = 0

@@ -18,7 +18,7 @@ from dhp_ray.data.blocks import unnoticed
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.types import RankPlan
 from dhp_ray.runtime.driver.elastic import Condition, ProgressWatchdog, condition_of
-from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError, words_of
+from dhp_ray.runtime.messages import GroupError, Membership, Status, StoppingError, death_of, words_of
 from dhp_ray.runtime.rank_slices import RowIndex, packed_slice
 from dhp_ray.runtime.strategy import Ranks
 from dhp_ray.runtime.waits import Waits
@@ -215,7 +215,8 @@ class WorkerGroup:
         others = [call for rank, call in left.items() if rank not in unresponsive] or [*left.values()]
         ray.wait(others, num_returns=len(others), timeout=SURVEY_S)
         ray.wait([*left.values()], num_returns=len(left), timeout=AGAIN_S)
-        return [_status_of(call) if rank in left else Status(dead=True) for rank, call in enumerate(calls)]
+        return [_status_of(call) if rank in left else Status(dead=True, error="its node is gone")
+                for rank, call in enumerate(calls)]
 
     def words(self, rank: int, condition: Condition) -> str:
         return f"rank {rank} ({self.members[rank].place}) {WORDS[condition]}"
@@ -229,7 +230,7 @@ class WorkerGroup:
                 if _died(value):  # others that raise do so as a consequence of the first
                     rank, error = pending[call], value
         if _died(error):
-            return GroupError(self.words(rank, Condition.DEAD), rank=rank)
+            return GroupError(f"{self.words(rank, Condition.DEAD)}: {death_of(error)}", rank=rank)
         words = words_of(getattr(error, "cause", None) or error)
         return GroupError(f"rank {rank} ({self.members[rank].place}): {words}", rank=rank)
 
@@ -293,5 +294,5 @@ def _status_of(call: ray.ObjectRef) -> Status:
         return ray.get(call, timeout=0)
     except (GetTimeoutError, RayTaskError):  # no answer, or the status call itself raised
         return Status(answered=False)
-    except RayError:
-        return Status(dead=True)
+    except RayError as error:
+        return Status(dead=True, error=death_of(error))

@@ -22,7 +22,7 @@ from time import monotonic, perf_counter, sleep
 import ray
 from ray._private.state import state
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from dhp_ray.data.blocks import lose_nodes, start_servers
 from dhp_ray.errors import first_line
@@ -50,6 +50,7 @@ from dhp_ray.runtime.messages import (
     Status,
     StoppingError,
     Tell,
+    death_of,
 )
 from dhp_ray.runtime.waits import said_at_s
 
@@ -437,9 +438,9 @@ class PendingWorkers:
                 newcomer.loads_since_s = None
             return len(done) == 2
         except RayError as error:
-            cause = getattr(error, "cause", None) or error
+            why = first_line(error.cause) if isinstance(error, RayTaskError) else death_of(error)
             self._coming.remove(newcomer)
-            self.failed.append((newcomer.member.slot, first_line(cause)))
+            self.failed.append((newcomer.member.slot, why))
             return False
 
 

@@ -22,7 +22,7 @@ from dhp_ray.runtime.job.console import Console
 from dhp_ray.runtime.job.head import connect, disconnect
 from dhp_ray.runtime.job.preflight import device_of, index_ahead
 from dhp_ray.runtime.job.signals import ShutdownSignals
-from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, RunStarted
+from dhp_ray.runtime.messages import Notice, Replace, RunError, RunFinished, RunStarted, death_of
 from dhp_ray.runtime.records.lease import Lease
 from dhp_ray.runtime.waits import Waits
 
@@ -155,8 +155,10 @@ def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int
                 console.show(message)
     except RayTaskError as error:
         raise RunError(f"the driver failed: {first_line(getattr(error, 'cause', None) or error)}") from None
-    except RayError:
-        console.show(Notice("the driver actor died; another one takes over"))
+    except RayError as error:
+        if getattr(error, "actor_init_failed", False):
+            raise RunError(f"the driver failed: {death_of(error)}") from None
+        console.show(Notice(f"the driver actor died, another one takes over: {death_of(error)}"))
         return None
     finally:
         starting_driver.close()

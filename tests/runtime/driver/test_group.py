@@ -57,6 +57,19 @@ class Actor:
         return os.getpid()
 
 
+class Incomplete(Actor):
+    """Lacks a package."""
+
+    def __init__(self) -> None:
+        try:
+            raise KeyError("flash")
+        except KeyError as error:
+            raise ModuleNotFoundError("No module named 'flash'\ninstall it") from error
+
+    def prepare(self) -> None:
+        raise AssertionError
+
+
 @pytest.fixture(scope="module")
 def ranks(ray_cluster: None) -> Iterator[WorkerGroup]:
     """Three ranks on two nodes."""
@@ -183,4 +196,21 @@ def test_the_death_of_a_rank_explains_what_its_peers_say(group: WorkerGroup) -> 
     first, second, third = pids(group)
     with pytest.raises(RunError) as caught:
         group.call("act", {first: "peer lost", second: "peer lost", third: "die"})
-    assert str(caught.value) == f"rank 2 (pid {third} on node a) died"
+    assert str(caught.value).startswith(f"rank 2 (pid {third} on node a) died: Worker unexpectedly exits with ")
+    assert group.poll_health()[2] == Status(dead=True, error=str(caught.value).partition(" died: ")[2])
+
+
+def test_the_end_of_a_worker_that_cannot_start_is_told_in_the_words_of_its_error(ray_cluster: None) -> None:
+    """Its process and its node are not known yet."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actor: Any = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Incomplete)
+    group = WorkerGroup([WorkerHandle(0, actor.remote())])
+    words = "ModuleNotFoundError: No module named 'flash'"
+    with pytest.raises(RunError) as caught:
+        group.call("describe", "cpu", "")
+    assert str(caught.value) == f"rank 0 (pid 0 on node ?) died: {words}"
+    found = PendingWorkers("cpu", list[Message]().append)
+    found.offer(0, group.members[0].actor)
+    while not found.failed:
+        found.ready()
+    assert found.failed == [(0, words)]
