@@ -150,7 +150,7 @@ class Commits:
             manifest, done = self._unsealed[step]
             done.add(rank)
             if len(done) == manifest.num_ranks:
-                session.records.flush()
+                session.flush()
                 not_deleted = session.checkpoints.seal(manifest)
                 session.records.event("checkpoint", step=step)
                 session.note_not_deleted(not_deleted)

@@ -307,9 +307,7 @@ def finish(session: Session, stopping: str) -> RunFinished:
     session.current.dispatcher.stop()
     if not stopping:
         session.stream.close()
-    session.watch.close(PICTURE_S if stopping else None)
-    session.scalars.close()
-    session.records.close()
+    session.close(PICTURE_S if stopping else None)
     if stopping:
         return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{_way_back(session)}",
                            status=1)
@@ -318,7 +316,7 @@ def finish(session: Session, stopping: str) -> RunFinished:
 
 def untrained(session: Session) -> RunFinished:
     """End a run whose steps have all been made, and have trained nothing. There is no way back to it."""
-    session.records.flush()
+    session.close()
     if last_step := session.records.last_step:
         return RunFinished("", f"no step of {last_step} has trained anything: none of their samples can be used, or "
                            "none of their gradients is finite (see skipped.jsonl and events.jsonl); allowed: other "
@@ -328,12 +326,12 @@ def untrained(session: Session) -> RunFinished:
 
 
 def failed(session: Session | None, error: str, goes_on: bool = True) -> RunFinished:
-    """End the run with an error, after bringing the logs up to date if they can still be written. `goes_on`: its newest
+    """End the run with an error, after closing what it writes, if that can still be written. `goes_on`: its newest
     checkpoint is worth going on from.
     """
     try:
         if session:
-            session.records.flush()
+            session.close(PICTURE_S)
         return RunFinished("", f"{error}{_way_back(session) if goes_on else ''}", status=1)
     except Exception as failure:  # most likely the storage, which also caused the error
         besides = "" if first_line(failure) == error else f"; besides: {first_line(failure)}"

@@ -184,6 +184,17 @@ class Session:
         for failure in failures:
             self.records.event("not_deleted", error=failure)
 
+    def flush(self) -> None:
+        """Bring what the run writes on an object store up to date, the ledger last."""
+        self.scalars.flush()
+        self.records.flush()
+
+    def close(self, pictures_s: float | None = None) -> None:
+        """Flush and close what the run writes, after the pictures under way or at most `pictures_s` seconds."""
+        self.watch.close(pictures_s)
+        self.scalars.close()
+        self.records.close()
+
     def roll_back(self, step: int) -> None:
         self.watch.close()
         self.records.truncate(step)

@@ -123,12 +123,19 @@ class ScalarLog:
         image = summary_pb2.Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
         self._write(step, summary=summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, image=image)]))
 
+    def flush(self) -> None:
+        """Bring the file on an object store up to date."""
+        with self._lock:
+            self._flush()
+
     def close(self) -> None:
+        """Flush; the log is not used any more. A second call does nothing."""
         with self._lock:
             self._file.close()
             self._flush()
         if self._spool:
             self._spool.cleanup()
+            self._spool = None
 
     def _write(self, step: int, **fields: Any) -> None:
         record = BytesIO()

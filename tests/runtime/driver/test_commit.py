@@ -47,9 +47,12 @@ class Saves:
         self.history = SimpleNamespace(refits=SimpleNamespace(to_json=dict))
         self.waits = SimpleNamespace(on=lambda what: nullcontext())
         self.records = SimpleNamespace(
-            read_plan=lambda step: {"batch": {"cursor": {"row": step}}}, flush=lambda: None,
+            read_plan=lambda step: {"batch": {"cursor": {"row": step}}},
             event=lambda kind, **values: self.said.append(f"{kind} {values.get('step', values.get('error'))}"))
         self.checkpoints = SimpleNamespace(seal=lambda manifest: [])
+
+    def flush(self) -> None:
+        self.said.append("flush")
 
     def note_not_deleted(self, failures: list[str]) -> None:
         assert not failures
@@ -88,7 +91,8 @@ def test_a_save_waits_for_the_one_before_it() -> None:
     commits = commits_of(session)
     for step in range(1, 6):
         commits.save_when_due(step, [], last=step == 5)
-    assert session.said == ["save 2", "finish_save", "checkpoint 2", "save 4", "finish_save", "checkpoint 4", "save 5"]
+    assert session.said == ["save 2", "finish_save", "flush", "checkpoint 2", "save 4", "finish_save", "flush",
+                            "checkpoint 4", "save 5"]
     assert session.told == []
 
 
@@ -100,7 +104,7 @@ def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
         commits.save_when_due(step, [], last=False)
     commits.finish_saves()
     assert session.said == ["save 2", "finish_save", "save_failed step 2: no room", "renew_state_group", "save 4",
-                            "finish_save", "checkpoint 4"], "one rank may have left the others in a collective"
+                            "finish_save", "flush", "checkpoint 4"], "one rank may have left the others in a collective"
     assert session.waited_s == [STORAGE_TIMEOUT_S] * 2, "comm.timeout_s is about networks"
     assert session.told == [Notice("checkpoint not saved (rank 1): step 2: no room; the run goes on, the next save is "
                                    "tried")]
@@ -114,7 +118,7 @@ def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins
     commits.save_when_due(2, [], last=False)
     session.begun.clear()
     commits.save_when_due(4, results, last=False)
-    assert session.said == ["save 2", "checkpoint 2", "save 4"]
+    assert session.said == ["save 2", "flush", "checkpoint 2", "save 4"]
     assert session.told == []
 
 

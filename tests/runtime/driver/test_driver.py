@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -19,12 +21,14 @@ from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
-from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, untrained
+from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, failed, untrained
 from dhp_ray.runtime.driver.feedback import Mirroring
 from dhp_ray.runtime.driver.group import WorkerGroup
+from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Message, RunError, RunFinished, StepOrder
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.run_records import RunRecords
+from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures
 from dhp_ray.storage import Folder, StorageError
 
 
@@ -40,7 +44,7 @@ def driver_without_storage(tmp_path: Path, records: Any, checkpoints: Checkpoint
     (tmp_path / "file").write_text("")
     driver = Driver(load(["data.format=synthetic", "data.path=unused", f"run.dir={tmp_path}/file/run"]), {}, ("", 0),
                     takes_over=False)
-    session: Any = SimpleNamespace(records=records, checkpoints=checkpoints)
+    session: Any = SimpleNamespace(close=lambda pictures_s: records.close(), checkpoints=checkpoints)
     driver.session = session
     return driver
 
@@ -61,7 +65,7 @@ def test_a_run_whose_storage_is_gone_ends_with_its_error(tmp_path: Path) -> None
 
 def test_a_run_that_cannot_go_on_from_its_checkpoint_does_not_name_it(tmp_path: Path) -> None:
     """With the weights there no gradient is finite, whatever the learning rate is."""
-    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: None),
+    driver = driver_without_storage(tmp_path, SimpleNamespace(close=lambda: None),
                                     SimpleNamespace(newest_step=lambda: 40))  # type: ignore[arg-type]
     for driver.num_skipped, names in ((MOST_SKIPPED - 1, True), (MOST_SKIPPED, False)):
         [ended] = list(driver.run())
@@ -69,13 +73,30 @@ def test_a_run_that_cannot_go_on_from_its_checkpoint_does_not_name_it(tmp_path: 
         assert ("the newest checkpoint is step 40" in ended.error) == names
 
 
-def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) -> None:
-    """The line may say `see events.jsonl`; on an object store that is as old as the last upload."""
-    flushed: list[bool] = []
-    driver = driver_without_storage(tmp_path, SimpleNamespace(flush=lambda: flushed.append(True)),
-                                    Checkpoints(Folder(str(tmp_path)), 2))
-    assert len(list(driver.run())) == 1
-    assert flushed == [True]
+def test_what_a_run_writes_is_brought_up_to_date_when_an_error_ends_it(
+    object_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line may say `see events.jsonl`; on an object store that is as old as the last upload. Nothing stays here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Folder(f"s3://bucket/{tmp_path.name}/run{object_store}")
+    curves = folder.child("tensorboard")
+    session: Any = SimpleNamespace(records=RunRecords(folder), scalars=ScalarLog(curves, 1),
+                                   watch=StepPictures(folder, 0), checkpoints=Checkpoints(folder, 2))
+    session.close = partial(Session.close, session)
+
+    def uploaded() -> list[bytes]:
+        return [curves.read(name) for name in curves.names("")] + [
+            folder.read(name) for name in folder.names("") if name == "events.jsonl"]
+
+    for step, bring in ((1, partial(Session.flush, session)), (2, partial(failed, session, "no room"))):
+        session.scalars.scalars(step, {f"curve_{step}": 1.0})
+        session.records.event(f"kind_{step}")
+        bring()
+        written = b"".join(uploaded())
+        assert f"curve_{step}".encode() in written
+        assert f"kind_{step}".encode() in written
+    assert list(tmp_path.iterdir()) == []
+    assert failed(session, "no room") == RunFinished("", "no room", status=1)  # though all is closed
 
 
 @pytest.mark.parametrize(("last_step", "said"), [
@@ -85,11 +106,11 @@ def test_logs_are_brought_up_to_date_when_an_error_ends_the_run(tmp_path: Path) 
         "batch out")])
 def test_a_run_that_has_trained_nothing_does_not_ask_to_go_on(last_step: int, said: str) -> None:
     """It has a checkpoint of its last step, from which the same command would end in the same way."""
-    flushed: list[bool] = []
+    closed: list[bool] = []
     session: Any = SimpleNamespace(config=load(["data.format=synthetic", "data.path=unused"]), records=SimpleNamespace(
-        last_step=last_step, flush=lambda: flushed.append(True)))
+        last_step=last_step), close=lambda: closed.append(True))
     assert untrained(session) == RunFinished("", said, status=1)
-    assert flushed == [True]
+    assert closed == [True]
 
 
 def dispatched_of(step: int, good: list[str], bad: list[str], rows: list[tuple[int, int, str]]) -> DispatchedStep:
