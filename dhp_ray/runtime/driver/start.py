@@ -98,8 +98,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     stream.limit(session.config.planner.max_sequence_tokens, session.strategy.largest_admitted)
     if config.planner.cost == MEASURE:
         session.history.measured_cost, reason = kept_cost(folder, session.strategy, resolved.choice.mode)
-        if reason:
-            tell(Notice(f"{COST_FILE} is not used{'' if takes_over else ', costs are measured again'}: {reason}"))
+        if told := cost_notice(session.history.measured_cost, reason, takes_over):
+            tell(Notice(told))
     if takes_over:
         _go_on(session)
     else:
@@ -288,6 +288,16 @@ def kept_cost(folder: Folder, strategy: Strategy, mode: Mode) -> tuple[CostFile 
         return None, "it does not say what it was measured on"
     other = strategy.difference_from(file.origin, mode)
     return (None, other) if other else (file, "")
+
+
+def cost_notice(kept: CostFile | None, reason: str, takes_over: bool) -> str:
+    """Return what to tell the user of `kept_cost`. A driver that takes over measures nothing: the workers train."""
+    if kept or not (reason or takes_over):
+        return ""
+    if not takes_over:
+        return f"{COST_FILE} is not used, costs are measured again: {reason}"
+    why = reason or "the driver was lost before it was written"
+    return f"{COST_FILE} is not used: {why}; the run goes on without measured costs, and its next start measures them"
 
 
 def measure_costs(session: Session, mode: Mode, generation: int) -> CostFile:

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from dhp_ray.planner import CostModel
+from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
-from dhp_ray.runtime.driver.start import kept_cost
+from dhp_ray.runtime.driver.start import cost_notice, kept_cost
 from dhp_ray.storage import Folder
 from tests.runtime.driver.groups import config_of, group_of, strategy_of
 
@@ -31,6 +32,17 @@ def test_costs_of_this_run_are_used_again(tmp_path: Path) -> None:
     (tmp_path / "cost.yaml").write_text(yaml.safe_dump(COST.to_json() | other.to_json()))
     assert kept_cost(folder, strategy_of(config, group), STEP) == (
         None, "measured on cuda NVIDIA L40S, and this run is on cuda NVIDIA H100 80GB HBM3")
+
+
+def test_a_run_that_goes_on_without_measured_costs_says_so() -> None:
+    """Its driver may have been lost while they were measured."""
+    kept = CostFile(COST, None)
+    assert [cost_notice(kept, "", takes_over) for takes_over in (False, True)] == ["", ""]
+    assert cost_notice(None, "", False) == ""  # the first start
+    assert cost_notice(None, "of others", False) == "cost.yaml is not used, costs are measured again: of others"
+    for reason, told in (("of others", "of others"), ("", "the driver was lost before it was written")):
+        assert cost_notice(None, reason, True) == (
+            f"cost.yaml is not used: {told}; the run goes on without measured costs, and its next start measures them")
 
 
 @pytest.mark.parametrize(("text", "reason"), [
