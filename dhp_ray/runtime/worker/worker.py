@@ -130,6 +130,9 @@ class Worker:
         torch.set_num_threads(max(1, int(self.config.cluster.cpus_per_worker)))  # of this thread, which runs the steps
         self.accelerator.activate()
         self._leave()
+        # of those that broke before the end of their first step, the origin; the last one that trained has copies
+        needed = {origin.generation, *(kept[0] for kept in self.kept[:1])} if isinstance(origin, FromMemory) else ()
+        self.kept = [kept for kept in self.kept if kept[0] in needed]
         with self.switching:
             self.generation, self.error = membership.generation, ""
             self.store = (membership.store_host, membership.store_port)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import CPU, Accelerator
 from dhp_ray.config import load
-from dhp_ray.runtime.messages import FromCheckpoint, Membership, RunError
+from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, Membership, RunError
 from dhp_ray.runtime.worker.worker import Worker
 from tests.ranks import run_processes
 
@@ -93,6 +93,25 @@ def test_a_join_that_waits_ends_and_leaves_a_device_that_computes(tmp_path: Path
     assert error == ""
     assert asked == ["stop", "restart"] * 2  # as it left what was before, and once when it was aborted
     assert then == ""
+
+
+def kept_of_generations(process: int, port: int, run_dir: str) -> list[tuple[str, list[int]]]:
+    worker, _ = worker_of(run_dir)
+    found = []
+    for generation, origin in enumerate((0, 1, 2, 3, 1, 0), 1):
+        begin = FromMemory(origin, 0, (0,)) if origin else FromCheckpoint()
+        try:
+            worker.join(Membership(0, 1, generation, "127.0.0.1", port), begin, 0)
+            found.append(("", sorted({kept[0] for kept in worker.kept})))
+        except RunError as error:
+            found.append((str(error), []))
+    return found
+
+
+def test_generations_that_break_before_their_first_step_leave_no_heap_of_shards(tmp_path: Path) -> None:
+    """Kept are those of the origin, and of the last one that has trained, which alone has copies on other ranks."""
+    assert run_processes(kept_of_generations, 1, str(tmp_path), timeout_s=120) == [
+        [("", kept) for kept in ([], [1], [1, 2], [1, 3], [1], [])]]
 
 
 def aborted_after(process: int, port: int, run_dir: str) -> tuple[str, bool, bool]:
