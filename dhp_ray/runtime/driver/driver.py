@@ -125,6 +125,10 @@ class Driver:
                 broken, unresponsive = "", ()
                 change = self._steps(session)
                 self.commits.finish_saves()
+                if change and self._spares_slow(session):
+                    change = self._change(session)
+                    if not (change or session.stopping):
+                        continue
                 if not change:
                     stopping = session.stopping
                     self.commits.save_last()
@@ -280,6 +284,18 @@ class Driver:
                     f"step {step_s:.3g} s; a lost worker costs the steps since the last copy once more (later changes "
                     "are in events.jsonl)"
                 ))
+
+    def _spares_slow(self, session: Session) -> bool:
+        """Let slow workers stay if the last step was not mirrored and its save has failed: their state would be lost.
+        Returns whether any stays.
+        """
+        step = session.records.last_step
+        slow = [rank for rank, condition in self.leaving.items() if condition is Condition.SLOW]
+        if not slow or step in (session.mirroring.last, session.checkpoints.newest_step()):
+            return False
+        for rank in slow:
+            del self.leaving[rank]
+        return True
 
     def _change(self, session: Session) -> str:
         """Return why the membership must change between two steps; empty: it need not."""

@@ -268,17 +268,17 @@ class Mirroring:
 
     def enter(self) -> None:
         """Begin a new generation, with other ranks and links. With auto its first step is mirrored, and measured."""
-        self._last: int | None = None
+        self.last: int | None = None  # the last step that was mirrored
         self._copies: list[deque[float]] = []
 
     def due(self, step: int) -> bool:
         if self.auto:
-            return self._last is None or step - self._last >= self.every
+            return self.last is None or step - self.last >= self.every
         return self.every > 0 and step % self.every == 0
 
     def begun(self, step: int) -> None:
         """Note that the state after `step` is being copied."""
-        self._last = step
+        self.last = step
 
     @property
     def copy_s(self) -> float:

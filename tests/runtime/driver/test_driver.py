@@ -22,6 +22,7 @@ from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, FinishedStep
 from dhp_ray.runtime.driver.driver import MOST_SKIPPED, Driver, failed, untrained
+from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.feedback import Mirroring
 from dhp_ray.runtime.driver.group import WorkerGroup
 from dhp_ray.runtime.driver.session import Session
@@ -95,7 +96,7 @@ def test_what_a_run_writes_is_brought_up_to_date_when_an_error_ends_it(
         written = b"".join(uploaded())
         assert f"curve_{step}".encode() in written
         assert f"kind_{step}".encode() in written
-    assert list(tmp_path.iterdir()) == []
+    assert not [*tmp_path.glob("*.jsonl"), *tmp_path.glob("*tensorboard*")]
     assert failed(session, "no room") == RunFinished("", "no room", status=1)  # though all is closed
 
 
@@ -229,6 +230,35 @@ def test_a_run_ends_normally_though_updates_were_skipped(monkeypatch: pytest.Mon
         monkeypatch, 60, lambda step: None, lambda finished: None,
         lambda order: SimpleNamespace(applied=order.step % MOST_SKIPPED == 0, num_valid_tokens=1))
     assert driver._steps(session) == ""
+
+
+@pytest.mark.parametrize(("mirrored", "saved", "drained", "left"), [
+    (6, 6, False, None), (7, 6, False, {0: Condition.SLOW}), (None, 7, False, {0: Condition.SLOW}),
+    (6, 6, True, {1: Condition.DRAINED})])
+def test_a_slow_worker_stays_while_nothing_but_it_has_its_state(
+    monkeypatch: pytest.MonkeyPatch, mirrored: int | None, saved: int, drained: bool, left: dict[int, Condition] | None
+) -> None:
+    """The save before it leaves has failed. What is drained leaves in any case."""
+    driver, session = stepping(monkeypatch, 9, lambda step: None, lambda finished: None, lambda order: None)
+    changes, formed = ["rank 0 is too slow", ""], list[dict[int, Condition]]()
+
+    def steps(session: Any) -> str:
+        driver.leaving = {0: Condition.SLOW} | ({1: Condition.DRAINED} if drained else {})
+        return changes.pop(0)
+
+    monkeypatch.setattr(driver, "_steps", steps)
+    monkeypatch.setattr(driver.group, "words", lambda rank, condition: f"rank {rank}")
+    monkeypatch.setattr(WorkerGroup, "size", 2)
+    monkeypatch.setattr("dhp_ray.runtime.driver.driver.reconfigure",
+                        lambda session, pending, cause, broken, leaving, unresponsive: formed.append(dict(leaving)))
+    for name in ("export", "finish"):
+        monkeypatch.setattr(f"dhp_ray.runtime.driver.driver.{name}", lambda *arguments: None)
+    session.records = SimpleNamespace(last_step=7, has_trained=True)
+    session.mirroring.last, session.checkpoints = mirrored, SimpleNamespace(newest_step=lambda: saved)
+    vars(driver.commits).update(finish_saves=lambda: None, recovered=lambda *arguments: None)
+    driver._train(session, "")
+    assert formed == ([] if left is None else [left])
+    assert changes == []
 
 
 def test_the_learning_rate_follows_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
