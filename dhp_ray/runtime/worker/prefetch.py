@@ -42,12 +42,13 @@ def num_decoders(config: Config) -> int:
 def load_inputs(
     plan: RankPlan, rows: Iterable[dict[str, Any]], processor: Processor, adapter: LanguageModel,
     num_decoders: int = 1, precision: str = "fp32", pinned: bool = False,
+    on_decoded: Callable[[], object] = lambda: None,
 ) -> tuple[StepInputs, dict[str, str]]:
     """Return the inputs of a plan's packs, and why samples that are placeholders here cannot be used. `rows`: those of
     the plan's samples, in any order. RunError: one is missing, or there is no memory to decode one.
 
     Images are decoded by `num_decoders` threads, in the order of the plan, while the pack before is collated, up to
-    DECODED_AHEAD; a pack's decoded patches are not held after that.
+    DECODED_AHEAD; a pack's decoded patches are not held after that. `on_decoded` is called after each image or video.
     """
     row_of = {row["id"]: row for row in rows}
     for sample in planned_samples(plan):
@@ -67,6 +68,9 @@ def load_inputs(
     def take(sample: Sample, here: tuple[bool, ...], decoded_by: Sequence[Decoding]) -> Payload:
         """Return the payload of a sample; to be called in the order in which samples are decoded."""
         own = list(islice(decoded, len(decoded_by)))
+        for future in own:
+            future.exception()  # waits for it
+            on_decoded()
         try:
             payload = payload_of(row_of[sample.id], [future.result() for future in own])
             check_payload(sample, payload, adapter, here)

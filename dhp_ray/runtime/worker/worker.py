@@ -85,6 +85,7 @@ class Worker:
         self.generation = self.aborted_generation = 0
         self.store: tuple[str, int] | None = None  # where the ranks of its generation meet
         self.call = self.error = ""
+        self.num_decoded = 0  # images and videos
         self.progress = Progress()
         self.switching = Lock()  # held while the generation changes, and while it is aborted
 
@@ -177,7 +178,7 @@ class Worker:
         self.accelerator.activate()  # each thread has its own current device
         self.prefetched[plan.plan_id], failures = load_inputs(
             plan, fetch_rows(blocks, encoded_grids(plan)), self.processor, self.adapter, num_decoders(self.config),
-            self.config.train.precision, pinned=self.accelerator.name != "cpu")
+            self.config.train.precision, self.accelerator.name != "cpu", self._count_decoded)
         return failures
 
     @training
@@ -280,9 +281,14 @@ class Worker:
     def status(self) -> Status:
         call = self.call
         passed = self.progress.passed()
+        # a rank that decodes does not stand still, unless its training thread is to run something
+        beside = self.progress.parts_copied if call else self.num_decoded
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
-                      f"{call} {passed.number} {self.progress.parts_copied}", self.error,
+                      f"{call} {passed.number} {beside}", self.error,
                       () if call else self._held(), dict(self.ran), dict(self.steps))
+
+    def _count_decoded(self) -> None:
+        self.num_decoded += 1
 
     def _held(self) -> tuple[HeldShards, ...]:
         """Return the shard versions that are here, by generation."""

@@ -127,6 +127,15 @@ def test_only_the_generation_that_is_named_is_aborted(tmp_path: Path) -> None:
     assert run_processes(aborted_after, 1, str(tmp_path), timeout_s=120) == [("", False, True)]
 
 
+def test_what_an_idle_worker_decodes_is_progress(tmp_path: Path) -> None:
+    """Not beside a step: a training thread that is stuck would be found late."""
+    worker, _ = worker_of(str(tmp_path))
+    for worker.call, moves in (("", True), ("run", False)):
+        before = worker.status().mark_id
+        worker._count_decoded()
+        assert (worker.status().mark_id != before) == moves
+
+
 def test_a_worker_that_cannot_leave_says_so(tmp_path: Path) -> None:
     """Its device is broken, most likely: it must not count as well."""
     worker, _ = worker_of(str(tmp_path))

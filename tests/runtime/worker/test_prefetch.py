@@ -225,6 +225,15 @@ def test_of_an_image_in_parts_a_rank_keeps_its_own(tmp_path: Path) -> None:
     assert np.array_equal(np.unique(torch.cat(found).numpy(), axis=0), np.unique(np.array(whole), axis=0))
 
 
+def test_each_image_that_is_decoded_or_not_shows_that_a_rank_gets_on(tmp_path: Path) -> None:
+    """Those of one step may take longer than `comm.timeout_s`."""
+    records, adapter, got_on = many_records(tmp_path), rough_model(), list[None]()
+    plan = RankPlan(1, 0, (), (make_pack(0, [0], [sample_of(record) for record in records]),))
+    _, failed = load_inputs(plan, records, PROCESSOR, adapter, on_decoded=lambda: got_on.append(None))
+    assert failed
+    assert len(got_on) == sum(len(set(record["media"])) for record in records)
+
+
 def test_any_number_of_decoders_gives_the_same_images_apart(tmp_path: Path) -> None:
     records, adapter = many_records(tmp_path), rough_model()
     plan = plan_apart([sample_of(record) for record in records]).rank_plan(1, 0)
