@@ -124,8 +124,7 @@ def reconfigure(
     if start.step < committed or session.history.stream_lost:
         session.current.dispatcher.stop().clear()
         _go_back(session, start.step)
-    lost = [worker.member for worker in workers if worker.condition in (Condition.DEAD, Condition.UNRESPONSIVE)]
-    _join(session, survivors, newcomers, start, lost)
+    _join(session, survivors, newcomers, start)
     moments["join_s"] = perf_counter()
     _hand_over(session, committed)
     moments["hand_over_s"] = perf_counter()
@@ -150,7 +149,9 @@ def _end_where_saved(session: Session, step: int) -> None:
 
 
 def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Sequence[int]) -> list[WorkerHealth]:
-    """Poll the health of every worker until all healthy ones have left their calls; end and replace the others."""
+    """Poll the health of every worker until all healthy ones have left their calls; end and replace the others. Blocks
+    on the nodes of those that are gone are made again, until a worker joins there.
+    """
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
     watchdog = ProgressWatchdog(group.size, stuck_s, monotonic())
@@ -177,7 +178,11 @@ def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Se
                 # until then others may wait for it
                 watchdog = ProgressWatchdog(group.size, ENDING_S + stuck_s, monotonic())
         if not any(worker.status.call and worker.healthy for worker in workers):
-            return [ended.get(place, worker) for place, worker in enumerate(workers)]
+            found = [ended.get(place, worker) for place, worker in enumerate(workers)]
+            lose_nodes({str(worker.member.described["node_id"]) for worker in found
+                        if worker.condition in (Condition.DEAD, Condition.UNRESPONSIVE)},
+                       [str(worker.member.described["node_id"]) for worker in found if worker.healthy])
+            return found
         sleep(POLL_S)
 
 
@@ -278,10 +283,9 @@ def _go_back(session: Session, step: int) -> None:
 
 
 def _join(
-    session: Session, survivors: Sequence[WorkerHealth], newcomers: Sequence[WorkerHandle], start: StartingPoint,
-    lost: Sequence[WorkerHandle],
+    session: Session, survivors: Sequence[WorkerHealth], newcomers: Sequence[WorkerHandle], start: StartingPoint
 ) -> None:
-    """Let survivors and newcomers meet in the next generation; blocks on the nodes of `lost` members are made again."""
+    """Let survivors and newcomers meet in the next generation."""
     group, surviving = session.group, start.surviving
     origins: dict[int, FromCheckpoint | FromMemory] = {}
     if surviving:
@@ -291,7 +295,7 @@ def _join(
     load = FromCheckpoint(session.checkpoints.manifest(start.step).files if start.step and not surviving else "")
     generation = max([session.current.number, *(worker.status.generation for worker in survivors)]) + 1
     group.members = by_node([*(worker.member for worker in survivors), *newcomers])
-    lose_nodes({str(member.described["node_id"]) for member in lost}, group.nodes)
+    lose_nodes((), group.nodes)
     start_servers(group.nodes)
     session.current.number = generation
     calls = group.join(generation, session.store, session.replica_ranks, session.pool_groups, session.choose_mode(),
