@@ -344,11 +344,11 @@ def take_over(
 
 
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
-    """Drop dead or hung workers; if others are in a generation, offer those that are in none as newcomers."""
+    """Drop workers that are dead, hang or have raised; if others are in a generation, offer those that are in none as newcomers."""
     seen = list(zip(group.members, group.poll_health()))
     begun = any(status.generation for _, status in seen)
     for member, status in seen:
-        if status.dead or not status.answered:
+        if condition_of(status, overdue=False) is not Condition.HEALTHY:
             _lose(group, member, tell)
         elif begun and not status.generation:
             group.members.remove(member)

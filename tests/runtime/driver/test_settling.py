@@ -74,3 +74,16 @@ def test_a_node_on_which_others_live_is_not_lost(told: list[Message]) -> None:
     group.members[1].described["node_id"] = "0"
     recovery._settle(session_of(group, told), {}, ())
     assert blocks.lost == set()
+
+
+def test_a_new_driver_takes_over_no_worker_that_has_raised(told: list[Message]) -> None:
+    """It may live on and answer, and each look at the group would find it again, for ever."""
+    statuses = [Status(generation=3), Status(generation=3, error="the device is lost"), Status(answered=False),
+                Status(dead=True), Status()]
+    group = Polled(5, lambda slot: statuses[slot])
+    offered: list[int] = []
+    pending: Any = SimpleNamespace(offer=lambda slot, actor: offered.append(slot))
+    recovery._part(group, pending, told.append)
+    assert [member.slot for member in group.members] == [0]
+    assert replaced(told) == [1, 2, 3]
+    assert offered == [4]
