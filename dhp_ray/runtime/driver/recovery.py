@@ -171,13 +171,17 @@ def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Se
             if condition is Condition.HEALTHY and place in leaving:
                 condition = leaving[place]
             workers.append(WorkerHealth(group.members[place], condition, status))
-        for place, worker in enumerate(workers):
-            if not worker.healthy and place not in ended:
-                ended[place] = worker
-                _end(session, place, worker)
-                # until then others may wait for it
-                watchdog = ProgressWatchdog(group.size, ENDING_S + stuck_s, monotonic())
-        if not any(worker.status.call and worker.healthy for worker in workers):
+        unfit = [place for place, worker in enumerate(workers) if not worker.healthy and place not in ended]
+        waiting = [place for place in unfit
+                   if workers[place].condition is Condition.STUCK and workers[place].status.waits_for_peers]
+        # of those that wait for a vanished host and for one another, the end of one may free the others
+        ending = [place for place in unfit if place not in waiting] or waiting[:1]
+        for place in ending:
+            ended[place] = workers[place]
+            _end(session, place, workers[place])
+            # until then others may wait for it
+            watchdog = ProgressWatchdog(group.size, ENDING_S + stuck_s, monotonic())
+        if ending == unfit and not any(worker.status.call and worker.healthy for worker in workers):
             found = [ended.get(place, worker) for place, worker in enumerate(workers)]
             lose_nodes({str(worker.member.described["node_id"]) for worker in found
                         if worker.condition in (Condition.DEAD, Condition.UNRESPONSIVE)},
@@ -344,7 +348,9 @@ def take_over(
 
 
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
-    """Drop workers that are dead, hang or have raised; if others are in a generation, offer those that are in none as newcomers."""
+    """Drop workers that are dead, hang or have raised; if others are in a generation, offer those that are in none as
+    newcomers.
+    """
     seen = list(zip(group.members, group.poll_health()))
     begun = any(status.generation for _, status in seen)
     for member, status in seen:

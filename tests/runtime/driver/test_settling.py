@@ -87,3 +87,18 @@ def test_a_new_driver_takes_over_no_worker_that_has_raised(told: list[Message]) 
     assert [member.slot for member in group.members] == [0]
     assert replaced(told) == [1, 2, 3]
     assert offered == [4]
+
+
+@pytest.mark.parametrize(("waits_for_peers", "ended"), [(True, [0]), (False, [0, 1, 2])])
+def test_ranks_that_wait_for_a_host_that_has_vanished_are_not_all_ended(
+    told: list[Message], waits_for_peers: bool, ended: list[int]
+) -> None:
+    """Its sockets stay open, so they wait for it, and for one another. The end of the first one frees the others."""
+    def status(slot: int) -> Status:
+        return Status(3, "" if waits_for_peers and replaced(told) and slot not in replaced(told) else "run",
+                      waits_for_peers=waits_for_peers, dead=slot in replaced(told))
+
+    workers = recovery._settle(session_of(Polled(3, status), told), {}, ())
+    assert replaced(told) == ended
+    assert [worker.member.slot for worker in workers if worker.healthy] == [slot for slot in range(3)
+                                                                            if slot not in ended]
