@@ -297,7 +297,7 @@ class Strategy:
         most those that the run starts with, since it was admitted on so many.
         """
         return 1 + bisect_left(range(1, self.config.cluster.num_workers), True, key=lambda num_ranks: any(
-            self.device_tokens(self.memory(mode, num_ranks)) >= 1 for mode in self._open_modes))
+            self.memory(mode, num_ranks).fits(self.limit_bytes, 1, self.moved_share) for mode in self._open_modes))
 
     @property
     def _open_modes(self) -> list[Mode]:
