@@ -123,7 +123,7 @@ def test_help_names_every_planner():
     (["lengths={csv}", "num_ranks=4", "planner=best"], "planner: got 'best'; allowed: dhp"),
     (["lengths={csv}", "num_ranks=4", "speeds=1,x"], "speeds: got '1,x'"),
     (["lengths={csv}", "num_ranks=4", "speeds=1"], "1 speeds for 4 ranks"),
-    (["lengths={csv}", "num_ranks=4", "speeds=1,1,0,1"], "rank 2 has speed 0.0; it must be above 0"),
+    (["lengths={csv}", "num_ranks=4", "speeds=1,1,0,1"], "rank 2 has speed 0.0; it must be from 1e-9 to 1e9"),
     (["lengths={csv}", "num_ranks=2"], "sample 0: 20000 tokens; the cluster holds at most 16384"),
     (["lengths=absent.csv", "num_ranks=2"], "absent.csv cannot be read"), (["replay={csv}"], "cannot be read"),
     (["lengths={csv}", "num_ranks=4", "cost=absent.yaml"], "absent.yaml: cannot be read")])
@@ -185,8 +185,8 @@ def test_a_file_without_the_column_is_refused(tmp_path, capsys):
     assert "has columns length; a column num_tokens is needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("line", "message"), [("linear_s: -1", "linear_s: got -1; allowed: a number of at least 0"),
-                                               ("", "linear_s: missing")])
+@pytest.mark.parametrize(("line", "message"), [
+    ("linear_s: -1", "linear_s: got -1; allowed: a number of at least 0 and at most 1e+30"), ("", "linear_s: missing")])
 def test_a_bad_cost_file_is_named(lengths, tmp_path, capsys, line, message):
     path = tmp_path / "cost.yaml"
     path.write_text(f"quadratic_s: 0.0\ncomm_bytes_per_token: 1\nfixed_s: 0\nbandwidth_bytes_per_s: 1\n{line}\n")

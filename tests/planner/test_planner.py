@@ -85,6 +85,8 @@ def test_bad_names_and_clusters_are_refused():
         plan_batch(samples_of([5]), ClusterSpec(1, 1, 10), COST, sync="never")
     with pytest.raises(PlanError, match="rank 1 has speed 0"):
         ClusterSpec(2, 2, 10, (1.0, 0.0))
+    with pytest.raises(PlanError, match="rank 0 has speed 1e-320"):
+        ClusterSpec(2, 2, 10, (1e-320, 1.0))
 
 
 @pytest.mark.parametrize("planner", sorted(PLANNERS))

@@ -61,7 +61,8 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     (["train.activation_offload=0.9", "cluster.node_memory_gib=1"],
      "error: train.activation_offload: got 0.9; the ranks of a node keep up to "),
     (["cluster.cost=none.yaml"], "error: none.yaml: cannot be read: FileNotFoundError"),
-    (["cluster.cost=FOLDER/cost.yaml"], "error: FOLDER/cost.yaml: linear_s: got -1; allowed: a number of at least 0")])
+    (["cluster.cost=FOLDER/cost.yaml"],
+     "error: FOLDER/cost.yaml: linear_s: got -1; allowed: a number of at least 0 and at most 1e+30")])
 def test_bad_input_is_one_line(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -54,7 +54,6 @@ least `encoder_gather_s`, because the encoder's parameters are gathered and its 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -96,13 +95,17 @@ def by_degree(table: Bandwidth, max_degree: int) -> np.ndarray:
     return np.array(list(table.values()))[row]
 
 
+MOST = 1e30
+"""The largest constant: no sum or product of constants and tokens is then infinite."""
+
+
 def constant(name: str, value: Any) -> float:
-    """A number in a cost file. PlanError: it is not at least 0."""
+    """A number in a cost file. PlanError: it is not from 0 to MOST."""
     if isinstance(value, str):  # YAML 1.1 reads 1e-9 as text
         with contextlib.suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise PlanError(f"{name}: got {value!r}; allowed: a number of at least 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST:
+        raise PlanError(f"{name}: got {value!r}; allowed: a number of at least 0 and at most {MOST:g}")
     return float(value)
 
 
@@ -113,11 +116,11 @@ def _table(name: str, value: Any) -> Bandwidth:
         raise PlanError(f"{name}: got nothing; allowed: bytes per second by degree")
     table = {}
     for degree, rate in value.items():
-        if not str(degree).isdigit() or int(degree) < 2:
+        if not (str(degree).isascii() and str(degree).isdigit()) or int(degree) < 2:
             raise PlanError(f"{name}: got degree {degree!r}; allowed: whole numbers of at least 2")
         table[int(degree)] = constant(f"{name}.{degree}", rate)
-        if table[int(degree)] == 0:
-            raise PlanError(f"{name}.{degree}: got 0; allowed: more than 0")
+        if table[int(degree)] < 1:
+            raise PlanError(f"{name}.{degree}: got {rate!r}; allowed: at least 1")
     return dict(sorted(table.items()))
 
 

@@ -144,8 +144,8 @@ class ClusterSpec:
         if len(self.speeds) != self.num_ranks:
             raise PlanError(f"cluster: {len(self.speeds)} speeds for {self.num_ranks} ranks")
         for rank, speed in enumerate(self.speeds):
-            if not 0.0 < speed < float("inf"):
-                raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be above 0 and finite")
+            if not 1e-9 <= speed <= 1e9:  # times are then finite
+                raise PlanError(f"cluster: rank {rank} has speed {speed}; it must be from 1e-9 to 1e9")
         regular = tuple([rank // self.ranks_per_node for rank in range(self.num_ranks)])
         object.__setattr__(self, "nodes", numbered(self.nodes or regular))
         if len(self.nodes) != self.num_ranks:
