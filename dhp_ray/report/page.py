@@ -111,8 +111,8 @@ def curves(run: RunFiles) -> str:
         ("cost error", (0, None), {"cost_error": "median error of a pack"})]),
         "predicted and measured makespan of each step")
     note = ("<p class=note>Idle is rank time without a pack, or blocked in an exchange. "
-            "Predicted is what the plan said, the end of the step included. Cost error: of the parts of a step's "
-            "packs, predicted compute against measured, waiting left out.</p>")
+            "Predicted is what the plan said, without the reduction and update at the step's end. Cost error: of "
+            "the parts of a step's packs, predicted compute against measured, waiting left out.</p>")
     return section("Loss", loss) + section("Throughput", throughput + prediction + note)
 
 
