@@ -251,7 +251,7 @@ class SimulatedRun:
         self.progress(number, self.now_s)
 
     def _observe(self, plan: Plan, step: SimulatedStep) -> None:
-        self.scale.observe(step.packs_end_s, plan.makespan_s)
+        self.scale.observe(step.makespan_s, plan.makespan_s)
         if not self.even:
             cost = self.place.cost
             work, num_ranks = work_of(plan), self.generation.size

@@ -42,6 +42,11 @@ class SimulatedStep:
     fixed_s: float
     time_s: float
 
+    @property
+    def makespan_s(self) -> float:
+        """From the first start of a pack or encoder phase to the last end, as the driver measures it."""
+        return self.packs_end_s - (0.0 if self.encoder else float(self.starts_s.min()))
+
     def shares(self) -> dict[str, float]:
         """The shares of the ranks' time: compute, including waits for copies to host memory; exchanges that nothing
         hides; the reduction, update and gather; and the rest, idle, including waits for slower members.

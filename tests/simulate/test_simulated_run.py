@@ -24,6 +24,13 @@ def test_where_nothing_goes_wrong_steps_take_what_their_plans_say(sync: str, pla
     assert not record.error
 
 
+def test_what_goes_as_planned_takes_neither_longer_nor_shorter() -> None:
+    simulation = small("sync=micro_batch", "num_batches=2")
+    run = SimulatedRun("dhp_paper", simulation.machine, simulation.batches)
+    run.simulate()
+    assert run.scale.value == pytest.approx(1.0, rel=1e-9)
+
+
 def test_the_same_settings_give_the_same_run() -> None:
     words = ["faults=elastic", "faults.every_s=7", "faults.slow=[{share: 0.2, speed: 0.5}]",
              "num_batches=12", "seed=7"]
