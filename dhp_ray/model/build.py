@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dhp_ray.model.families import FAMILIES
-from dhp_ray.model.files import ModelError, config_tree, weight_files
+from dhp_ray.model.files import CONFIG_FILE, GENERATION_FILE, ModelError, config_tree, weight_files
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.presets import preset_config
@@ -46,8 +47,7 @@ def without_weights(path: str) -> tuple[PreTrainedModel, StoredWeights]:
     """The transformers model of a folder on the meta device, and a reader for any part of its parameters."""
     config, files = read_config(path), weight_files(path)
     module = _meta_module(config)
-    if (Path(path) / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    module.generation_config = _generation_config(path)
     return module, StoredWeights(path, files, module, _family(config).stored_names)
 
 
@@ -92,14 +92,29 @@ def read_config(path: str) -> PreTrainedConfig:
     """The configuration in a Hugging Face folder."""
     tree = config_tree(path)
     name = tree["model_type"]
-    try:
+    with _checked(Path(path) / CONFIG_FILE, f"configuration of a {name} model"):
         config: PreTrainedConfig = FAMILIES[name].config_class.from_dict(tree)
-    except Exception as error:  # transformers' checks of values raise errors of many kinds
-        said = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"model.path: {Path(path) / 'config.json'} is no configuration of a {name} model: {said}"
-        ) from None
     return config
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """The settings for generation in a Hugging Face folder: without a file of their own those in config.json, which a
+    model's configuration drops.
+    """
+    name, options = GENERATION_FILE, {}
+    if not (Path(path) / name).is_file():
+        name, options = CONFIG_FILE, {"_from_model_config": True}
+    with _checked(Path(path) / name, "generation configuration"):
+        return GenerationConfig.from_pretrained(path, name, local_files_only=True, **options)
+
+
+@contextmanager
+def _checked(file: Path, what: str) -> Iterator[None]:
+    """Name the file whose values transformers refuses, with errors of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"model.path: {file} is no {what}: {' '.join(str(error).split())[:300]}") from None
 
 
 def quieten() -> None:

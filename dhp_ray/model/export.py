@@ -41,6 +41,7 @@ from dhp_ray.model.files import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,
     BASE_KEY,
+    GENERATION_FILE,
     INDEX_FILE,
     ModelError,
     config_tree,
@@ -51,8 +52,6 @@ from dhp_ray.model.lora import write_settings
 from dhp_ray.model.weights import STORED_TYPES, StoredForm, StoredKey, StoredWeights, per_expert_forms
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import storage_errors
-
-GENERATION_FILE = "generation_config.json"
 
 Wanted = Iterable[tuple[str, int]]
 """Names of parameters, each with the rank that gets it."""
@@ -249,7 +248,7 @@ def write_description(adapter: LanguageModel, files: Sequence[ModelFile], folder
         if generation is not None:
             (folder / GENERATION_FILE).write_bytes(generation)
         elif module.can_generate() and adapter.module.generation_config is not None:
-            adapter.module.generation_config.save_pretrained(folder)
+            adapter.module.generation_config.to_json_file(folder / GENERATION_FILE)  # save_pretrained checks strictly
         if len(files) > 1:
             places = {entry.key: file.name for file in files for entry in file.entries}
             index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}

@@ -36,6 +36,7 @@ BASE_KEY = "base_fingerprint"
 """Metadata key in an adapter's file: the fingerprint of the weights that it was trained on."""
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 FIRST_BYTES = 64
 """The most bytes of each weight that a fingerprint reads."""
@@ -49,20 +50,22 @@ class ModelError(ValueError):
 
 
 def check_model_folder(path: str) -> None:
-    """Refuse a folder without a model of a known family, or with safetensors that are missing, truncated or of another
-    format.
+    """Refuse a folder without a model of a known family, or with settings or safetensors that are missing, truncated or
+    of another format.
 
     Raises:
         ModelError: one line on what is missing or not supported.
     """
     config_tree(path)
+    if (generation := Path(path) / GENERATION_FILE).is_file():
+        _json_object(generation)
     for file in weight_files(path):
         stored_tensors(path, file)
 
 
 def config_tree(path: str) -> dict[str, Any]:
     """The content of a folder's config.json. It must be of a known family."""
-    folder, file = Path(path), Path(path) / "config.json"
+    folder, file = Path(path), Path(path) / CONFIG_FILE
     if not folder.is_dir():
         raise ModelError(f"model.path: no folder {path}; allowed: a local Hugging Face folder{_download_hint(path)}")
     if not file.is_file() and (folder / ADAPTER_SETTINGS).is_file():
@@ -70,17 +73,24 @@ def config_tree(path: str) -> dict[str, Any]:
                          f"adapter={path} out=FOLDER` makes of it")
     if not file.is_file():
         raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
-    name = tree.get("model_type") if isinstance(tree, dict) else None
+    tree = _json_object(file)
+    name = tree.get("model_type")
     if name == "internvl_chat":
         raise ModelError(f"model.path: {path} holds a model of type {name!r}, which brings its own code; allowed: the "
                          "same model in the form of transformers, from the repository whose name ends in -hf or -HF")
     if name not in MODEL_TYPES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")
-    return dict(tree)
+    return tree
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise ModelError(f"model.path: {file} holds {type(tree).__name__}; allowed: an object")
+    return tree
 
 
 def weight_files(path: str) -> list[str]:
@@ -96,7 +106,7 @@ def weight_files(path: str) -> list[str]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted({os.fspath(file) for file in weight_map.values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:
         names = [WEIGHTS_FILE]

@@ -105,6 +105,32 @@ def test_a_folder_in_the_form_of_the_published_models(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], loaded[name]) for name in loaded)
 
 
+def test_settings_for_generation_in_config_json_are_kept(tmp_path: Path) -> None:
+    """As transformers reads and writes them, which refuses to save odd ones: a temperature that nothing uses."""
+    first = build_model("tiny", "", TOKEN_IDS, 0)
+    save_model(first, tmp_path / "model", dict(first.module.named_parameters()))
+    (tmp_path / "model/generation_config.json").unlink()
+    file, settings = tmp_path / "model/config.json", {"temperature": 0.7, "max_length": 77, "do_sample": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    adapter = build_model("", str(tmp_path / "model"), None, 0)
+    save_model(adapter, tmp_path / "saved", stored_values(adapter))
+    again = build_model("", str(tmp_path / "saved"), None, 0)
+    plain = FAMILIES["qwen2_5_vl"].model_class.from_pretrained(tmp_path / "model")
+    for found in (adapter.module, again.module, plain):
+        assert {name: getattr(found.generation_config, name) for name in settings} == settings
+    assert adapter.module.generation_config.to_dict() == plain.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -1}', '{"cache_implementation": "none such"}'])
+def test_damaged_settings_for_generation_are_one_line(tmp_path: Path, content: str) -> None:
+    first = build_model("tiny", "", TOKEN_IDS, 0)
+    save_model(first, tmp_path, dict(first.module.named_parameters()))
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"^model.path: [^\n]*/generation_config.json is no generation configuration: "
+                                         r"[^\n]+$"):
+        build_model("", str(tmp_path), None, 0)
+
+
 def test_the_families_are_those_that_a_folder_is_checked_for() -> None:
     assert tuple(sorted(FAMILIES)) == MODEL_TYPES
     texts = {name: FAMILIES[name].config_class().get_text_config() for name in MODEL_TYPES}
