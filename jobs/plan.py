@@ -66,10 +66,9 @@ def main(argv: list[str]) -> int:
         return failed(error, 2)
     try:
         check_outputs(targets)
-    except (OSError, ValueError) as error:
-        return failed(error, 1)
-    try:
         plan, compile_s = planned(recorded(arguments) if arguments["replay"] else given(arguments))
+    except OSError as error:
+        return failed(error, 1)
     except ValueError as error:  # PlanError, ConfigError and ArgumentError: one line each
         return failed(error, 2)
     try:
@@ -169,7 +168,7 @@ def recorded(arguments: dict[str, str]) -> dict[str, Any]:
     path = local_path("replay", arguments["replay"])
     try:
         tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"replay: {path} cannot be read: {error}") from None
     return recorded_inputs(tree)
 

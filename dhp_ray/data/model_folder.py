@@ -175,7 +175,7 @@ def _settings(folder: Path, kind: str) -> tuple[Path, dict[str, Any] | None]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"model.path: {path} is not JSON: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise DataError(f"model.path: {path} holds {type(tree).__name__}; allowed: an object")

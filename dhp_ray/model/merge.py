@@ -191,7 +191,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_SETTINGS
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"adapter: {file} cannot be read: {first_line(error)}; allowed: a folder that PEFT or a run "
                          "with train.lora.rank has written") from None
     if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":

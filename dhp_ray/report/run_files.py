@@ -48,7 +48,7 @@ def _lines(folder: Folder, name: str) -> list[dict[str, Any]]:
 
 def _parsed(text: str | bytes, words: str) -> dict[str, Any]:
     """A JSON object. `words` begin the error line."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         tree = json.loads(text)
         if isinstance(tree, dict):
             return tree

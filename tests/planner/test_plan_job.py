@@ -172,11 +172,17 @@ def test_homes_are_expanded(lengths, tmp_path, monkeypatch):
 
 
 def test_a_picture_of_an_unknown_kind_is_one_line(lengths, tmp_path, capsys):
-    assert job.main([f"lengths={lengths}", "num_ranks=4", f"picture={tmp_path / 'plan.foo'}"]) == 1
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"picture={tmp_path / 'plan.foo'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "foo" in error
     assert error.count("\n") == 1
+
+
+def test_a_plan_file_that_is_nested_too_deeply_is_one_line(tmp_path, capsys):
+    (tmp_path / "deep.json").write_text('{"a":' * 200_000)
+    assert job.main([f"replay={tmp_path / 'deep.json'}"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: replay: {tmp_path / 'deep.json'} cannot be read: ")
 
 
 def test_a_file_without_the_column_is_refused(tmp_path, capsys):

@@ -31,6 +31,7 @@ def test_a_line_that_is_being_written_is_left_out_and_the_file_left_alone(tmp_pa
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("metrics.jsonl", "[1]\n", "metrics.jsonl: line 1 is not a JSON object"),
+    ("metrics.jsonl", '{"a":' * 200_000 + "\n", "metrics.jsonl: line 1 is not a JSON object"),
     ("events.jsonl", '{"kind": "a"}\nx\n', "events.jsonl: line 2 is not a JSON object"),
     ("plans/step_000002.json", "nothing", "plans/step_000002.json: not a JSON object"),
     ("plans/step_000002.json", "[]", "plans/step_000002.json: not a JSON object")])

@@ -136,7 +136,7 @@ def _read(path: str) -> dict[str, Any] | None:
             tree = json.load(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"data.path: {path} cannot be read: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise DataError(f"data.path: {path} holds {type(tree).__name__}; allowed: an object")

@@ -140,7 +140,7 @@ def constants_of_file(path: str | Path) -> dict[str, Any]:
 def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise PlanError(f"{path}: not a mapping from names to values")
