@@ -381,7 +381,8 @@ class Strategy:
     def plan_limits(self, mode: Mode) -> tuple[PackLimits, CostModel]:
         """Return what a rank of this generation holds of a pack, and its cost with this model's memory in it."""
         memory, limits = self.memory(mode), self.limits(mode)
-        resident = {sync: sum(self.memory(Mode(sync, mode.recomputes)).resident().values()) for sync in SYNCS}
+        modes = {"step": mode._replace(sync="step", expert_parallel=1), "micro_batch": mode._replace(sync="micro_batch")}
+        resident = {sync: sum(self.memory(each).resident().values()) for sync, each in modes.items()}
         pack_bytes = sum(memory.memory(memory.worst_load(limits.tokens, self.moved_share)).pack.values())
         cost = replace(self.cost(mode), memory_bytes_per_token=pack_bytes / limits.tokens, resident_bytes=resident)
         return limits, with_encoder_apart(cost, memory, limits.tokens, limits.beyond)
@@ -448,7 +449,7 @@ class Strategy:
         """Refuse ranks that would keep more in a node's memory than it has (`planner/memory/host.py`)."""
         config, memory = self.config, self.memory(mode)
         alone = MemoryModel(memory.shape, replace(memory.settings, mirror_every_steps="0"))
-        tokens, share, every = int(config.planner.tokens_per_rank), self.moved_share, config.elastic.mirror_every_steps
+        tokens, share, every = self.limits(mode).most_tokens, self.moved_share, config.elastic.mirror_every_steps
         for node, count in Counter(self.ranks.nodes).items():
             limit_bytes = self.node_limit(node)
             terms = node_terms(memory, tokens, count, share)

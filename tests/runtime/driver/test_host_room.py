@@ -169,6 +169,20 @@ def test_packs_that_move_activations_recompute_none(tmp_path: Path) -> None:
     assert not strategy_of(config, group).recomputation(again, NO_OFFLOAD, tokens).share
 
 
+def test_a_nodes_memory_has_room_for_the_pixels_of_packs_that_recompute(tmp_path: Path) -> None:
+    config, group = described(tmp_path, ("planner.tokens_per_rank=auto", "train.precision=bf16",
+                                         "train.activation_checkpointing=packs"))
+    resolve_limits(config, {}, group)
+    strategy = strategy_of(config, group)
+    limits, memory = strategy.limits(MODE), strategy.memory(MODE)
+    few, most = (sum(node_terms(memory, tokens, 4).values()) for tokens in (limits.tokens, limits.most_tokens))
+    assert most > few
+    strategy_of(config, on_hosts(group, 1.01 * most / 0.9 / GIB)).check_host_memory(MODE)
+    on_hosts(group, (few + most) / 2 / 0.9 / GIB)
+    with pytest.raises(RunError, match=r"^cluster\.num_workers: got 2; the 4 ranks on node a keep up to .*pixels"):
+        strategy_of(config, group).check_host_memory(MODE)
+
+
 def test_a_cost_file_without_the_link_takes_the_devices(tmp_path: Path) -> None:
     path = tmp_path / "cost.yaml"
     path.write_text("{quadratic_s: 0, linear_s: 1, comm_bytes_per_token: 1, fixed_s: 0, bandwidth_bytes_per_s: {2: 1}}")

@@ -73,6 +73,18 @@ def test_ranks_of_a_node_share_experts_or_none_do(tmp_path: Path) -> None:
     assert "expert" not in strategy_of(dense, group_of(6, ROOM, dense)).choose().line
 
 
+def test_the_state_in_a_plan_is_that_of_its_mode(tmp_path: Path) -> None:
+    """With the groups of ranks that share experts."""
+    config = config_of(str(tmp_path), "model.preset=tiny_qwen3_moe", "planner.sync=micro_batch",
+                       "train.expert_parallel=3", "planner.tokens_per_rank=100")
+    strategy = strategy_of(config, group_of(6, ROOM, config))
+    mode = strategy.choose().mode
+    assert mode.expert_parallel == 3
+    _, cost = strategy.plan_limits(mode)
+    for sync, each in (("micro_batch", mode), ("step", Mode("step"))):
+        assert cost.resident(sync) == sum(strategy.memory(each).resident().values())
+
+
 def test_packs_recompute_as_much_as_the_longest_sequence_needs(tmp_path: Path) -> None:
     config = config_of(str(tmp_path), *AUTO, "planner.sync=step", "batch.global_samples=64")
     group = group_of(4, ROOM, config)
