@@ -338,17 +338,21 @@ class Strategy:
         return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
 
     def _modes(self, sync: str = "") -> list[Mode]:
-        """Return the modes that the configuration allows, ordered by what they need, most first."""
+        """Return the modes that the configuration allows, ordered by what they need, most first: of these only those
+        that a given cost file was measured for, if there are any.
+        """
         sync, wanted = sync or self.config.planner.sync, self.config.train.expert_parallel
         if wanted != "auto" and int(wanted) > 1 and sync != "step":
             sync, sharing = "micro_batch", [int(wanted)]
         else:
             a_node = min(Counter(self.ranks.nodes).values()) if wanted == "auto" else 1
             sharing = sorted({1, self.ranks.shape.ranks_that_share(a_node, self.ranks.size)})
-        return allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
+        modes = allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
+        return [mode for mode in modes if self._given_cost(mode)] or modes
 
     def _offer(self, mode: Mode, memory: MemoryModel, num_ranks: int) -> Offer:
-        given, (cost, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT
+        given, (derived, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT
+        cost = self.cost(mode) if self._given_cost(mode) else derived
         if given != "auto":
             longest = math.ceil(self.config.planner.max_sequence_tokens / num_ranks) if self.auto_tokens else 0
             most = max(int(given), longest)
@@ -397,6 +401,14 @@ class Strategy:
         if named or not self.ranks.described:
             return CostFile.load(named or str(CONF / "cost" / f"{self.ranks.kind}.yaml"))
         return None
+
+    def _given_cost(self, mode: Mode) -> bool:
+        """Whether the file `planner.cost` was measured for a run in this mode, or does not say for which."""
+        named = self.config.planner.cost
+        if named in ("", MEASURE):
+            return False
+        origin = CostFile.load(named).origin
+        return origin is None or not self.difference_from(origin, mode)
 
     def difference_from(self, origin: Origin, mode: Mode) -> str:
         """Return how the origin of a cost differs from a run on these ranks; empty if it does not."""

@@ -19,7 +19,7 @@ from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.strategy import RECOMPUTATION, Choice
+from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, Strategy
 from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import (
     GIB,
@@ -255,6 +255,32 @@ def test_a_cost_file_of_another_run_is_refused_with_both_names(tmp_path: Path) -
     config.planner.cost = str(path)
     strategy_of(config, others).check_cost(again)
     assert not strategy_of(config, others).cost(again).estimated
+
+
+def test_modes_are_compared_by_the_costs_in_the_file_and_are_those_in_it(tmp_path: Path) -> None:
+    config = config_of(str(tmp_path), *AUTO[:2], "train.precision=bf16", "planner.tokens_per_rank=100")
+    group = group_of(4, ROOM, config)
+    assert strategy_of(config, group).choose().mode.sync == "step"
+    strategy = strategy_of(config, group)
+    tree = strategy.cost(Mode("step")).to_json() | {"name": "measured"}
+    origin = strategy.origin(Mode("micro_batch", "true")).to_json()
+    config.planner.cost = str(tmp_path / "cost.yaml")
+
+    def written(sync: list[str], **changed: object) -> Strategy:
+        settings = origin["settings"] | {"sync": sync}
+        Path(config.planner.cost).write_text(yaml.safe_dump(tree | origin | {"settings": settings} | changed))
+        return strategy_of(config, group)
+
+    alone = written(["micro_batch"])
+    assert alone.choose() == Choice(Mode("micro_batch", "true"))
+    alone.check_cost(alone.choose().mode)
+    slow = {"fixed_s_by_sync": {"step": 100.0, "micro_batch": 0.0}}
+    assert written(["step", "micro_batch"], **slow).choose().mode == Mode("micro_batch", "true")
+    assert written(["step", "micro_batch"]).choose().mode == Mode("step", "true")
+    other = written(["micro_batch"], device={"kind": "cuda", "name": "Tesla V100", "count": 4})
+    assert other.choose().mode.sync == "step", "as without a file, which is then refused"
+    with pytest.raises(ConfigError, match="was measured on cuda Tesla V100, and this run is on cuda NVIDIA H100"):
+        other.check_cost(other.choose().mode)
 
 
 def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
