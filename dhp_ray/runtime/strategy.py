@@ -123,15 +123,15 @@ class Choice(NamedTuple):
 
 class ResolvedRun(NamedTuple):
     """The configuration with the limits that stay for the run, and the mode that it begins in. `auto_tokens`: tokens
-    per rank follow the memory of each generation's ranks. `image_limit`: the most tokens of an image; `skipped`: what
-    to tell the user of images that are larger.
+    per rank follow the memory of each generation's ranks. `image_limit`: the most tokens of an image; `notices`: what
+    to tell the user of larger images, and of packs.
     """
 
     config: Config
     choice: Choice
     auto_tokens: bool
     image_limit: int
-    skipped: str
+    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -438,13 +438,16 @@ class Strategy:
         """Return the tokens of a pack that a rank holds beside its state; refuse a run of which not even one fits."""
         memory = self.memory(self.choose().mode)
         if self.device_tokens(memory) < 1:
-            needed = memory.memory(memory.worst_load(1))
-            raise RunError(
-                f"planner.tokens_per_rank: got auto, and a rank has room for no token: it needs "
-                f"{gib(needed.device_bytes)}, {gib(sum(needed.resident.values()))} of them for the state, and has "
-                f"{gib(self.limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller "
-                "model")
+            raise self._no_room(memory)
         return self.rank_tokens(memory)
+
+    def _no_room(self, memory: MemoryModel) -> RunError:
+        needed = memory.memory(memory.worst_load(1))
+        return RunError(
+            f"planner.tokens_per_rank: got {self.config.planner.tokens_per_rank}, and a rank has room for no token: it "
+            f"needs {gib(needed.device_bytes)}, {gib(sum(needed.resident.values()))} of them for the state, and has "
+            f"{gib(self.limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller "
+            "model")
 
     def check_memory(self, mode: Mode) -> None:
         """Refuse a model whose resident state leaves no room on a rank."""
@@ -456,6 +459,28 @@ class Strategy:
                 f"model of {memory.shape.num_parameters() / 1e9:.2f} B parameters: planner.sync={mode.sync} keeps "
                 f"{needed / 2**30:.1f} GiB on each rank, which has {memory_bytes / 2**30:.1f} GiB; "
                 f"use more or larger devices, {other}or a smaller model")
+
+    def check_tokens(self, mode: Mode) -> str:
+        """Refuse given tokens per rank that a device does not even hold of text. Return what to tell the user if it
+        does not hold as many of images; empty if it does. (On the CPU this is not modelled.)
+        """
+        memory, limits = self.memory(mode), self.limits(mode)
+        tokens, share = limits.most_tokens, limits.beyond.of_load(limits.beyond.share)
+        if not self.ranks.described or memory.fits(self.limit_bytes, tokens, **share):
+            return ""
+
+        def too_many(tokens: int) -> bool:
+            text = memory.worst_load(tokens, **share)._replace(vision_tokens=0, patches=0)
+            return memory.memory(text).device_bytes > self.limit_bytes
+
+        text = bisect_left(range(1, tokens + 1), True, key=too_many)
+        if not text:
+            raise self._no_room(memory)
+        images = f", {memory.tokens_that_fit(self.limit_bytes, **share):,} of images" if memory.shape.vision else ""
+        holds = f"planner.tokens_per_rank: got {tokens}; in {mode} a device holds {text:,} tokens of text{images}"
+        if text == tokens:
+            return f"{holds}: a pack with more of these may run out of its memory"
+        raise RunError(f"{holds}; allowed: auto, at most {text}, more or larger devices, or {RECOMPUTATION}=auto")
 
     def check_host_memory(self, mode: Mode) -> None:
         """Refuse ranks that would keep more in a node's memory than it has (`planner/memory/host.py`)."""
@@ -527,11 +552,12 @@ def resolve(
     if not run.config.planner.max_sequence_tokens:
         limits = run.limits(run.choose().mode if run.auto_tokens else choice.mode)
         run = resolved(max_sequence_tokens=limits.most_tokens * ranks.size)
+    notices = [skipped_images(run.largest_admitted, largest)]
     if not takes_over:
+        notices.append(run.check_tokens(choice.mode))
         run.check_host_memory(choice.mode)
         run.check_cost(choice.mode)
-    return ResolvedRun(run.config, choice, run.auto_tokens, run.image_limit,
-                       skipped_images(run.largest_admitted, largest))
+    return ResolvedRun(run.config, choice, run.auto_tokens, run.image_limit, tuple(filter(None, notices)))
 
 
 def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:

@@ -86,8 +86,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     if Strategy(config, group.ranks).compares_modes(recorded_sync(config, stored)):
         first_batch = _first_batch(config, group, records, stream, compiled)
     resolved = resolve(config, group.ranks, stored, first_batch, takes_over)
-    if resolved.skipped:
-        tell(Notice(resolved.skipped))
+    for line in resolved.notices:
+        tell(Notice(line))
     total_steps = config.run.steps or config.run.epochs * batches_of(stream.num_rows, config)
     if not takes_over and (warning := warmup_warning(config.train.warmup_steps, total_steps)):
         tell(Notice(warning))

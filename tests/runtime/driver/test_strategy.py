@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from dhp_ray.planner.memory.model_shape import ModelShape
 from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.messages import Membership, RunError
-from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, Strategy
+from dhp_ray.runtime.strategy import RECOMPUTATION, Choice, Ranks, Strategy, resolve
 from dhp_ray.runtime.worker.run_model import state_size
 from tests.runtime.driver.groups import (
     GIB,
@@ -38,6 +39,32 @@ AUTO = ("planner.sync=auto", "train.activation_checkpointing=auto", "planner.tok
         "train.precision=bf16")
 ROOM = 3.0
 """GiB of a device on which the tiny model has packs so long that launching kernels does not decide."""
+
+
+def test_given_tokens_are_as_many_as_a_device_holds_of_text(tmp_path: Path) -> None:
+    """Where it does not hold so many of images that is told. On the CPU nothing is known."""
+    shape = ModelShape.load(CONF / "model_shape" / "qwen2_5_vl_3b.yaml")
+    ranks = Ranks(kind="cuda", shape=shape, memory_bytes=80 * GIB, nodes=("a",) * 8,
+                  node_memory_bytes={"a": 2000 * GIB}, device_names=("NVIDIA H100 80GB HBM3",))
+
+    def notices(tokens: int, ranks: Ranks = ranks, *words: str) -> tuple[str, ...]:
+        return resolve(config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=false",
+                                 "train.precision=bf16", f"planner.tokens_per_rank={tokens}", *words), ranks, {}).notices
+
+    assert notices(3_000) == ()
+    [told] = notices(10_000)
+    assert re.fullmatch(r"planner\.tokens_per_rank: got 10000; in micro_batch a device holds 10,000 tokens of text, "
+                        r"3,\d{3} of images: a pack with more of these may run out of its memory", told)
+    with pytest.raises(RunError, match=r"^planner\.tokens_per_rank: got 20000; in micro_batch a device holds 1\d,\d{3} "
+                                       r"tokens of text, 3,\d{3} of images; allowed: auto, at most 1\d{4}, more or "):
+        notices(20_000)
+    assert notices(20_000, ranks, "train.activation_checkpointing=packs") == ()
+    with pytest.raises(RunError, match="got 10, and a rank has room for no token"):
+        notices(10, replace(ranks, memory_bytes=18 * GIB))
+    text = replace(ranks, shape=replace(shape, vision=()))
+    with pytest.raises(RunError, match="a device holds 1[0-9,]* tokens of text; allowed: auto"):
+        notices(20_000, text)
+    assert notices(20_000, replace(ranks, kind="cpu", device_names=("",))) == ()
 
 
 def test_what_the_configuration_names_is_taken_and_not_told(tmp_path: Path) -> None:
