@@ -105,6 +105,8 @@ def report(simulation: Simulated, settings: Simulation) -> int:
           f"{machine.first.mode}, {limits.tokens:,} tokens a rank"
           f"{beyond}; longest sequence "
           f"{simulation.batches.longest_tokens:,} tokens. All modelled, nothing measured.")
+    if machine.notice:
+        print(machine.notice)
     summaries = simulation.summaries()
     print(text_of(summaries))
     if left_out := len(simulation.batches.left_out):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -101,7 +102,7 @@ def _generation_config(path: str) -> GenerationConfig:
     """The settings for generation in a Hugging Face folder: without a file of their own those in config.json, which a
     model's configuration drops.
     """
-    name, options = GENERATION_FILE, {}
+    name, options = GENERATION_FILE, dict[str, Any]()
     if not (Path(path) / name).is_file():
         name, options = CONFIG_FILE, {"_from_model_config": True}
     with _checked(Path(path) / name, "generation configuration"):

@@ -385,8 +385,8 @@ class Strategy:
     def plan_limits(self, mode: Mode) -> tuple[PackLimits, CostModel]:
         """Return what a rank of this generation holds of a pack, and its cost with this model's memory in it."""
         memory, limits = self.memory(mode), self.limits(mode)
-        modes = {"step": mode._replace(sync="step", expert_parallel=1), "micro_batch": mode._replace(sync="micro_batch")}
-        resident = {sync: sum(self.memory(each).resident().values()) for sync, each in modes.items()}
+        modes = (mode._replace(sync="step", expert_parallel=1), mode._replace(sync="micro_batch"))
+        resident = {each.sync: sum(self.memory(each).resident().values()) for each in modes}
         pack_bytes = sum(memory.memory(memory.worst_load(limits.tokens, self.moved_share)).pack.values())
         cost = replace(self.cost(mode), memory_bytes_per_token=pack_bytes / limits.tokens, resident_bytes=resident)
         return limits, with_encoder_apart(cost, memory, limits.tokens, limits.beyond)
@@ -442,12 +442,12 @@ class Strategy:
         return self.rank_tokens(memory)
 
     def _no_room(self, memory: MemoryModel) -> RunError:
-        needed = memory.memory(memory.worst_load(1))
+        needed, given = memory.memory(memory.worst_load(1)), self.config.planner.tokens_per_rank
         return RunError(
-            f"planner.tokens_per_rank: got {self.config.planner.tokens_per_rank}, and a rank has room for no token: it "
-            f"needs {gib(needed.device_bytes)}, {gib(sum(needed.resident.values()))} of them for the state, and has "
-            f"{gib(self.limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or larger devices, or a smaller "
-            "model")
+            f"planner.tokens_per_rank: got {'auto' if self.auto_tokens else given}, and a "
+            f"rank has room for no token: it needs {gib(needed.device_bytes)}, {gib(sum(needed.resident.values()))} of "
+            f"them for the state, and has {gib(self.limit_bytes)} ({MEMORY_SHARE:.0%} of its device); use more or "
+            "larger devices, or a smaller model")
 
     def check_memory(self, mode: Mode) -> None:
         """Refuse a model whose resident state leaves no room on a rank."""
@@ -517,7 +517,7 @@ class Strategy:
 
 def resolve(
     config: Config, ranks: Ranks, stored: Mapping[str, Any], first_batch: Sequence[Sample] = (),
-    takes_over: bool = False,
+    takes_over: bool = False, frame_pixels: int = 0,
 ) -> ResolvedRun:
     """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
     folder (`stored`: its configuration by dotted key). `takes_over`: the ranks are those left of a run that goes on; it
@@ -532,7 +532,7 @@ def resolve(
         raise ConfigError(f"{SHARING}: got {config.train.expert_parallel}, and the run began with planner.sync=step, "
                           "where each rank has all experts; allowed: 1, or planner.sync=micro_batch")
     image_limit = int(stored.get(f"{RESOLVED}.image_limit") or 0)
-    run = Strategy(config, ranks, given.tokens_per_rank == "auto", image_limit, first_batch)
+    run = Strategy(config, ranks, given.tokens_per_rank == "auto", image_limit, first_batch, frame_pixels=frame_pixels)
     largest = run.image_tokens
     run = resolved(
         max_sequence_tokens=given.max_sequence_tokens or int(stored.get("planner.max_sequence_tokens") or 0),

@@ -90,7 +90,7 @@ class ClusterSettings:
     kind: str = key("cuda", "what the devices are to torch", choices=("cpu", "cuda", "npu"))
     device: str = key("h100", "description of the device: a file of conf/device")
     memory_gib: float = key(80.0, "memory of a device", above=0, maximum=1e6)
-    node_memory_gib: float = key(1024.0, "memory of a node, to which activations may go", above=0, maximum=1e6)
+    node_memory_gib: float = key(2048.0, "memory of a node, to which activations may go", above=0, maximum=1e6)
     cost: str = key("", "cost file; empty: derived from the model and the device, with fused operators", path="file")
 
 

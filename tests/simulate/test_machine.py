@@ -13,6 +13,7 @@ from dhp_ray.planner import CostModel, Sample, plan_batch
 from dhp_ray.planner.cost.derived import Device
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
+from dhp_ray.planner.mode import Mode
 from dhp_ray.runtime.strategy import Ranks, Strategy, resolve
 from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.settings import load_simulation
@@ -44,9 +45,9 @@ def test_as_a_run_on_such_workers(tmp_path: Path, sync: str, offload: str) -> No
 
 
 def test_a_large_model_needs_micro_batches() -> None:
-    with pytest.raises(PlanError, match=r"^model: qwen2_5_vl_32b keeps .*; use more or larger devices, sync=micro_"):
+    with pytest.raises(PlanError, match=r"^model of 33.* sync=step keeps .*; use more or larger devices, sync=micro_"):
         machine_of("model=qwen2_5_vl_32b", "sync=step")
-    with pytest.raises(PlanError, match=r"^model: qwen2_5_vl_32b keeps .*; use more or larger devices, or a smaller"):
+    with pytest.raises(PlanError, match=r"^model of 33.* keeps .*; use more or larger devices, or a smaller"):
         machine_of("model=qwen2_5_vl_32b", "sync=micro_batch", "cluster.num_ranks=2")
     found = machine_of("model=qwen2_5_vl_32b", longest=100_000)
     assert found.first.mode.sync == "micro_batch"
@@ -65,6 +66,35 @@ def test_a_cost_file_takes_the_place_of_the_derived_cost(tmp_path: Path, offload
     assert cost.memory_bytes_per_token > 0
     assert cost.memory_bytes(found.limits.tokens, 1, "micro_batch") <= 0.9 * 80 * GIB * (1 + 1e-9)
     assert cost.host_bytes_per_s == (H100.host_bytes_per_s if offload != "off" else 0.0), "no cost file has it"
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    (["model=qwen2_5_vl_7b"], "was measured for model qwen2_5_vl_3b, and this run trains qwen2_5_vl_7b; allowed: "
+                              "a file that jobs/measure.py wrote for such a run, or nothing"),
+    (["cluster=a100"], "was measured on cuda NVIDIA H100 80GB HBM3, and this run is on cuda A100; allowed: "),
+    (["sync=step"], "was measured for sync=micro_batch, and this run has sync=step; allowed: "),
+    ([], "")])
+def test_a_cost_that_was_measured_for_something_else_is_refused(tmp_path: Path, words: list[str], line: str) -> None:
+    plain = ["model=qwen2_5_vl_3b", "cluster.num_ranks=8", "sync=micro_batch", "train.activation_checkpointing=false"]
+    first = machine_of(*plain)
+    origin = first._strategy.origin(Mode("micro_batch"), "NVIDIA H100 80GB HBM3").to_json()
+    file = tmp_path / "cost.yaml"
+    file.write_text(yaml.safe_dump(first.first.cost.to_json() | origin))
+    words = [*plain, f"cluster.cost={file}", *words]
+    if not line:
+        assert machine_of(*words).first.cost.to_json()["linear_s"] == first.first.cost.linear_s
+        return
+    with pytest.raises(PlanError) as caught:
+        machine_of(*words)
+    assert str(caught.value).startswith(f"cluster.cost: {file} {line}")
+
+
+def test_given_tokens_that_no_device_holds_are_refused() -> None:
+    words = ["model=qwen2_5_vl_3b", "cluster.num_ranks=8", "sync=micro_batch", "train.activation_checkpointing=false"]
+    assert machine_of(*words, "train.tokens_per_rank=3000").notice == ""
+    assert machine_of(*words, "train.tokens_per_rank=9000").notice.startswith("train.tokens_per_rank: got 9000; in ")
+    with pytest.raises(PlanError, match=r"^train\.tokens_per_rank: got 20000; in micro_batch a device holds 1"):
+        machine_of(*words, "train.tokens_per_rank=20000")
 
 
 @pytest.mark.parametrize("median", [1100, 1800, 5000])

@@ -48,8 +48,9 @@ def test_given_tokens_are_as_many_as_a_device_holds_of_text(tmp_path: Path) -> N
                   node_memory_bytes={"a": 2000 * GIB}, device_names=("NVIDIA H100 80GB HBM3",))
 
     def notices(tokens: int, ranks: Ranks = ranks, *words: str) -> tuple[str, ...]:
-        return resolve(config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=false",
-                                 "train.precision=bf16", f"planner.tokens_per_rank={tokens}", *words), ranks, {}).notices
+        config = config_of(str(tmp_path), "planner.sync=micro_batch", "train.activation_checkpointing=false",
+                           "train.precision=bf16", f"planner.tokens_per_rank={tokens}", *words)
+        return resolve(config, ranks, {}).notices
 
     assert notices(3_000) == ()
     [told] = notices(10_000)
@@ -62,7 +63,7 @@ def test_given_tokens_are_as_many_as_a_device_holds_of_text(tmp_path: Path) -> N
     with pytest.raises(RunError, match="got 10, and a rank has room for no token"):
         notices(10, replace(ranks, memory_bytes=18 * GIB))
     text = replace(ranks, shape=replace(shape, vision=()))
-    with pytest.raises(RunError, match="a device holds 1[0-9,]* tokens of text; allowed: auto"):
+    with pytest.raises(RunError, match=r"a device holds 1[0-9,]* tokens of text; allowed: auto"):
         notices(20_000, text)
     assert notices(20_000, replace(ranks, kind="cpu", device_names=("",))) == ()
 
