@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -71,11 +71,16 @@ by_planner = pytest.mark.parametrize("planner", ["dhp_paper", pytest.param("dhp"
 """`dhp` plans batches of 40 samples five times as long, to packs with the same terms."""
 
 
+def by_mode(worlds: Mapping[str, Mapping[str, float]], *modes: object) -> list[Any]:
+    """Each world in each of two modes; in make test in one of them, in turns."""
+    return [pytest.param(true, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if (row + column) % 2 else [])
+            for row, (name, true) in enumerate(worlds.items()) for column, mode in enumerate(modes)]
+
+
 @by_planner
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@pytest.mark.parametrize("true", [dict.fromkeys(TERMS, 50.0), dict.fromkeys(TERMS, 10.0), dict.fromkeys(TERMS, 0.2),
-                                  MIXED, {"quadratic_s": 8.0}],
-                         ids=["fiftyfold", "tenfold", "a fifth", "mixed", "attention"])
+@pytest.mark.parametrize(("true", "sync"), by_mode(
+    {"fiftyfold": dict.fromkeys(TERMS, 50.0), "a fifth": dict.fromkeys(TERMS, 0.2), "mixed": MIXED,
+     "attention": {"quadratic_s": 8.0}}, "step", "micro_batch"))
 def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str, planner: str) -> None:
     """Packs that are all alike do not tell two terms apart, so factors are the median of three worlds."""
     worlds = [world(true, sync=sync, seed=seed, planner=planner) for seed in (1, 2, 3)]
@@ -88,8 +93,8 @@ def test_wrong_costs_become_right_ones(true: Mapping[str, float], sync: str, pla
 
 
 @by_planner
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("true", [{}, dict.fromkeys(TERMS, 3.0), MIXED], ids=["right", "threefold", "mixed"])
+@pytest.mark.parametrize(("true", "num_ranks"), by_mode(
+    {"right": {}, "threefold": dict.fromkeys(TERMS, 3.0), "mixed": MIXED}, 2, 4))
 def test_noise_outliers_and_a_slow_rank_lead_nowhere(
     true: Mapping[str, float], num_ranks: int, planner: str
 ) -> None:
