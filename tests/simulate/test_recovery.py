@@ -47,19 +47,19 @@ def test_copies_that_a_fault_cut_off_never_arrive() -> None:
 
 
 def test_a_lost_node_takes_with_it_who_was_to_return_there() -> None:
-    words = ["num_batches=40", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=8",
-             "faults.node.return_s=12"]
+    words = ["num_batches=14", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=5",
+             "faults.node.return_s=6"]
     first = within(run_of("faults.mirror_every_steps='1'", *QUICK), 3)
-    record = run_of(*words, faults((first, "worker", 5), (first + 6, "node", 4)))
+    record = run_of(*words, faults((first, "worker", 5), (first + 4, "node", 4)))
     said = events_of(record)
     assert said[0].startswith("2: worker lost; 7 ranks")
     assert said[1].startswith("3: node lost; 4 ranks")
     assert said[2].startswith("4: 4 join; 8 ranks")
     # also where none of its ranks is there
     each = [(first + 0.1 * rank, "worker", rank) for rank in (4, 5, 6, 7)]
-    record = run_of(*words, faults(*each, (first + 6, "node", 4)))
+    record = run_of(*words, faults(*each, (first + 4, "node", 4)))
     joined = next(event for event in record.events if "4 join" in event.text)
-    assert joined.time_s > first + 6 + 2 + 12
+    assert joined.time_s > first + 4 + 2 + 6
 
 
 def test_a_fault_strikes_its_node_whatever_the_membership_is() -> None:

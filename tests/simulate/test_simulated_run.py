@@ -55,12 +55,13 @@ def test_a_lost_worker_costs_the_running_step_where_every_step_is_mirrored() -> 
 
 
 def test_the_state_is_copied_again_after_a_time_with_one_rank() -> None:
-    two = ["cluster.num_ranks=2", "cluster.ranks_per_node=1", "faults.mirror_every_steps='1'", *QUICK]
+    two = ["cluster.num_ranks=2", "cluster.ranks_per_node=1", "faults.mirror_every_steps='1'", "num_batches=14",
+           "global_samples=12", *QUICK, "faults.worker.return_s=5"]
     step_s = run_of(*two).steps[0].end_s
     first = f"{{time_s: {1.5 * step_s}, kind: worker, rank: 1}}"
-    later = run_of(*two, "num_batches=60", f"faults.events=[{first}]").steps[33]
+    later = run_of(*two, f"faults.events=[{first}]").steps[11]
     second = f"{{time_s: {(later.begin_s + later.end_s) / 2}, kind: worker, rank: 1}}"
-    record = run_of(*two, "num_batches=60", f"faults.events=[{first}, {second}]")
+    record = run_of(*two, f"faults.events=[{first}, {second}]")
     words = events_of(record)
     assert words[0] == "2: worker lost; 1 ranks go on with step 2"
     assert ["join" in text for text in words[:3]] == [False, True, False]
@@ -121,7 +122,7 @@ def test_a_fault_while_the_group_forms_begins_it_anew() -> None:
 
 
 def test_what_was_lost_joins_between_two_steps() -> None:
-    words = ["num_batches=24", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=4"]
+    words = ["num_batches=14", "faults.mirror_every_steps='1'", *QUICK, "faults.worker.return_s=4"]
     moment = within(run_of(*words), 4)
     record = run_of(*words, f"faults.events=[{{time_s: {moment}, kind: worker, rank: 2}}]")
     assert events_of(record)[1].startswith("3: 1 join; 8 ranks go on with step")
@@ -166,13 +167,13 @@ def test_plans_that_are_late_are_waited_for_or_replaced() -> None:
 
 def test_no_batch_is_empty() -> None:
     """A batch whose samples are all longer than what was looked at before the run is replaced."""
-    batches = small("global_samples=1", "num_batches=200").batches
-    assert all(batches(step) for step in range(1, 201))
+    batches = small("global_samples=1", "num_batches=100").batches
+    assert all(batches(step) for step in range(1, 101))
     assert batches.left_out
 
 
 def test_slow_ranks_are_measured_and_given_less() -> None:
-    words = ["num_batches=12", "global_samples=64", "faults.mirror_every_steps='0'"]
+    words = ["num_batches=8", "global_samples=48", "faults.mirror_every_steps='0'"]
     slow = run_of(*words, "faults.slow=[{ranks: '3', speed: 0.4}]", planner="dhp")
     calm = run_of(*words, planner="dhp")
     times = [step.end_s - step.begin_s for step in slow.steps]
