@@ -21,7 +21,7 @@ values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=
                                                        st.dictionaries(inner_names, inner, max_size=3)), max_leaves=5)
 names = st.one_of(st.sampled_from([*KEYS, *CHOICES, "run", "data.synthetic", "choices", "choices.model"]),
                   st.text(max_size=12))
-fuzz = settings(max_examples=100, deadline=None,
+fuzz = settings(max_examples=50, deadline=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 

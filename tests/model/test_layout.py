@@ -59,7 +59,7 @@ def test_sequences_shorter_than_the_members() -> None:
 
 
 @given(layouts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_token_lies_on_one_member(layout: PackLayout) -> None:
     positions = torch.cat([layout.index(member) for member in range(layout.degree)])
     assert sorted(positions.tolist()) == list(range(sum(layout.lengths)))
@@ -71,7 +71,7 @@ def test_every_token_lies_on_one_member(layout: PackLayout) -> None:
 
 
 @given(layouts)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @pytest.mark.seconds
 def test_blocks_are_the_mask(layout: PackLayout) -> None:
     """The scores that blocks compute, over all pairs of members, are those of the mask: none missing, none twice."""
@@ -93,7 +93,7 @@ def test_blocks_are_the_mask(layout: PackLayout) -> None:
 
 
 @given(lengths_of_packs, st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_zigzag_balances_tokens(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree)
     tokens = [layout.num_tokens(member) for member in range(degree)]
@@ -101,7 +101,7 @@ def test_zigzag_balances_tokens(lengths: tuple[int, ...], degree: int) -> None:
 
 
 @given(lengths_of_packs, st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_zigzag_of_all_cuts_a_pack_as_one_sequence(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree, zigzag_of_all(lengths, degree))
     tokens = [layout.num_tokens(member) for member in range(degree)]
@@ -113,7 +113,7 @@ def test_zigzag_of_all_cuts_a_pack_as_one_sequence(lengths: tuple[int, ...], deg
 
 
 @given(lengths_of_packs, st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_zigzag_needs_one_block_a_sequence(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree)
     for query_member in range(degree):
@@ -122,7 +122,7 @@ def test_zigzag_needs_one_block_a_sequence(lengths: tuple[int, ...], degree: int
 
 
 @given(st.lists(st.integers(1000, 20000), min_size=1, max_size=4).map(tuple), st.integers(2, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_zigzag_balances_work(lengths: tuple[int, ...], degree: int) -> None:
     layout = PackLayout(lengths, degree)
     work = [sum((piece.stop * (piece.stop + 1) - piece.start * (piece.start + 1)) // 2

@@ -32,7 +32,7 @@ def served(room, need):
 
 
 @pytest.mark.seconds
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.lists(st.integers(1, 30), min_size=1, max_size=80),
        st.booleans())
 def test_the_least_room_that_holds_a_need(room, need, falling):
@@ -49,7 +49,7 @@ def test_the_least_room_that_holds_a_need(room, need, falling):
             left[owner] -= wanted
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60), st.integers(50, 120))
 def test_best_fit_decreasing(lengths, tokens_per_rank):
     tokens = np.array(lengths)

@@ -15,7 +15,7 @@ from dhp_ray.planner.schedule import Schedule, firsts_of
 from dhp_ray.planner.timeline import times_of
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=6), st.integers(1, 5), st.booleans(),
        st.booleans(), st.randoms(use_true_random=False))
 def test_each_image_goes_to_the_member_with_room_that_finishes_it_first(
@@ -86,7 +86,7 @@ def test_a_member_takes_neighbouring_entries_of_a_video():
     assert longest_s.tolist() == [8.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0, 1, 4, 5, 16]), max_size=20), min_size=1, max_size=8),
        st.integers(1, DEGREES + 3), st.booleans(), st.randoms(use_true_random=False))
 def test_what_the_search_takes_a_pack_for_is_what_it_is_priced_at(images, degree, has_vision_cost, random):

@@ -50,7 +50,7 @@ def plainly(seconds, patches, encoder, num_ranks, most, count):
     return [passes[image] for image in range(len(seconds))]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3), st.sampled_from([0.5, 1.0, 2.0])), min_size=1,
                 max_size=30), st.integers(5, 60))
 def test_passes_are_the_fewest_that_hold_all_images_and_alike_long(images, most):

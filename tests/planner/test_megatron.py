@@ -93,7 +93,7 @@ def plain_rounds(lengths, num_ranks, cap, packs):
 
 
 @pytest.mark.seconds
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @example([1, 34, 34, 34, 35, 81, 81], 11, 20, False)  # what is put off to the second round comes in degrees 2, 2, 8, 2
 @given(st.lists(st.integers(1, 800), min_size=1, max_size=30), st.integers(1, 12), st.integers(20, 100), st.booleans())
 def test_as_a_plain_version_makes_them(lengths, num_ranks, cap, packs):

@@ -71,7 +71,7 @@ def test_the_example():
     assert ends_of(seconds, exchanged(seconds, before, [1.0, 1.0], 12.0), [1.0, 1.0]) == [12.0, 12.0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.integers(1, 25), st.integers(1, 6), st.booleans(), st.sampled_from([1.0, 1.1]), st.integers(0, 2**32 - 1))
 def test_every_pair_of_items(num_items, num_ranks, uneven, room, seed):
     generator = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def test_every_pair_of_items(num_items, num_ranks, uneven, room, seed):
     assert after == exchanged(seconds, rank_of, speeds, target_s, free_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=25), st.integers(1, 5),
        st.integers(0, 2**32 - 1))
 def test_packs_that_cost_something(items, num_ranks, seed):

@@ -45,7 +45,7 @@ def slow_fill(problem: Problem, limit_s: float, least: int) -> list[tuple[int, l
     return packs
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=25, unique=True), st.integers(1, 10), st.integers(1, 4),
        st.floats(0.05, 1.0))
 def test_a_micro_batch_is_filled_like_the_slow_one(
@@ -63,7 +63,7 @@ def test_a_micro_batch_is_filled_like_the_slow_one(
 
 
 @pytest.mark.parametrize("cost", [ALL_TO_ALL, RING])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=25), st.integers(1, 10), st.integers(1, 4))
 def test_plans_hold_each_sequence_once_in_memory_and_are_shorter_than_asked_for(
     cost: CostModel, lengths: list[int], num_ranks: int, least: int) -> None:

@@ -62,7 +62,7 @@ def parts_in_plain_python(grids, seconds, least, speeds):
     return min(found, key=lambda one: one[0], default=(0.0, least))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=8),
        st.integers(1, 7), st.booleans(), st.integers(1, 2))
 def test_parts_as_a_plain_loop_chooses_them(grids, num_ranks, uneven, least):
@@ -123,7 +123,7 @@ def test_parts_are_as_many_as_memory_requires():
         [1, 1], [2, 1], [2, 1], [2, 2], [3, 2], [4, 3], None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
        st.integers(1, 6), st.sampled_from(["step", "micro_batch"]), st.booleans(), st.booleans())
 def test_plans_with_images_in_parts(grids, num_ranks, sync, uneven, tight):

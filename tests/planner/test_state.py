@@ -55,7 +55,7 @@ def seconds_of(problem: Problem, slot_s: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_a_state_takes_the_seconds_of_its_schedule(sync: str, seed: int) -> None:
     problem, schedule = random_case(seed, sync)
@@ -68,7 +68,7 @@ def test_a_state_takes_the_seconds_of_its_schedule(sync: str, seed: int) -> None
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_an_improved_plan_is_valid_no_longer_and_timed_as_it_is(sync: str, threshold: float, seed: int) -> None:
     problem, schedule = random_case(seed, sync)

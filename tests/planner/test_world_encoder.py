@@ -63,7 +63,7 @@ def cases(draw, most_images=40, most_ranks=6, speeds=(0.5, 1.0, 1.5)):
     return Case(images, [random.randrange(4) for _ in images], groups, speeds)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_an_image_goes_home_where_that_ends_in_time_and_else_to_who_is_done_first(case):
     """The first start."""
@@ -95,7 +95,7 @@ def best_fit(case, limit_s):
     return [limit_s - left / speed for left, speed in zip(room, case.speeds)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(speeds=(0.5123, 1.0, 1.4717)))
 def test_best_fit_under_the_least_limit_that_bisection_finds(case):
     """The last start. The speeds are such that no two ranks of unequal speed have the same room."""
@@ -112,7 +112,7 @@ def test_best_fit_under_the_least_limit_that_bisection_finds(case):
         assert sorted(found) == pytest.approx(sorted(expected))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases(most_images=7, most_ranks=3, speeds=[1.0]))
 def test_balanced_images_are_near_the_optimum(case):
     """Of all assignments. After LPT, MULTIFIT is at most 13/11 of it (Yue 1990)."""
@@ -120,7 +120,7 @@ def test_balanced_images_are_near_the_optimum(case):
     assert max(case.ends_s(balanced_encoders(*case.arrays()))) <= best_s * 13 / 11 * (1 + EVEN)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_balanced_images_are_no_worse_than_either_start(case):
     arrays = case.arrays()
