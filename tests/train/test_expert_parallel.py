@@ -55,7 +55,7 @@ def test_any_plan_beside_plain_transformers(reference: Callable[[str], Path], si
     """Idle ranks and packs of any degree among those that share experts."""
     first = 40_000 + 10 * (*WORLDS, *OTHERS).index((size, world))
     seeds = range(first, first + 4)  # the first one is of text alone
-    check(reference, world, [random_plan(seed, world) for seed in (seeds[1:3] if world is WORLDS[0][1] else seeds)],
+    check(reference, world, [random_plan(seed, world) for seed in (seeds[1:2] if world is WORLDS[0][1] else seeds)],
           f"train.expert_parallel={size}", before=partial(in_force, size))
 
 
@@ -82,10 +82,10 @@ def test_no_token_is_dropped_where_there_is_no_room(reference: Callable[[str], P
 def test_packs_that_recompute_meet_those_that_do_not(reference: Callable[[str], Path]) -> None:
     """They share experts, whose layers must run equally often on all ranks."""
     world = World(3, "micro_batch", "pool", preset=TEXT)
-    plans = [random_plan(seed, world) for seed in range(43_001, 43_003)]
-    plans = [replace(plan, groups=tuple(replace(group, recomputed=(0.0, 0.7, 1.0)[place % 3])
-                                        for place, group in enumerate(plan.groups))) for plan in plans]
-    check(reference, world, plans, "train.expert_parallel=3", before=partial(in_force, 3))
+    plan = random_plan(43_001, world)
+    plan = replace(plan, groups=tuple(replace(group, recomputed=(0.0, 0.7, 1.0)[place % 3])
+                                      for place, group in enumerate(plan.groups)))
+    check(reference, world, [plan], "train.expert_parallel=3", before=partial(in_force, 3))
 
 
 def generations(rank: int) -> None:

@@ -78,9 +78,9 @@ def reads_of(
 
 
 @pytest.mark.parametrize(("sync", "transport", "freeze", "recomputes"), [
-    ("step", "pool", [], True), ("micro_batch", "parent", ["vision"], False),
+    ("micro_batch", "parent", ["vision"], False),  # with sync=step: with experts, and with images apart, below
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("micro_batch", "pool", [], True), ("step", "parent", ["vision"], False),
+        ("step", "pool", [], True), ("micro_batch", "pool", [], True), ("step", "parent", ["vision"], False),
         ("step", "parent", ["language"], True), ("micro_batch", "parent", ["language"], True)))])
 def test_a_step_reads_nothing_before_its_totals(
     sync: str, transport: str, freeze: list[str], recomputes: bool

@@ -95,9 +95,9 @@ def train_both(rank: int, port: int, num_ranks: int, config: Config, apart: bool
 
 
 @pytest.mark.parametrize(("num_ranks", "settings"), [
-    (2, ["planner.sync=step"]), (2, ["planner.sync=micro_batch"]),
+    (1, ["planner.sync=step"]), (2, ["planner.sync=micro_batch"]),
+    pytest.param(2, ["planner.sync=step"], marks=pytest.mark.slow),
     pytest.param(3, ["planner.sync=step"], marks=pytest.mark.slow),
-    pytest.param(1, ["planner.sync=step"], marks=pytest.mark.slow),
     pytest.param(1, ["planner.sync=micro_batch"], marks=pytest.mark.slow),
     pytest.param(3, ["planner.sync=micro_batch"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
