@@ -181,7 +181,7 @@ def test_ids_labels_and_positions_of_random_conversations(tmp_path: Path) -> Non
     with torch.device("meta"):
         model = Qwen3_5Model(config)
     random, kinds = np.random.default_rng(62), set()
-    for _ in range(100):
+    for _ in range(40):
         messages, media = random_messages(random)
         tools = TOOLS if random.random() < 0.5 else None
         sizes = [read_clip(medium, LIMITS) if isinstance(medium, bytes) else medium.size for medium in media]

@@ -148,7 +148,7 @@ def test_ids_grids_and_pixels_of_videos(frames: int, size: tuple[int, int]) -> N
 
 def test_ids_and_labels_of_random_conversations() -> None:
     random = np.random.default_rng(4)
-    for _ in range(100):
+    for _ in range(40):
         conversation, media = random_conversation(random)
         images = [shown for shown in media if isinstance(shown, Image.Image)]
         videos = [shown for shown in media if isinstance(shown, bytes)]
