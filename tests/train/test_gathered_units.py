@@ -58,7 +58,8 @@ def count_gathers(group: Any, kind: str, found: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize(("freeze", "vision", "passes_of_encoder"), [
-    ([], IN_PACKS, 2), (["vision"], IN_PACKS, 1), ([], APART, 2), (["vision"], APART, 1)])
+    (["vision"], IN_PACKS, 1), ([], APART, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ([], IN_PACKS, 2), (["vision"], APART, 1)))])
 def test_units_are_gathered_for_each_pass_that_they_have_and_no_more(
     freeze: list[str], vision: VisionPlan, passes_of_encoder: int
 ) -> None:

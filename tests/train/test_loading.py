@@ -90,7 +90,8 @@ def published(folder: Path, tie: bool, older: bool, num_files: int = 3) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("num_ranks", "tie", "older"), [(1, True, True), (2, False, True), (3, True, False)])
+@pytest.mark.parametrize(("num_ranks", "tie", "older"), [
+    (2, False, True), (3, True, False), pytest.param(1, True, True, marks=pytest.mark.slow)])
 def test_every_rank_reads_its_rows_of_the_whole(num_ranks: int, tie: bool, older: bool, tmp_path: Path) -> None:
     path = published(tmp_path / "model", tie, older)
     results = run_ranks(compare, num_ranks, num_ranks, str(path))

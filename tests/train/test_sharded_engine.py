@@ -166,8 +166,9 @@ def test_mixed_degrees_on_three_ranks(transport: str) -> None:
 
 
 @pytest.mark.parametrize(("freeze", "checkpointing"), [
-    (["vision"], False), (["language"], True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((["vision"], True), (["language"], False)))])
+    (["language"], True),  # a frozen encoder in make test: test_random_plans.py
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in ((["vision"], False), (["vision"], True), (["language"], False)))])
 def test_a_frozen_part(freeze: list[str], checkpointing: bool) -> None:
     compare(3, MIXED, freeze=freeze, checkpointing=checkpointing)
 
@@ -202,7 +203,8 @@ def test_one_rank() -> None:
     compare(1, [[([0], [[20, (1, 4, 8), 30], [9]], None)], [([0], [[33]], None)]], num_steps=2)
 
 
-@pytest.mark.parametrize("freeze", [[], pytest.param(["vision"], marks=pytest.mark.slow)])
+@pytest.mark.slow  # in make test: test_unused_parts.py
+@pytest.mark.parametrize("freeze", [[], ["vision"]])
 def test_a_batch_of_text_alone(freeze: list[str]) -> None:
     compare(3, [[([0, 1], [[50], [20]], None)], [([2, 0, 1], [[70]], None)]], freeze=freeze, num_steps=2)
 
