@@ -4,6 +4,7 @@ processor. Tokens follow from images' headers; nothing here imports torch until 
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from dhp_ray.data.families.base import MIN_PIXELS, SLICE_TOKENS, VIDEO_PIXELS, C
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.model_folder import (
     chat_template,
+    check_processor_files,
     check_vocabulary,
     family_in,
     image_settings,
@@ -38,6 +40,10 @@ MOST_TEXT = 2**22
 """Bytes of a row's text, about a million tokens: to tokenize more takes more memory than a task has. Bytes, because a
 character may take as many tokens as bytes.
 """
+
+TOKENIZER_PATTERNS = ("tokenizer*.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
+                      "added_tokens.json", "chat_template.*")
+"""Files of a folder's tokenizer and chat template."""
 
 
 class Encoded(NamedTuple):
@@ -101,18 +107,21 @@ class ProcessorSpec:
         family = kind(image_settings(folder, kind), of_image, self.max_pixels, self.limits,
                       video_pixels(folder) or VIDEO_PIXELS, of_video)
         try:
-            return Processor(family, tokenizer, template)
+            return Processor(family, tokenizer, template, folder)
         except TemplateError as error:
             raise DataError(f"model.path: {folder}: its chat template cannot be used: {first_line(error)}") from None
 
 
 @dataclass
 class Processor:
-    """A model's tokenizer and chat template, and its family, which cuts images and videos into patches."""
+    """A model's tokenizer and chat template, and its family, which cuts images and videos into patches. `folder`: the
+    model's; None: a preset's.
+    """
 
     family: Family
     tokenizer: Any
     chat_template: str
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = self.family.token_ids(self.tokenizer)
@@ -201,12 +210,28 @@ class Processor:
                 [(start + shift, stop + shift) for (start, stop), shift in zip(spans, grown[before].tolist())])
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that transformers reads processor, tokenizer and image processor from."""
+        """Write the files that transformers reads processor, tokenizer and image processor from: of a model's folder
+        those of the tokenizer as they are, but for a byte order mark. DataError: that folder is gone.
+        """
         target = Path(folder)
-        self.tokenizer.chat_template = self.chat_template
-        self.tokenizer.save_pretrained(str(target))
+        target.mkdir(parents=True, exist_ok=True)
+        if self.folder is not None:
+            check_processor_files(self.folder)
+            for file in (file for pattern in TOKENIZER_PATTERNS for file in self.folder.glob(pattern)):
+                (target / file.name).write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+        else:
+            self._save_tokenizer(target)
         for name, tree in self.family.processor_files().items():
             write_json(target / name, dict(tree))
+
+    def _save_tokenizer(self, target: Path) -> None:
+        self.tokenizer.chat_template = self.chat_template
+        try:
+            self.tokenizer.save_pretrained(str(target))
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise OSError(first_line(error)) from None  # what tokenizers raises where it cannot write
         # Older readers find the template only in this file.
         write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 

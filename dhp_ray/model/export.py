@@ -41,6 +41,7 @@ from dhp_ray.model.files import (
     ADAPTER_FILE,
     ADAPTER_PREFIX,
     BASE_KEY,
+    CONFIG_FILE,
     GENERATION_FILE,
     INDEX_FILE,
     ModelError,
@@ -227,32 +228,43 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
 
 
 def write_description(adapter: LanguageModel, files: Sequence[ModelFile], folder: Path) -> None:
-    """Write config.json, generation_config.json (a folder's own one as it is) and, if there are several files, the
-    index; for adapters only adapter_config.json.
+    """Write config.json, generation_config.json (a folder's own ones as they are, since other versions of transformers
+    read them too) and, if there are several files, the index; for adapters only adapter_config.json.
 
     Raises:
-        StorageError: a file cannot be written.
+        ModelError: the folder has no config.json any more.
+        StorageError: a file cannot be read or written.
     """
     if adapter.lora is not None:
         with storage_errors(str(folder), "cannot be written"):
             write_settings(folder, adapter.module, adapter.lora, adapter.weights.path if adapter.weights else "")
         return
-    given = Path(adapter.weights.path) / GENERATION_FILE if adapter.weights else None
-    generation = given.read_bytes() if given and given.is_file() else None  # not every transformers would write it
-    module = on_meta(adapter)
-    tree = config_tree(adapter.weights.path) if adapter.weights else {"dtype": "float32"}
-    module.config.dtype = tree.get("dtype", tree.get("torch_dtype"))
-    module.config.architectures = [type(module).__name__]
+    given = own_settings(adapter.weights.path) if adapter.weights else {}
     with storage_errors(str(folder), "cannot be written"):
-        module.config.save_pretrained(folder)
-        if generation is not None:
-            (folder / GENERATION_FILE).write_bytes(generation)
-        elif module.can_generate() and adapter.module.generation_config is not None:
-            adapter.module.generation_config.to_json_file(folder / GENERATION_FILE)  # save_pretrained checks strictly
+        for name, content in given.items():
+            (folder / name).write_bytes(content)
+        if not given:
+            module = on_meta(adapter)
+            module.config.dtype = "float32"
+            module.config.architectures = [type(module).__name__]
+            module.config.save_pretrained(folder)
+            if module.can_generate() and adapter.module.generation_config is not None:
+                adapter.module.generation_config.save_pretrained(folder)
         if len(files) > 1:
             places = {entry.key: file.name for file in files for entry in file.entries}
             index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def own_settings(path: str) -> dict[str, bytes]:
+    """The settings of the model in a folder, by file: all that they say is true of the trained model too."""
+    tree = config_tree(path)
+    with storage_errors(f"model.path: {path}", "cannot be read"):
+        found = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, GENERATION_FILE)
+                 if (Path(path) / name).is_file()}
+    if tree.pop("transformers_weights", None) is not None:  # names the file of weights: there may be others now
+        found[CONFIG_FILE] = json.dumps(tree, indent=2).encode()
+    return found
 
 
 class AllRanks:

@@ -218,6 +218,45 @@ def test_a_saved_processor_loads_as_the_same(tmp_path: Path) -> None:
         "video_preprocessor_config.json", "processor_config.json"}
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_the_tokenizer_of_a_folder_is_saved_byte_for_byte(mark: str, tmp_path: Path) -> None:
+    """Training changes nothing of it, and other versions of transformers read what the folder's publisher wrote."""
+    folder, saved = word_tokenizer(tmp_path / "given"), tmp_path / "saved"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {str(token["id"]): {"content": token["content"], "special": token["special"]}
+                                        for token in tokenizer["added_tokens"]}
+    template = (folder / "chat_template.jinja").read_bytes()
+    texts = {"tokenizer.json": json.dumps(tokenizer), "tokenizer_config.json": json.dumps(settings, indent=1),
+             "special_tokens_map.json": "{}", "added_tokens.json": "{ }", "vocab.json": "{}\n", "merges.txt": "",
+             "chat_template.json": json.dumps({"chat_template": template.decode()})}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "chat_template.jinja").write_bytes(mark.encode() + template)
+    (folder / "preprocessor_config.json").write_text(json.dumps(
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 99999}))
+    saved.mkdir()
+    ProcessorSpec(path=str(folder), max_pixels=50176).load().save(saved)
+    assert {name: (saved / name).read_text() for name in texts} == texts
+    assert (saved / "chat_template.jinja").read_bytes() == template
+    assert json.loads((saved / "preprocessor_config.json").read_text())["size"]["longest_edge"] == 50176
+    assert {file.name for file in saved.iterdir()} == {
+        *texts, "chat_template.jinja", *PROCESSOR.family.processor_files()}
+
+
+def test_a_folder_that_is_gone_when_its_processor_is_saved(tmp_path: Path) -> None:
+    processor = ProcessorSpec(path=str(word_tokenizer(tmp_path / "given"))).load()
+    (tmp_path / "given").rename(tmp_path / "moved")
+    with pytest.raises(DataError, match=r"^model\.path: [^\n]*given has no tokenizer; "):
+        processor.save(tmp_path)
+
+
+def test_a_preset_that_a_full_disk_has_no_room_for(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"^No space left on device[^\n]*$"):
+        PROCESSOR.save(tmp_path)
+
+
 def test_transformers_reads_the_sizes_of_a_saved_processor(tmp_path: Path) -> None:
     ProcessorSpec("tiny", "", 12544, 50176).load().save(tmp_path)
     loaded = AutoImageProcessor.from_pretrained(tmp_path, local_files_only=True, backend="pil")

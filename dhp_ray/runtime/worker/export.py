@@ -83,7 +83,8 @@ def export_model(
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:
     """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
-    is over host memory (None: one rank). ModelError, StorageError, AbortedError (another rank failed): one line.
+    is over host memory (None: one rank). ModelError, DataError, StorageError, AbortedError (another rank failed): one
+    line.
     """
     store, all_ranks = Folder(config.run.dir), AllRanks(rank, group, engine.progress)
     local, place = store.local_path(), export_place(config)
