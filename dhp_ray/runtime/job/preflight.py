@@ -130,7 +130,7 @@ def refuse_export(config: Config, out: Path) -> None:
     """Refuse an export that would write over anything, cannot be written (OSError), or whose model is not here."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
         raise ConfigError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
-    check_writable(out.with_name(f".{out.name}") / "config.json")
+    check_writable(out.with_name(f".{out.name}.unfinished") / "config.json")
     if config.model.path:
         check_place("model.path", config.model.path, "folder")
         _check_model(config.model.path)

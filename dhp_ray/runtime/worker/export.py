@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -142,8 +141,9 @@ def export_checkpoint(
     with ExitStack() as stack:
         values = StoredValues(f"{run.uri}/{name}", _local(run, name, stack), shapes, everything,
                               untrained_weights(adapter))
+        place = out.with_name(f".{out.name}.unfinished")
         with storage_errors(f"out: {out}", "cannot be made"):
-            place = out.with_name(f".{out.name}_{uuid.uuid4().hex}")
+            shutil.rmtree(place, ignore_errors=True)  # what a killed export has left
             place.mkdir(parents=True)
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         done = 0

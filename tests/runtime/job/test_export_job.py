@@ -171,7 +171,10 @@ def test_mistakes_are_one_line(
         assert said.err.startswith("error: ")
         assert said.err.count("\n") == 1
     assert not list(tmp_path.rglob("exports/*"))
+    (run / "exports/.step_000020.unfinished/left").mkdir(parents=True)  # by an export that was killed
     assert main([at, f"model.path={moved}"]) == 0
+    assert [path.name for path in (run / "exports").iterdir()] == ["step_000020"]
+    assert not (run / "exports/step_000020/left").exists()
 
 
 def test_help_comes_at_once() -> None:
