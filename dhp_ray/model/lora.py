@@ -148,14 +148,18 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base: str) -> None:
-    """Write adapter_config.json in PEFT's format. `base`: the folder of the base model, or empty."""
+    """Write adapter_config.json in PEFT's format, with the class by which PEFT loads the base. `base`: the folder of
+    the base model, or empty.
+    """
     base = str(Path(base).absolute()) if base else ""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
     ends = {name.rsplit(".", 1)[-1] for name in layers}
     by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}
-    tree = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "r": settings.rank,
-            "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "bias": "none", "fan_in_fan_out": False,
-            "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
+    kind = type(module)
+    tree = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": base,
+            "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},
+            "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "bias": "none",
+            "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
             # the ends of names where these mean the same layers, else every name
             "target_modules": sorted(ends) if by_end == set(layers) else layers}
     (folder / ADAPTER_SETTINGS).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from dhp_ray.model.build import adapter_sizes, read_config
-from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ModelError
+from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
 from dhp_ray.model.language_model import LanguageModel
-from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values
+from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values, write_settings
 from tests.one_rank import VIDEO, loss_of
 from tests.packs import PATCH_DIMS, PRESETS, TEXT_PRESETS, make_sample, plain_copy, plain_loss, rough_model, save_model
 
@@ -60,6 +61,24 @@ def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str
         _, payload = sample = make_sample("any", parts, preset=preset)
         mean, count = plain_loss(loaded.base_model.model, payload)
         assert loss_of(adapter, *sample).item() / count == pytest.approx(mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3"])
+def test_peft_finds_the_base_of_what_is_saved(tmp_path: Path, preset: str) -> None:
+    """With nothing but the adapter's folder."""
+    base = rough_model(preset=preset)
+    save_model(base, tmp_path / "base", dict(base.module.named_parameters()))
+    adapter = with_adapters(preset)
+    saved = save(adapter, tmp_path)
+    write_settings(tmp_path, adapter.module, ALL, str(tmp_path / "base"))
+    loaded = AutoPeftModel.from_pretrained(tmp_path)
+    assert type(loaded.base_model.model) is type(base.module)
+    found = get_peft_model_state_dict(loaded)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    get_peft_model(plain_copy(base), LoraConfig(r=4, target_modules="all-linear")).save_pretrained(tmp_path / "own")
+    mine, theirs = (json.loads((folder / ADAPTER_SETTINGS).read_text()) for folder in (tmp_path, tmp_path / "own"))
+    assert mine["auto_mapping"] == theirs["auto_mapping"]
 
 
 def test_all_linear_is_what_peft_calls_so() -> None:
