@@ -47,6 +47,19 @@ def test_losses_are_the_jobs_bit_for_bit(common: list[str], tmp_path: Path) -> N
     assert losses(tmp_path / "script") == losses(tmp_path / "job")
 
 
+def test_a_run_that_this_machine_has_no_room_for_trains_on_the_cluster_that_is_joined(
+    common: list[str], tmp_path: Path
+) -> None:
+    """Which nothing but the process itself knows of."""
+    cpus = (os.cpu_count() or 1) + 1
+    program = (f"import dhp_ray, ray, sys; ray.init('local', num_cpus={cpus}); found = dhp_ray.fit(sys.argv[1:]); "
+               "print(found.error, found.metrics['step'])")
+    done = subprocess.run([sys.executable, "-c", program, *common, "run.steps=1", "cluster.num_workers=1",
+                           f"cluster.cpus_per_worker={cpus}", f"run.dir={tmp_path / 'run'}"],
+                          cwd=ROOT, env=os.environ | {"RAY_ADDRESS": ""}, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["None 1"]), done.stderr
+
+
 def test_errors_are_one_line(common: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run.stepz: no such key"):
         dhp_ray.fit({"run.stepz": 3})

@@ -61,7 +61,7 @@ def fit(overrides: Overrides = ()) -> Result:
     with chdir(callers_folder(name)):
         config = config_of(overrides)
         if not name:
-            check_here(config)
+            check_here(config, ray.is_initialized())
         in_copy = ray.is_initialized() and ray.get_runtime_context().runtime_env.get("working_dir")
         if in_upload(Path.cwd()) or in_copy:  # what this process starts on Ray runs in copies of a working directory
             refuse_relative_run(config)

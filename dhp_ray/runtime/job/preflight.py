@@ -45,12 +45,15 @@ OVERRIDE = "RAY_OVERRIDE_RESOURCES"
 """The variable that gives the resources of a cluster that Ray starts, in place of what the machine has."""
 
 
-def check_here(config: Config) -> None:
-    """Refuse a run that cannot start, by a ConfigError with the key, its value and what is allowed."""
-    check_address()
+def check_here(config: Config, joined: bool = False) -> None:
+    """Refuse a run that cannot start, by a ConfigError with the key, its value and what is allowed. `joined`: this
+    process is in a cluster already, which says itself what it has room for.
+    """
+    if not joined:
+        check_address()
     if in_upload(Path.cwd()):
         refuse_relative_run(config)
-    if named_head()[0] in ("", "local"):
+    if not joined and named_head()[0] in ("", "local"):
         check_workers(config, resources_here())
     for name, section, item in places(config):
         check_place(name, getattr(section, item.name), item.metadata["path"])

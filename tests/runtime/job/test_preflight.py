@@ -340,6 +340,14 @@ def test_no_device_is_told_before_ray(kind: Accelerator, arguments: list[str], m
     check_here(load(words))
 
 
+@pytest.mark.parametrize("address", ["", "ray://10.0.0.1:10001"])
+def test_a_cluster_that_is_joined_says_itself_what_it_holds(
+    address: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    check_here(load([*arguments, "cluster.device=npu", "train.precision=bf16", "cluster.num_workers=99999"]), True)
+
+
 @pytest.mark.parametrize("unusable", ['{"CPU": "many"}', "[1]", "no JSON"])
 def test_resources_that_are_no_numbers_are_rays_to_refuse(
     unusable: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
