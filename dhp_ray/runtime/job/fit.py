@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.train import Checkpoint, Result
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`key=value` words as on the command line, or values by key."""
+"""`key=value` words as on the command line, or values by key: also paths, and numpy's scalars."""
 
 
 def fit(overrides: Overrides = ()) -> Result:
@@ -118,9 +119,35 @@ def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
 def config_of(overrides: Overrides) -> Config:
     """Return the configuration that `jobs/train.py` would have."""
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-                     for key, value in overrides.items()]
+        return load([f"{key}={word_of(key, value)}" for key, value in overrides.items()])
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
+        raise ConfigError(f"overrides: got {overrides!r}; allowed: a list of key=value words, or values by key")
     return load(list(overrides))
+
+
+def word_of(key: str, value: Any) -> str:
+    """Return how the command line says a value."""
+    try:
+        found = plain(value)
+    except TypeError:
+        raise ConfigError(f"{key}: got {value!r}; allowed: a string, number, bool, path, or a list or mapping of "
+                          "these") from None
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON has it. TypeError: JSON has none, or null, which no key takes."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if not isinstance(value, str | int | float):
+        raise TypeError
+    return value
 
 
 class Shown(Console):
