@@ -280,6 +280,9 @@ def load(argv: list[str], command: Command = TRAIN) -> Any:
 
 def _merged(argv: list[str], command: Command) -> Any:
     """What `load` returns, unchecked."""
+    if not CONF.is_dir():
+        raise ConfigError("dhp_ray is installed without its conf/; allowed: an editable install of a checkout "
+                          "(pip install -e FOLDER)")
     path, overrides = split_arguments(argv, command.file)
     tree = _read(path)
     own = _choices(command, tree.pop("choices", None))

@@ -172,6 +172,18 @@ def test_a_uri_is_refused_where_none_is_read(bare: list[str], name: str) -> None
     assert refused([*bare, "data.sources=[{path: s3://bucket/x}]"]).startswith("data.sources[0].path: got s3://bucket/x;")
 
 
+@pytest.mark.parametrize("words", [[], ["data=llava"], ["model=small"]])
+def test_a_package_without_its_settings_is_one_line(
+    words: list[str], bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a wheel installs it."""
+    monkeypatch.setattr("dhp_ray.config.CONF", tmp_path / "conf")
+    line = ("dhp_ray is installed without its conf/; allowed: an editable install of a checkout "
+            "(pip install -e FOLDER)")
+    assert refused([*bare, *words]) == line
+    assert refused(words, replace(TRAIN, file=tmp_path / "conf" / "train.yaml")) == line
+
+
 def test_relative_paths_are_the_callers(bare: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = load([*bare, "data.sources=[{path: a/../b}]", "run.dir=runs/x", "planner.cost=measure", "eval.path=/c",
