@@ -106,7 +106,7 @@ def weight_files(path: str) -> list[str]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted({os.fspath(file) for file in weight_map.values()})
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"model.path: {index} is not an index of safetensors: {error!r}") from None
     else:
         names = [WEIGHTS_FILE]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +83,7 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
 
     Raises:
         ModelError: a folder holds no adapter, or no model of a known family; the adapter has parts that find no place;
-        it is of another base; `out` holds files, or is inside the base.
+        it is of another base; something in these folders cannot be read; `out` holds files, or is inside the base.
         OSError: `out` cannot be written.
     """
     from safetensors.torch import load_file  # torch takes seconds to import
@@ -97,13 +99,16 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         theirs = [name for name in IMAGE_SETTINGS if (Path(adapter_path) / name).is_file()]
-        shutil.copytree(base_path, unfinished, ignore=shutil.ignore_patterns(*LEFT_OUT, *theirs))
+        _copy_base(Path(base_path), unfinished, (*LEFT_OUT, *theirs))
         for name in theirs:
-            shutil.copy(Path(adapter_path) / name, unfinished)
+            _copy("adapter", Path(adapter_path) / name, unfinished / name)
         for file in files:
-            with safe_open(Path(base_path) / file, framework="pt") as stored:
-                described = stored.metadata()
-            tensors = load_file(Path(base_path) / file)
+            try:
+                with safe_open(Path(base_path) / file, framework="pt") as stored:
+                    described = stored.metadata()
+                tensors = load_file(Path(base_path) / file)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"base: {Path(base_path) / file} cannot be read: {first_line(error)}") from None
             changed = tensors.keys() & places.keys()
             for key in changed:
                 weight = tensors[key]
@@ -135,6 +140,37 @@ def check_merge(adapter_path: str, base_path: str, out: Path) -> Path:
         raise ModelError(f"out: {out} is inside the base, {base_path}; allowed: a folder elsewhere")
     check_writable(out.with_name(f".{out.name}.unfinished") / "config.json")
     return out
+
+
+def _copy_base(base: Path, target: Path, left_out: Sequence[str]) -> None:
+    """Copy the folder `base` without files of these patterns."""
+    def refuse(error: OSError) -> None:
+        raise ModelError(f"base: {error.filename} cannot be read: {error.strerror}")
+
+    for folder, _, names in os.walk(base, onerror=refuse, followlinks=True):
+        inside = target / Path(folder).relative_to(base)
+        inside.mkdir()
+        for name in names:
+            if not any(fnmatch(name, pattern) for pattern in left_out):
+                _copy("base", Path(folder) / name, inside / name)
+
+
+def _copy(key: str, source: Path, target: Path) -> None:
+    """Copy a file. ModelError: it cannot be read. OSError: the target cannot be written."""
+    with open(target, "wb") as written:
+        for part in _parts(key, source):
+            written.write(part)
+
+
+def _parts(key: str, file: Path) -> Iterator[bytes]:
+    if not file.is_file():
+        raise ModelError(f"{key}: {file} cannot be read: a link to nothing, or no file")
+    try:
+        with open(file, "rb") as stored:
+            while part := stored.read(2**24):
+                yield part
+    except OSError as error:
+        raise ModelError(f"{key}: {file} cannot be read: {error.strerror}") from None
 
 
 def base_of(adapter_path: str) -> str:

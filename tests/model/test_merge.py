@@ -266,6 +266,27 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
     assert [file.name for file in small_disk.iterdir()] == ["fills"]
 
 
+UNREADABLE = "/proc/self/mem"
+
+
+@pytest.mark.parametrize(("key", "file", "link"), [
+    ("base", "notes.txt", "gone"), ("base", "notes.txt", UNREADABLE), ("base", "sub/notes.txt", UNREADABLE),
+    ("base", "config.json", UNREADABLE), ("base", "model.safetensors.index.json", UNREADABLE),
+    ("adapter", "preprocessor_config.json", UNREADABLE)])
+def test_what_cannot_be_read_is_named(key: str, file: str, link: str, written: Path, tmp_path: Path) -> None:
+    for name in ("base", "adapter"):
+        shutil.copytree(written / name, tmp_path / name)
+    target = tmp_path / key / file
+    target.parent.mkdir(exist_ok=True)
+    target.unlink(missing_ok=True)
+    target.symlink_to(link)
+    words = [f"adapter={tmp_path / 'adapter'}", f"base={tmp_path / 'base'}", f"out={tmp_path / 'out'}"]
+    status, _, [line] = ended(job_of("merge").main, words)
+    assert status == 2
+    assert line.startswith((f"error: {key}: {target} cannot be read: ", f"error: {key}: {target} is not "))
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
 def test_an_adapter_of_other_weights(tmp_path: Path) -> None:
     """Of the same names and shapes: only its fingerprint tells."""
     for name, seed in (("base", 0), ("other", 1)):
