@@ -138,8 +138,10 @@ class Rounds:
         return made._replace(micro_batch=np.zeros_like(made.micro_batch)) if made else None
 
     def _shares(self, rows: np.ndarray) -> list[float]:
-        """The shares of a limit that encoding may have: 0, any; and about its share of all work of these sequences."""
-        if not len(self.batch.image_s):
+        """The shares of a limit that encoding may have: 0, any; and about its share of all work of these sequences,
+        where ranks wait for the longest encoding of a micro-batch.
+        """
+        if not len(self.batch.image_s) or self.problem.sync == "step":
             return [0.0]
         images = float(self.problem.items.vision_s[rows].sum() / self.batch.work[rows].sum())
         return [0.0, *(factor * images for factor in ENCODE_FACTORS if 0.0 < factor * images < 1.0)]
