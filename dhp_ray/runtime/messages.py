@@ -140,7 +140,8 @@ class Status:
     """A worker's report on itself; without one it is `dead`, or has not `answered`. `generation`: it is in, or
     entering. `call`: of its training thread (empty: idle); `last_mark`: passed last, in words; `mark_id`: the call with
     that mark's number (idle: the images that it has decoded). `error`: it raised, unless a peer's loss was the cause,
-    or why it is dead. `ran`: its last steps; `steps`: the last step that left each state version.
+    or why it is dead. Only of an idle one: `held`; `ran`: its last steps; `steps`: the last step that left each state
+    version.
     """
 
     generation: int = 0

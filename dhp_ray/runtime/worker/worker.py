@@ -283,9 +283,9 @@ class Worker:
         passed = self.progress.passed()
         # a rank that decodes does not stand still, unless its training thread is to run something
         beside = self.progress.parts_copied if call else self.num_decoded
+        state = ((), {}, {}) if call else (self._held(), dict(self.ran), dict(self.steps))
         return Status(self.generation, call, str(passed) if call else "", bool(call) and passed.waits_for_peers,
-                      f"{call} {passed.number} {beside}", self.error,
-                      () if call else self._held(), dict(self.ran), dict(self.steps))
+                      f"{call} {passed.number} {beside}", self.error, *state)
 
     def _count_decoded(self) -> None:
         self.num_decoded += 1

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import CPU, Accelerator
 from dhp_ray.config import load
 from dhp_ray.runtime.messages import FromCheckpoint, FromMemory, Membership, RunError
-from dhp_ray.runtime.worker.worker import Worker
+from dhp_ray.runtime.worker.worker import VERSIONS_KEPT, Worker
 from tests.ranks import run_processes
 
 
@@ -134,6 +135,15 @@ def test_what_an_idle_worker_decodes_is_progress(tmp_path: Path) -> None:
         before = worker.status().mark_id
         worker._count_decoded()
         assert (worker.status().mark_id != before) == moves
+
+
+def test_a_worker_in_a_call_says_in_few_bytes_how_it_is(tmp_path: Path) -> None:
+    """It is asked at every poll; what it has run counts once it has left the call."""
+    worker, _ = worker_of(str(tmp_path))
+    worker.steps = {version: version + 1 for version in range(VERSIONS_KEPT)}
+    assert worker.status().steps == worker.steps
+    worker.call = "run"
+    assert len(pickle.dumps(worker.status())) < 500
 
 
 def test_a_worker_that_cannot_leave_says_so(tmp_path: Path) -> None:
