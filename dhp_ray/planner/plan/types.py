@@ -157,7 +157,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's ordered slice of a plan, and every process group of the plan (the same on all ranks, in plan order).
+    """One rank's ordered slice of a plan, and every process group of the plan (the same on all ranks, in plan order;
+    empty where packs exchange over one group of all ranks).
 
     micro_batches: those of a plan with sync=micro_batch; empty with sync=step. encoded: the packs, its own and others',
     with an image that this rank encodes apart from the packs (`vision`), in plan order. plan_id: names the plan among
@@ -235,8 +236,10 @@ class Plan:
     def rank_plan(self, step: int, rank: int, plan_id: str = "") -> RankPlan:
         return self.rank_plans(step, plan_id)[rank]
 
-    def rank_plans(self, step: int, plan_id: str = "") -> list[RankPlan]:
-        """The slice of each rank. O(ranks + sum of degrees + images)."""
+    def rank_plans(self, step: int, plan_id: str = "", with_process_groups: bool = True) -> list[RankPlan]:
+        """The slice of each rank, without the plan's process groups where no pool needs them: each slice has them all.
+        O(ranks + sum of degrees + images).
+        """
         numbers = sorted({group.micro_batch for group in self.groups}) if self.sync == "micro_batch" else []
         place = {number: index for index, number in enumerate(numbers)}
         micro_batches = [MicroBatch()] * len(numbers)
@@ -252,7 +255,7 @@ class Plan:
             if self.vision.apart:
                 for rank in set(chain(*encoding_ranks(pack.encoders, pack.splits))):
                     encoded[rank].append(pack)
-        groups, known = self.process_groups(), tuple(micro_batches)
+        groups, known = self.process_groups() if with_process_groups else (), tuple(micro_batches)
         return [RankPlan(step, rank, groups, tuple(own[rank]), known, plan_id, self.vision, tuple(encoded[rank]))
                 for rank in range(self.cluster.num_ranks)]
 

@@ -382,6 +382,6 @@ class Dispatcher:
                     "skipped": list(batch.skipped.items())}
             self.write_plan(step, {"id": plan_id, "late": late, **plan.to_json(), "batch": read,
                                    "activation_checkpointing": self.config.train.activation_checkpointing})
-        prefetches = self.group.prefetch(plan.rank_plans(step, plan_id),
-                                         RowIndex(batch.payload, located(batch.origins)))
+        slices = plan.rank_plans(step, plan_id, with_process_groups=self.config.comm.transport == "pool")
+        prefetches = self.group.prefetch(slices, RowIndex(batch.payload, located(batch.origins)))
         return DispatchedStep(step, batch, plan, plan_id, late, prefetches, self._answers.submit(ray.get, prefetches))

@@ -30,16 +30,17 @@ COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
 
 
 class Handle:
-    """An actor handle whose every call is answered at once; it counts them."""
+    """An actor handle whose every call is answered at once; it counts them, and the bytes that they carry."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.calls = answer, 0
+        self.answer, self.calls, self.num_bytes = answer, 0, 0
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=self._call)
 
     def _call(self, *arguments: Any) -> Any:
         self.calls += 1
+        self.num_bytes += sum(len(argument) for argument in arguments if isinstance(argument, bytes))
         return self.answer
 
 
@@ -53,11 +54,12 @@ class Groups(tuple[Pack, ...]):
         return super().__iter__()
 
 
-def passes_of_a_send(num_ranks: int) -> int:
+def a_send(num_ranks: int, transport: str = "parent") -> tuple[int, int]:
+    """The passes over the groups of a plan that is sent, and the bytes of the largest slice."""
     samples = [Sample(f"s{number}", 20 + number % 90) for number in range(2 * num_ranks)]
     group = WorkerGroup([WorkerHandle(slot, Handle(slot)) for slot in range(num_ranks)])  # type: ignore[arg-type]
     cluster = ClusterSpec(num_ranks, 8, 64)
-    config = load(["data.format=synthetic", "data.path=unused"])
+    config = load(["data.format=synthetic", "data.path=unused", f"comm.transport={transport}"])
     dispatcher = Dispatcher(None, group, cluster, COST, config, GroupCacheState(0))  # type: ignore[arg-type]
     plan = plan_batch(samples, cluster, COST, planner="static", sync="step")
     Groups.passes = 0
@@ -66,7 +68,7 @@ def passes_of_a_send(num_ranks: int) -> int:
     dispatcher.stop()
     assert len(sent.prefetches) == num_ranks
     assert [member.actor.calls for member in group.members] == [1] * num_ranks  # type: ignore[attr-defined]
-    return Groups.passes
+    return Groups.passes, max(member.actor.num_bytes for member in group.members)  # type: ignore[attr-defined]
 
 
 def work_of_steps(num_ranks: int, folder: Path) -> tuple[int, list[Any]]:
@@ -103,7 +105,13 @@ def test_a_step_of_the_driver_grows_with_the_ranks(ray_cluster: None, tmp_path: 
 
 
 def test_a_plan_is_sent_in_one_pass_over_its_groups(ray_cluster: None) -> None:
-    assert passes_of_a_send(256) == passes_of_a_send(4)
+    assert a_send(256)[0] == a_send(4)[0]
+
+
+def test_a_slice_names_the_groups_of_others_only_for_a_pool(ray_cluster: None) -> None:
+    few, many = (a_send(256, transport)[1] for transport in ("parent", "pool"))
+    assert few < 600
+    assert many > 2 * few
 
 
 def test_answers_that_are_there_are_taken_together(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
