@@ -176,7 +176,7 @@ def ready_driver(
     session.choose_mode()
     session.enter(1)
     driver.session, driver.commits = session, Commits(session)
-    driver.commits.save = lambda step: None  # type: ignore[method-assign]  # the last step's: ranks have no state
+    driver.commits.save = lambda step, cursor: None  # type: ignore[method-assign]  # the last step's: ranks have no state
     dispatcher = session.current.dispatcher
 
     def begin(step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from dhp_ray.data.stream import Cursor
 from dhp_ray.planner.cost.model import CostModel
 from dhp_ray.planner.cost.work import PAID_ONCE, TERMS, Work, work_of
 from dhp_ray.planner.plan.types import Plan, Sample
@@ -84,21 +85,20 @@ class Commits:
         session.tell(StepCommitted(metrics))
         self._note_results(finished.step, finished.results)
 
-    def save_when_due(self, step: int, results: Sequence[StepResult], last: bool) -> None:
-        """Save the state after `step`, of which these are the results."""
+    def save_when_due(self, step: int, results: Sequence[StepResult], cursor: Cursor, last: bool) -> None:
+        """Save the state after `step`, of which these are the results; its batch ended at `cursor`."""
         every = self.session.config.checkpoint.every_steps
         if last or (every and step % every == 0):
             self._note_results(step, results)
-            self.save(step)
+            self.save(step, cursor)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, cursor: Cursor) -> None:
         """Have all ranks stage their state after `step`; they write it in the background. Waits for a checkpoint that
         is still being written: a rank that waited for it within the next step would count as stuck.
         """
         session = self.session
         if self._unsealed:
             self.finish_saves()
-        cursor = session.records.read_plan(step)["batch"]["cursor"]
         self._unsealed[step] = (Manifest(step, cursor, session.group.size, session.config.planner.sync,
                                          session.current.number, session.history.refits.to_json()), set())
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
@@ -122,7 +122,7 @@ class Commits:
         self.finish_saves()
         last_step = self.session.records.last_step
         if last_step and self.session.checkpoints.newest_step() < last_step:
-            self.save(last_step)
+            self.save(last_step, self.session.records.read_plan(last_step)["batch"]["cursor"])
             self.finish_saves()
 
     def forget_saves(self) -> None:

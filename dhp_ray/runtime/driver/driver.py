@@ -177,8 +177,8 @@ class Driver:
             # follow.
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
-            self.commits.save_when_due(
-                step, results, last=following is None or bool(session.stopping) or endangered)
+            self.commits.save_when_due(step, results, running.dispatched.batch.cursor,
+                                       last=following is None or bool(session.stopping) or endangered)
             at_end = following is None and session.current.dispatcher.needed_ranks <= session.group.size
             evaluated = self._evaluated(session, step, at_end and not self.refused)
             change = self._change(session)

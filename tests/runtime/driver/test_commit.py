@@ -19,6 +19,7 @@ from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.feedback import TimeScale
 from dhp_ray.runtime.messages import Message, Notice
+from dhp_ray.runtime.records.checkpoints import Manifest
 from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.storage import STORAGE_TIMEOUT_S, Folder
 from dhp_ray.train.results import PackTime, StepResult
@@ -46,10 +47,10 @@ class Saves:
         self.current = SimpleNamespace(number=1)
         self.history = SimpleNamespace(refits=SimpleNamespace(to_json=dict))
         self.waits = SimpleNamespace(on=lambda what: nullcontext())
-        self.records = SimpleNamespace(
-            read_plan=lambda step: {"batch": {"cursor": {"row": step}}},
+        self.records = SimpleNamespace(  # it reads no plan file
             event=lambda kind, **values: self.said.append(f"{kind} {values.get('step', values.get('error'))}"))
-        self.checkpoints = SimpleNamespace(seal=lambda manifest: [])
+        self.sealed: list[Manifest] = []
+        self.checkpoints = SimpleNamespace(seal=lambda manifest: self.sealed.append(manifest) or [])
 
     def flush(self) -> None:
         self.said.append("flush")
@@ -90,10 +91,11 @@ def test_a_save_waits_for_the_one_before_it() -> None:
     session = Saves()
     commits = commits_of(session)
     for step in range(1, 6):
-        commits.save_when_due(step, [], last=step == 5)
+        commits.save_when_due(step, [], {"row": step}, last=step == 5)
     assert session.said == ["save 2", "finish_save", "flush", "checkpoint 2", "save 4", "finish_save", "flush",
                             "checkpoint 4", "save 5"]
     assert session.told == []
+    assert [(manifest.step, manifest.cursor) for manifest in session.sealed] == [(2, {"row": 2}), (4, {"row": 4})]
 
 
 def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
@@ -101,7 +103,7 @@ def test_after_a_save_that_failed_the_next_one_is_tried() -> None:
     session.errors[2] = "step 2: no room"
     commits = commits_of(session)
     for step in (2, 4):
-        commits.save_when_due(step, [], last=False)
+        commits.save_when_due(step, [], {"row": step}, last=False)
     commits.finish_saves()
     assert session.said == ["save 2", "finish_save", "save_failed step 2: no room", "renew_state_group", "save 4",
                             "finish_save", "flush", "checkpoint 4"], "one rank may have left the others in a collective"
@@ -115,9 +117,9 @@ def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins
     session = Saves()
     commits = commits_of(session)
     results = session.results(([2], ""), ([2], ""))
-    commits.save_when_due(2, [], last=False)
+    commits.save_when_due(2, [], {"row": 2}, last=False)
     session.begun.clear()
-    commits.save_when_due(4, results, last=False)
+    commits.save_when_due(4, results, {"row": 4}, last=False)
     assert session.said == ["save 2", "flush", "checkpoint 2", "save 4"]
     assert session.told == []
 
@@ -125,10 +127,10 @@ def test_a_checkpoint_that_all_have_written_is_sealed_before_the_next_one_begins
 def test_what_a_step_reports_of_saves_is_told_once() -> None:
     session = Saves()
     commits = commits_of(session)
-    commits.save_when_due(2, [], last=False)
+    commits.save_when_due(2, [], {"row": 2}, last=False)
     session.begun.clear()
     results = session.results(([], "step 2: no room"), ([], ""))
-    commits.save_when_due(4, results, last=False)
+    commits.save_when_due(4, results, {"row": 4}, last=False)
     commits._note_results(4, results)
     assert [type(message) for message in session.told] == [Notice]
 
