@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -80,29 +81,34 @@ class SpooledLog:
         self._changed = True
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        with storage_errors(str(self._path), "cannot be read"), open(self._path, encoding="utf-8") as file:
+        with storage_errors(str(self._path), "cannot be read"), open(self._path, "rb") as file:
             for number, text in enumerate(file, start=1):
-                try:
-                    line = json.loads(text)
-                except ValueError:
-                    line = None
-                if not isinstance(line, dict):
-                    raise StorageError(f"{self._folder.uri}/{self.name}: line {number} is not a JSON object")
-                yield line
+                yield self._object(text, f"line {number}")
+
+    def last_lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The lines from the last one on backwards, each with the byte that it begins at; reads no further."""
+        with storage_errors(str(self._path), "cannot be read"), mapped(self._path) as file:
+            for begin, text in lines_backwards(file):
+                yield begin, self._object(text, f"the line at byte {begin}")
 
     def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep only the lines for which `keep` is True, one in memory at a time. The file is always replaced: a process
-        that still has it open, and must not write any more, cannot reach the new one.
+        """Drop the lines behind the last one for which `keep` is True; only they are parsed. The file is always
+        replaced: a process that still has it open, and must not write any more, cannot reach the new one.
         """
         if not self._spooled:
             self._folder.before_writing()
         with storage_errors(str(self._path), "cannot be written"):
-            size = self._path.stat().st_size
-            with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-                file.writelines(json_text(line) + "\n" for line in self.lines() if keep(line))
+            size = end = self._path.stat().st_size
+            for begin, line in self.last_lines():
+                if keep(line):
+                    break
+                end = begin
+            with replacing(self._path) as temporary:
+                shutil.copyfile(self._path, temporary)
+                os.truncate(temporary, end)
             self._file.close()
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  as above
-        self._changed = self._changed or self._path.stat().st_size != size
+        self._changed = self._changed or end != size
 
     def flush(self) -> None:
         """Upload what was spooled since the last time; on a local folder there is nothing left to do."""
@@ -117,6 +123,15 @@ class SpooledLog:
         if self._spooled:
             self._remove()
 
+    def _object(self, text: bytes, which: str) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict):
+            raise StorageError(f"{self._folder.uri}/{self.name}: {which} is not a JSON object")
+        return line
+
     def _add(self, text: bytes) -> None:
         file = self._file.fileno()
         end = os.fstat(file).st_size
@@ -129,16 +144,50 @@ class SpooledLog:
                 raise
 
     def _drop_torn_line(self) -> None:
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if not size:
+        if not self._path.exists():
             return
-        with open(self._path, "r+b") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                end = text.rfind(b"\n") + 1
-            if end < size:
+        with mapped(self._path) as text:
+            size, end = len(text), text.rfind(b"\n") + 1
+        if end < size:
+            with open(self._path, "r+b") as file:
                 file.truncate(end)
                 os.fsync(file.fileno())
                 self._changed = True
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
+    """A file's bytes, of which only what is looked at is read."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            yield text
+
+
+def lines_backwards(text: bytes | mmap.mmap) -> Iterator[tuple[int, bytes]]:
+    """The whole lines, the last one first, each with the byte that it begins at; behind them is what a crash cut
+    short.
+    """
+    end = text.rfind(b"\n")
+    while end >= 0:
+        begin = text.rfind(b"\n", 0, end) + 1
+        yield begin, text[begin:end]
+        end = begin - 1
+
+
+def last_line(folder: Folder, name: str) -> bytes:
+    """The last whole line of a log, empty if it has none. On this machine only the end of the file is read, which may
+    have gigabytes.
+    """
+    if not folder.exists(name):
+        return b""
+    local = folder.local_path()
+    if local is None:
+        return next(lines_backwards(folder.read(name)), (0, b""))[1]
+    with storage_errors(str(local / name), "cannot be read"), mapped(local / name) as text:
+        return next(lines_backwards(text), (0, b""))[1]
 
 
 def json_text(value: Any) -> str:

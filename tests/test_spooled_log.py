@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -30,17 +30,35 @@ def test_log_appends_reads_truncates_and_continues(folder: Folder) -> None:
     assert [json.loads(line)["step"] for line in folder.read("ledger.jsonl").decode().splitlines()] == [1, 2, 3, 4, 5]
 
 
-def test_a_long_log_is_cut_back_line_by_line(tmp_path: Path) -> None:
-    log = SpooledLog(Folder(str(tmp_path)), "ledger.jsonl")
+def test_a_long_log_is_cut_back_by_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that stay are copied: none of them is parsed, and they need not be in memory."""
+    log, parsed = SpooledLog(Folder(str(tmp_path)), "ledger.jsonl"), list[bytes]()
     for step in range(1, 501):
         log.append({"step": step, "sample_ids": [f"sample-{step:06d}-{number:06d}" for number in range(200)]})
+    loads = json.loads
+    monkeypatch.setattr("json.loads", lambda text: parsed.append(text[:12]) or loads(text))
     tracemalloc.start()
-    log.truncate(lambda line: line["step"] <= 400)
+    for last, num_parsed in ((500, 1), (497, 4)):
+        log.truncate(lambda line: line["step"] <= last)  # noqa: B023
+        assert len(parsed) == num_parsed
+        parsed.clear()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 500_000  # the file has 2.8 MB
-    assert [line["step"] for line in log.lines()] == list(range(1, 401))
+    assert [line["step"] for line in log.lines()] == list(range(1, 498))
+    assert [line["step"] for _, line in islice(log.last_lines(), 2)] == [497, 496]
+    log.truncate(lambda line: False)
+    assert list(log.lines()) == list(log.last_lines()) == []
     log.close()
+
+
+def test_a_process_that_has_a_cut_log_open_cannot_reach_it(tmp_path: Path) -> None:
+    """Also if no line goes: it may be the driver that is believed to be dead."""
+    late, log = (SpooledLog(Folder(str(tmp_path)), "ledger.jsonl") for _ in range(2))
+    log.append({"step": 1})
+    log.truncate(lambda line: True)
+    late.append({"step": 2})
+    assert list(log.lines()) == [{"step": 1}]
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(folder: Folder) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -129,7 +130,8 @@ def _go_on(session: Session) -> None:
     session.current.number = records.membership()["generation"]
     session.choose_mode()
     session.plan_for_group()
-    session.history.step_times_s.extend(records.step_times_s())
+    times_s = session.history.step_times_s
+    times_s.extendleft(islice(records.step_times_s(), times_s.maxlen))
     here = {(member.described["node_id"], member.described["pid"]) for member in group.members}
     for rank in records.membership()["ranks"]:
         if (rank["node_id"], rank["pid"]) not in here:  # no poll shows those lost with the driver

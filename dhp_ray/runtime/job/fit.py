@@ -36,6 +36,7 @@ from dhp_ray.runtime.messages import Message, Notice, RunError, StepCommitted
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.records.lease import EXPIRES_S, take_lease
 from dhp_ray.runtime.waits import Waits
+from dhp_ray.spooled_log import last_line
 from dhp_ray.storage import Folder
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def fit(overrides: Overrides = ()) -> Result:
 
 def last_metrics(folder: Folder) -> dict[str, Any]:
     """Return the metrics of a run's last committed step; none if there is no such step."""
-    lines = folder.read(METRICS_FILE).splitlines() if folder.exists(METRICS_FILE) else []
-    return json.loads(lines[-1]) if lines else {}
+    line = last_line(folder, METRICS_FILE)
+    return json.loads(line) if line else {}
 
 
 def resources(overrides: Overrides = ()) -> PlacementGroupFactory:

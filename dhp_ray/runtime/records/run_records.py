@@ -11,7 +11,6 @@ trace/step_*.json (tensorboard.py) is cut back here with the plans.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -39,8 +38,8 @@ from dhp_ray.run_folder import (
 )
 from dhp_ray.runtime.records.checkpoints import Checkpoints
 from dhp_ray.runtime.waits import LongWait
-from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text
-from dhp_ray.storage import Folder, StorageError, storage_errors
+from dhp_ray.spooled_log import SpooledLog, UploadTimer, json_text, last_line
+from dhp_ray.storage import Folder, StorageError
 
 FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze", "train.lora.")
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
@@ -152,7 +151,8 @@ class RunRecords:
         self.flush()
 
     def step_times_s(self) -> Iterator[float]:
-        return (line["step_time_s"] for line in self._metrics.lines())
+        """The seconds of the steps, from the last one on backwards."""
+        return (line["step_time_s"] for _, line in self._metrics.last_lines())
 
     @property
     def has_trained(self) -> bool:
@@ -195,31 +195,13 @@ def stored_config(folder: Folder) -> dict[str, Any]:
 
 
 def last_committed(folder: Folder) -> int:
-    """Return the last committed step of a run folder, 0 before the first. On this machine it reads the end of the
-    ledger alone, which may have gigabytes.
-    """
-    if not folder.exists(LEDGER_FILE):
-        return 0
-    local = folder.local_path()
-    if local is None:
-        line = _last_line(folder.read(LEDGER_FILE))
-    else:
-        with storage_errors(str(local / LEDGER_FILE), "cannot be read"), open(local / LEDGER_FILE, "rb") as ledger:
-            if not os.fstat(ledger.fileno()).st_size:
-                return 0
-            with mmap.mmap(ledger.fileno(), 0, access=mmap.ACCESS_READ) as text:
-                line = _last_line(text)
+    """Return the last committed step of a run folder, 0 before the first."""
+    line = last_line(folder, LEDGER_FILE)
     try:
         return int(json.loads(line)["step"]) if line else 0
     except (ValueError, LookupError, TypeError):
         raise StorageError(f"{folder.uri}/{LEDGER_FILE}: its last line is of no committed step; allowed: the ledger of "
                            "a run, or another run.dir") from None
-
-
-def _last_line(text: bytes | mmap.mmap) -> bytes:
-    """The last whole line: behind it is what a crash cut short."""
-    end = max(0, text.rfind(b"\n"))
-    return text[text.rfind(b"\n", 0, end) + 1 : end]
 
 
 def check_run(folder: Folder, config: Config, last_step: int) -> None:

@@ -180,6 +180,7 @@ def test_a_committed_step_is_one_line_in_both_logs(tmp_path: Path) -> None:
     committed = [{"step": step, "sample_ids": [f"a{step}", f"b{step}"]} for step in (1, 2, 3)]
     assert lines(tmp_path, "ledger.jsonl") == committed
     assert lines(tmp_path, "metrics.jsonl") == [metrics(step) for step in (1, 2, 3)]
+    assert list(records.step_times_s()) == [metrics(step)["step_time_s"] for step in (3, 2, 1)]
     assert records.last_step == 3
 
 
