@@ -12,10 +12,10 @@ tasks busy within a sixteenth of the cluster's object store, and at least one fr
 its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for one
 would never start. Instead, the number of its tasks is bounded.
 
-Several sources are mixed row by row by their weights: the next row comes from the source that is furthest behind its
-share, so every stretch of rows has each source in its share. A source that is used up starts again, in a new order; all
-of its rows are seen before any is seen again. An epoch is as many rows as all sources have together; the next epoch
-continues where it ended.
+Several sources have window, tasks and store in their shares, each at least one task, and are mixed row by row by their
+weights: the next row comes from the source that is furthest behind its share, so every stretch of rows has each source
+in its share. A source that is used up starts again, in a new order; all of its rows are seen before any is seen again.
+An epoch is as many rows as all sources have together; the next epoch continues where it ended.
 """
 
 from __future__ import annotations
@@ -218,7 +218,8 @@ class StreamRow:
 class SourceStream:
     """The rows of `data.path`, in the order of an epoch; runs the reading stage within its limits. Ray must be
     initialised. With a `prefix`, ids begin with it, and end with the number of the epoch from the second on. `share`:
-    of the window. `answer_tokens`: see ReadFragments. DataError: the data cannot be used at all.
+    of the window, of the reading tasks (at least one) and of the store. `answer_tokens`: see ReadFragments. DataError:
+    the data cannot be used at all.
     """
 
     def __init__(
@@ -231,6 +232,7 @@ class SourceStream:
         self.num_rows = self.fragments.num_rows
         self.file_bytes = mean_file_bytes(self.fragments, image_root(data))
         """Mean bytes of images and videos that a row names. The order depends on it: cursors hold it."""
+        self._of_all = share
         self._window = math.ceil(data.shuffle_window * share), WINDOW_BYTES * share
         self.reader = ReadFragments(processor, image_root(data), seed, prefix=prefix, answer_tokens=answer_tokens)
         self._seed = seed
@@ -285,9 +287,9 @@ class SourceStream:
         """Start to read a part of the epoch ahead; the next part is started from the middle of this one on."""
         while self._planned < self._num_shares and self._planned - self._fetched <= self._part_size // 2:
             cluster = ray.cluster_resources()
-            tasks = max(1, int(cluster.get("CPU", 1)) // 4)
-            stop = min(self._planned + self._part(tasks, cluster.get("object_store_memory", 0.0) * STORE_SHARE),
-                       self._num_shares)
+            tasks = max(1, int(cluster.get("CPU", 1) // 4 * self._of_all))
+            most_bytes = cluster.get("object_store_memory", 0.0) * STORE_SHARE * self._of_all
+            stop = min(self._planned + self._part(tasks, most_bytes), self._num_shares)
             self._parts.append(self._blocks(range(self._planned, stop), tasks))
             self._planned, self._part_size = stop, stop - self._planned
 

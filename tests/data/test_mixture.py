@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import read_payloads
-from dhp_ray.data.stream import GlobalBatch, Stream, furthest_behind, rows_given, shares
+from dhp_ray.data.stream import GlobalBatch, SourceStream, Stream, furthest_behind, rows_given, shares
 from dhp_ray.schema import Data, Model, Source
 from tests.data.samples import talk, write_rows
 
@@ -68,6 +68,22 @@ def test_batches_have_every_source_in_its_share(mixture: Stream) -> None:
     orders = ["".join(name.partition("~")[0][3:] for name in ids if name.startswith("1/")
                       and name.partition("~")[2] == part) for part in ("", "2")]
     assert orders[0] != orders[1]
+
+
+def test_sources_share_what_one_source_would_read_with(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_rows(tmp_path / "rows.json", [{"id": "a", "conversations": talk("a", "b")}]))
+    limits: list[tuple[int, float]] = []
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 128.0, "object_store_memory": 16e9})
+    monkeypatch.setattr(SourceStream, "_part", lambda source, *found: limits.append(found) or 1)
+    monkeypatch.setattr(SourceStream, "_blocks", lambda *arguments: iter(()))
+    weights = (0.001, 1.0, 2.0, 5.0)
+    for source in Stream(Data(sources=[Source(path=path, weight=weight) for weight in weights], format="llava"),
+                         TINY, seed=0).sources:
+        source._plan_parts()
+    assert [tasks for tasks, _ in limits] == [1, 3, 7, 19]
+    assert sum(most_bytes for _, most_bytes in limits) == pytest.approx(1e9)
 
 
 def test_the_payload_is_the_samples(mixture: Stream) -> None:
