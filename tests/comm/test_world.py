@@ -23,6 +23,7 @@ from dhp_ray.comm.world import (
     is_peer_loss,
     make_group,
     open_store,
+    rendezvous,
 )
 from tests.ranks import run_processes
 
@@ -172,6 +173,54 @@ def test_groups_and_generations_leave_no_keys_in_the_store() -> None:
         assert after_first == first
         assert after_second == second
         assert all(key.startswith("generation-7/") for key in second), "no rank is in the first any more"
+
+
+def largest_value(rank: int, port: int, world_size: int) -> int:
+    store = open_store("127.0.0.1", port, TIMEOUT)
+    init_world(store, 1, rank, world_size, CPU, TIMEOUT)
+    values = [len(store.get(key)) for key in store.list_keys() if "//" in key]
+    assert len(values) >= world_size
+    dist.barrier()
+    return max(values)
+
+
+@pytest.mark.gloo("of gloo's own keys")
+def test_what_a_member_stores_does_not_grow_with_the_members() -> None:
+    """Each of N members reads N values through the one store."""
+    assert len({size for num_ranks in (2, 5) for size in run_processes(largest_value, num_ranks, num_ranks)}) == 1
+
+
+class CountingStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def calls_of_a_meeting(rank: int, port: int) -> int:
+    store = CountingStore(open_store("127.0.0.1", port, TIMEOUT))
+    time.sleep(1.5 if rank == 0 else 0.0)
+    rendezvous(store, 1, rank, 3, 20.0)  # type: ignore[arg-type]
+    return store.calls
+
+
+def test_ranks_that_wait_for_one_another_hardly_ask() -> None:
+    assert max(run_processes(calls_of_a_meeting, 3)) <= 6
+
+
+def absent_ranks(rank: int, port: int) -> str:
+    store = open_store("127.0.0.1", port, TIMEOUT)
+    with pytest.raises(RendezvousError) as error:
+        rendezvous(store, 1, 2 * rank, 4, 0.5)
+    return str(error.value)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    assert "generation 1: ranks [1, 3] did not come within 0.5 s" in run_processes(absent_ranks, 2)
 
 
 def keys_of_lazy_groups(rank: int, port: int) -> float:
