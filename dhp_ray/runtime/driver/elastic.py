@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect, insort
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from dhp_ray.runtime.messages import HeldShards, Status
 
@@ -119,14 +121,17 @@ def surviving_state(
     best: SurvivingState | None = None
     for generation, world_size in sorted(sizes.items()):
         mine = [next((shards.versions for shards in found if shards.generation == generation), {}) for found in held]
-        for version in sorted({version for versions in mine for owned in versions.values() for version in owned
-                               if known is None or version in known}):
+        holders: dict[int, dict[int, list[int]]] = {}  # by version and owner
+        for place, versions in enumerate(mine):
+            for owner, owned in versions.items():
+                for version in owned:
+                    holders.setdefault(version, {}).setdefault(owner, []).append(place)
+        for version in sorted(version for version in holders if known is None or version in known):
             supplied: list[list[int]] = [[] for _ in held]
             for owner in range(world_size):
-                holders = [place for place, versions in enumerate(mine) if version in versions.get(owner, ())]
-                if not holders:
+                if owner not in holders[version]:
                     break
-                supplied[min(holders, key=lambda place: (len(supplied[place]), place))].append(owner)
+                supplied[min(holders[version][owner], key=lambda place: (len(supplied[place]), place))].append(owner)
             else:
                 if best is None or (version, generation) > (best.version, best.generation):
                     best = SurvivingState(generation, version, tuple(tuple(owners) for owners in supplied))
@@ -139,12 +144,20 @@ def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
     """
     if len(nodes) < 2:
         return ()
-    held = [0] * len(nodes)
+    places = nodes if len(set(nodes)) > 1 else range(len(nodes))
+    keepers = [[*range(len(nodes))]]  # by how many replicas they hold so far, in order
     found = []
-    for rank, node in enumerate(nodes):
-        others = [other for other in range(len(nodes))
-                  if nodes[other] != node] or [other for other in range(len(nodes)) if other != rank]
-        replica_rank = min(others, key=lambda other: (held[other], (other - rank) % len(nodes)))
-        held[replica_rank] += 1
-        found.append(replica_rank)
+    for rank in range(len(nodes)):
+        number, index = next(
+            (number, index) for number, ranks in enumerate(keepers) for index in _from(bisect(ranks, rank), len(ranks))
+            if places[ranks[index]] != places[rank])
+        found.append(keepers[number].pop(index))
+        if number + 1 == len(keepers):
+            keepers.append([])
+        insort(keepers[number + 1], found[-1])
     return tuple(found)
+
+
+def _from(begin: int, count: int) -> Iterator[int]:
+    """The indices of `count` things, from one of them on, around their end."""
+    return chain(range(begin, count), range(begin))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, count, permutations, takewhile
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -195,6 +197,49 @@ def test_a_newcomer_supplies_nothing() -> None:
 ])
 def test_which_rank_holds_whose_replica(nodes: str, replica_ranks: tuple[int, ...]) -> None:
     assert replica_ranks_of(list(nodes)) == replica_ranks
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=24))
+def test_a_replica_is_with_the_next_of_those_that_hold_fewest(nodes: list[str]) -> None:
+    held = Counter[int]()
+    for rank, replica_rank in enumerate(replica_ranks_of(nodes)):
+        others = [other for other in range(len(nodes)) if nodes[other] != nodes[rank]] or [
+            other for other in range(len(nodes)) if other != rank]
+        assert replica_rank == min(others, key=lambda other: (held[other], (other - rank) % len(nodes)))
+        held[replica_rank] += 1
+
+
+class Counted(dict[int, list[int]]):
+    """A dictionary that counts how often one of its entries is asked for, over all of them."""
+
+    asked = 0
+
+    def get(self, *arguments: Any) -> Any:
+        Counted.asked += 1
+        return super().get(*arguments)
+
+    def items(self) -> Any:
+        Counted.asked += len(self)
+        return super().items()
+
+
+class CountedNodes(list[str]):
+    asked = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.asked += 1
+        return super().__getitem__(place)
+
+
+def test_decisions_about_many_ranks_look_at_each_a_few_times() -> None:
+    num_ranks = 800
+    nodes = CountedNodes(str(rank // 8) for rank in range(num_ranks))
+    replica_ranks = replica_ranks_of(nodes)
+    assert nodes.asked <= 24 * num_ranks
+    owners = {replica_rank: owner for owner, replica_rank in enumerate(replica_ranks)}
+    assert surviving_state([[HeldShards(1, num_ranks, Counted({rank: [4], owners[rank]: [4]}))]
+                            for rank in range(8, num_ranks)]) is not None
+    assert Counted.asked <= 4 * num_ranks
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
