@@ -10,6 +10,7 @@ threads for the system's idle ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,14 +28,17 @@ def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
     while inputs are put together, and until all ranks are done. `update`: reduction and update.
     """
     last_s = last_end_s(results)
-    events = [event for result in results for event in _rank_events(plan, result, last_s)]
+    num_images = Counter(rank for group in plan.groups for ranks in encoding_ranks(group.encoders, group.splits)
+                         for rank in set(ranks))
+    events = [event for result in results for event in _rank_events(plan, result, last_s, num_images[result.rank])]
     step = results[0].step if results else 0
     return {"traceEvents": events, "displayTimeUnit": "ms",
             "otherData": {"step": step, "planner": plan.planner, "sync": plan.sync, "num_ranks": plan.cluster.num_ranks,
                           "predicted_makespan_s": plan.makespan_s, "measured_makespan_s": last_s}}
 
 
-def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict[str, Any]]:
+def _rank_events(plan: Plan, result: StepResult, last_s: float, num_images: int) -> Iterator[dict[str, Any]]:
+    """`num_images`: those of which the rank encodes at least a part."""
     rank, free_s = result.rank, 0.0
     yield {"name": "process_name", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank + 1, "tid": 1, "args": {"sort_index": rank}}
@@ -46,7 +50,8 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float) -> Iterator[dict
         blocked_s = min(time.blocked_s, time.end_s - time.start_s)
         if time.index < 0:
             name = "encoder, backward" if time in after else "encoder"
-            yield _slice(rank, name, "encoder", time.start_s, time.end_s, _images(plan, result, time in after, time))
+            yield _slice(rank, name, "encoder", time.start_s, time.end_s,
+                         _images(num_images, result, time in after, time))
         else:
             yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
         yield _slice(rank, "compute", "compute", time.start_s, time.end_s - blocked_s)
@@ -75,10 +80,8 @@ def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
     return f"pack {time.index}: {len(group.sequences)} sequences, degree {group.degree}", "pack"
 
 
-def _images(plan: Plan, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
+def _images(num_images: int, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
     """`sent_bytes`: bytes of features; those of their gradients after the packs are not reported."""
-    num_images = sum(result.rank in ranks for group in plan.groups
-                     for ranks in encoding_ranks(group.encoders, group.splits))
     sent = {} if after else {"sent_bytes": result.exchanged_bytes}
     return {"num_images": num_images, "blocked_s": time.blocked_s, **sent}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dhp_ray.planner.plan.types import SplitImage
+from dhp_ray.planner.plan.types import SplitImage, encoding_ranks
 from dhp_ray.report.trace import trace_of
 from tests.report.runs import plan_of, results_of
 
@@ -52,6 +52,14 @@ def test_images_encoded_apart_are_slices_of_their_own() -> None:
         row = sorted(slices(trace, result.rank, "pack", "wait", "update", "encoder", "encoder,"),
                      key=lambda event: event["ts"])
         assert all(first["ts"] + first["dur"] <= second["ts"] + 1e-3 for first, second in pairwise(row))
+
+
+def test_the_images_of_all_ranks_are_counted_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, packs = plan_of(3, encoder="world"), []
+    monkeypatch.setattr("dhp_ray.report.trace.encoding_ranks",
+                        lambda *arguments: packs.append(arguments) or encoding_ranks(*arguments))
+    trace_of(plan, results_of(plan, 3))
+    assert len(packs) == len(plan.groups)
 
 
 def test_an_image_in_parts_is_one_of_each_rank_s() -> None:
