@@ -149,7 +149,7 @@ def _copy_base(base: Path, target: Path, left_out: Sequence[str]) -> None:
 
     for folder, _, names in os.walk(base, onerror=refuse, followlinks=True):
         inside = target / Path(folder).relative_to(base)
-        inside.mkdir()
+        inside.mkdir(parents=True)
         for name in names:
             if not any(fnmatch(name, pattern) for pattern in left_out):
                 _copy("base", Path(folder) / name, inside / name)

@@ -294,7 +294,8 @@ class Strategy:
 
     def least_ranks(self) -> int:
         """Return how many ranks like these leave room for a token beside the state, in the mode that needs least: at
-        most those that the run starts with, since it was admitted on so many.
+        most those that the run starts with, since it was admitted on so many. (Numbers in between of which the ranks
+        share no experts are taken to have room too.)
         """
         return 1 + bisect_left(range(1, self.config.cluster.num_workers), True, key=lambda num_ranks: any(
             self.memory(mode, num_ranks).fits(self.limit_bytes, 1, self.moved_share) for mode in self._open_modes))
@@ -326,6 +327,8 @@ class Strategy:
         follows = self.auto_tokens or planner.tokens_per_rank == "auto"
         needed = (math.ceil((planner.max_sequence_tokens or longest) / num_ranks) if follows
                   else int(planner.tokens_per_rank))
+        # a given cost file is for those that it was measured for, unless others alone hold what is needed
+        offers = [offer for offer in offers if self._given_cost(offer.mode) and offer.holds(needed)] or offers
         least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
         limit = min(limit, num_ranks * least)  # what every mode that is compared holds
         images = math.ceil(self.config.batch.global_samples / num_ranks) * num_ranks  # equally often on each rank
@@ -338,17 +341,14 @@ class Strategy:
         return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
 
     def _modes(self, sync: str = "") -> list[Mode]:
-        """Return the modes that the configuration allows, ordered by what they need, most first: of these only those
-        that a given cost file was measured for, if there are any.
-        """
+        """Return the modes that the configuration allows, ordered by what they need, most first."""
         sync, wanted = sync or self.config.planner.sync, self.config.train.expert_parallel
         if wanted != "auto" and int(wanted) > 1 and sync != "step":
             sync, sharing = "micro_batch", [int(wanted)]
         else:
             a_node = min(Counter(self.ranks.nodes).values()) if wanted == "auto" else 1
             sharing = sorted({1, self.ranks.shape.ranks_that_share(a_node, self.ranks.size)})
-        modes = allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
-        return [mode for mode in modes if self._given_cost(mode)] or modes
+        return allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
 
     def _offer(self, mode: Mode, memory: MemoryModel, num_ranks: int) -> Offer:
         given, (derived, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT

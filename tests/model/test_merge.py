@@ -242,7 +242,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
 
 
 def test_places_for_what_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder inside the base is refused; that in which one stands is taken, where it is empty."""
+    """A folder inside the base is refused; that in which one stands is taken, where it is empty; others are made."""
     write_base(tmp_path / "base")
     save(with_adapters(), tmp_path / "adapter")
     (tmp_path / "base" / "sub").mkdir()
@@ -252,6 +252,8 @@ def test_places_for_what_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path / "here")
     list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), Path(".")))
     assert (tmp_path / "here" / "config.json").exists()
+    list(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "new" / "merged"))
+    assert (tmp_path / "new" / "merged" / "config.json").exists()
 
 
 def test_a_full_disk(tmp_path: Path, small_disk: Path) -> None:

@@ -38,7 +38,7 @@ and back during the backward pass, which is the rest. So ranks wait only for wha
     waits   = max(0, moved - forward * compute) + max(0, moved - (1 - forward) * compute)
 
 Or the share s(t) of its layers is recomputed (`recomputation`): their forward passes run again, but for attention and
-what it exchanges, whose results are kept (`model/recomputation.py`).
+what it exchanges, whose results are kept (`model/recomputation.py`); the latency of its messages counts again.
 
     rest  = linear_s * sum s / (d v) + pack_s + (d - 1) latency_s
     again = s(t) * (forward * rest + vision_forward * encode)                of images only if the encoder is trained

@@ -197,7 +197,7 @@ class Driver:
             raise RunError(self.refused)
         needed = session.current.dispatcher.needed_ranks
         if not change and needed > session.group.size and not session.stopping:
-            return f"a sequence of the next batch needs {needed} ranks"
+            return f"its state or a sequence of the next batch needs {needed} ranks"
         return change
 
     def _dispatched(self, dispatch: Callable[[int], DispatchedStep | None], step: int) -> DispatchedStep | None:

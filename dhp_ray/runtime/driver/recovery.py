@@ -174,8 +174,8 @@ def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Se
         unfit = [place for place, worker in enumerate(workers) if not worker.healthy and place not in ended]
         waiting = [place for place in unfit
                    if workers[place].condition is Condition.STUCK and workers[place].status.waits_for_peers]
-        # of those that wait for a vanished host and for one another, the end of one may free the others
-        ending = [place for place in unfit if place not in waiting] or waiting[:1]
+        # of those that wait for a vanished host and for one another, the end of a few may free the others
+        ending = [place for place in unfit if place not in waiting] or waiting[:max(1, len(ended))]
         for place in ending:
             ended[place] = workers[place]
             _end(session, place, workers[place])

@@ -300,7 +300,7 @@ def test_modes_are_compared_by_the_costs_in_the_file_and_are_those_in_it(tmp_pat
         return strategy_of(config, group)
 
     alone = written(["micro_batch"])
-    assert alone.choose() == Choice(Mode("micro_batch", "true"))
+    assert alone.choose().mode == Mode("micro_batch", "true")
     alone.check_cost(alone.choose().mode)
     slow = {"fixed_s_by_sync": {"step": 100.0, "micro_batch": 0.0}}
     assert written(["step", "micro_batch"], **slow).choose().mode == Mode("micro_batch", "true")
@@ -309,6 +309,19 @@ def test_modes_are_compared_by_the_costs_in_the_file_and_are_those_in_it(tmp_pat
     assert other.choose().mode.sync == "step", "as without a file, which is then refused"
     with pytest.raises(ConfigError, match="was measured on cuda Tesla V100, and this run is on cuda NVIDIA H100"):
         other.check_cost(other.choose().mode)
+
+
+def test_a_mode_that_a_cost_file_lacks_is_taken_where_the_others_hold_too_little(tmp_path: Path) -> None:
+    """As after the loss of workers: the run goes on, as without the file."""
+    config = config_of(str(tmp_path), *AUTO, "comm.transport=parent", "train.precision=bf16")
+    strategy = strategy_of(config, group_of(8, 1.0, config))
+    needed = [sum(strategy.memory(Mode(sync)).resident().values()) / 0.9 / GIB for sync in ("step", "micro_batch")]
+    file = strategy.cost(Mode("step")).to_json() | strategy.origin(Mode("step", "true")).to_json()
+    config.planner.cost = str(tmp_path / "cost.yaml")
+    Path(config.planner.cost).write_text(yaml.safe_dump(file))
+    roomy, small = (strategy_of(config, group_of(8, gigabytes, config)) for gigabytes in (80.0, sum(needed) / 2))
+    assert roomy.choose().mode == Mode("step", "true")
+    assert small.choose().mode.sync == "micro_batch"
 
 
 def test_measured_costs_take_the_place_of_derived_ones(tmp_path: Path) -> None:
