@@ -33,8 +33,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
          "system": "system", "developer": "system"}
 LEARNED = ("weight", "loss", "train", "training")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-MOST_VALUES = 2**21
-"""Commas and brackets in a text. A value takes up to some 200 bytes of memory, and may be written in three: `[],`"""
+MOST_VALUES = 2**21  # commas and brackets in a text: a value takes some 200 bytes of memory, and three to write
 EMPTY = (None, "", b"")
 OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "video_start",
                 "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
@@ -88,16 +87,11 @@ class Turn:
 
 
 def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The stored turns of a row, after its `system`. RowError: there are none, `system` is no text, or the row
-    has objects for marks, or sound.
-    """
+    """The stored turns of a row, after its `system`. RowError: none, or what cannot be used beside them."""
     name = next((name for name in CONVERSATION_COLUMNS if fields.get(name) is not None), None)
     turns = fields.get(name) if name else None
     if isinstance(turns, str):
-        try:
-            turns = parse_json(turns)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"{name} is not JSON: {first_line(error)}") from None
+        turns = json_of(turns, str(name))
     if not isinstance(turns, list):
         raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, "
                        "with role and content")
@@ -126,9 +120,7 @@ def stored_role(turn: Any) -> str:
 
 
 def read_turns(conversation: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Turn]:
-    """The turns of a conversation in either form; the assistant may call `tools`. RowError: it is empty, has an unknown
-    role, no answer that is learned, or one first; neither the user nor a tool shows an image; a text is not UTF-8.
-    """
+    """The turns of a conversation in either form; the assistant may call `tools`. RowError: it cannot be used."""
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RowError("the conversation is empty; allowed: a list of turns with from and value, or role and content")
     turns = [_turn(number, turn) for number, turn in enumerate(conversation, 1)]
@@ -161,9 +153,7 @@ def right_answers(fields: Mapping[str, Any], answer: str) -> tuple[str, ...]:
 
 
 def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
-    """Refuse a row with more or fewer marks (without a source of their own) than images or videos, or with parts whose
-    `index` does not name each of them once.
-    """
+    """Refuse other numbers of marks than of images or videos, or `index`es that do not name each of them once."""
     for mark, kind in MARKS.items():
         marks = [part.index for turn in turns for part in turn.parts if part.kind == kind and part.source is None]
         if len(marks) != counts.get(kind, 0):
@@ -174,29 +164,20 @@ def check_counts(turns: Sequence[Turn], counts: Mapping[str, int]) -> None:
                            f"{len(marks) - 1} once, or none")
 
 
-def check_settings(given: Mapping[str, Any]) -> None:
-    """Refuse an image or video that is to be shown otherwise than the run shows all of them."""
-    if name := next((name for name in OWN_SETTINGS if _given(given, name)), ""):
-        raise RowError(f"an image or video has its own {name}, {_brief(given[name])}; allowed: those of the run "
-                       "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
-
-
 def own_media(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The kind and the source of the images and videos that the turns of a row bring themselves. RowError: a row has no
-    turns, or one of these has settings of its own.
-    """
+    """(kind, source) of the images and videos that a row's turns bring. RowError: no turns, or own settings."""
     contents = [turn.get("content") for turn in stored_turns(fields) if isinstance(turn, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [(kind, part) for part in parts if (kind := _shown_by(part)) and holds_media(part, kind)]
 
 
 def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
-    """The name, bytes or frames of an image or video in any form, and its frames a second, if it says so. RowError: it
-    has settings of its own.
-    """
+    """(name, bytes or frames; frames a second, if given) of an image or video. RowError: it has settings of its own."""
     rate = None
     while isinstance(value, Mapping):
-        check_settings(value)
+        if own := next((name for name in OWN_SETTINGS if _given(value, name)), ""):
+            raise RowError(f"an image or video has its own {own}, {_brief(value[own])}; allowed: those of the run "
+                           "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
         rate = value.get("fps") if value.get("fps") is not None else rate
         name = next((name for name in media_keys(kind) if value.get(name) not in EMPTY), None)
         value = value[name] if name else None
@@ -224,14 +205,6 @@ def _given(fields: Mapping[str, Any], name: str) -> bool:
     """Whether a key has a value: not null, NaN (a column of pandas), 0, false or empty."""
     value = fields.get(name)
     return bool(value) and value == value
-
-
-def parse_json(text: str | bytes) -> Any:
-    """What JSON text holds, which may be hostile. ValueError, RecursionError: it is no JSON, or too much."""
-    count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
-    if count > MOST_VALUES:
-        raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
-    return json.loads(text)
 
 
 def _turn(number: int, turn: Any) -> Turn:
@@ -343,15 +316,13 @@ def _holds_any(value: Any) -> bool:
 
 
 def _tools(tools: Any) -> str:
-    """`Turn.tools` of a list, or JSON text of one, of {"name": ..., "parameters": ...}, alone or as the `function` of
-    {"type": "function"}.
-    """
-    tools = _read(tools, "tools")
+    """`Turn.tools` of a list, or JSON text of one, of functions, alone or inside {"type": "function", ...}."""
+    tools = json_of(tools, "tools") if isinstance(tools, str) else tools
     found = []
     for tool in tools if isinstance(tools, list) else [tools]:
         signature = (tool.get("function") or tool) if isinstance(tool, Mapping) else None
         if not isinstance(signature, Mapping) or not isinstance(signature.get("name"), str):
-            raise RowError(f"tools hold {repr(tool)[:100]}; allowed: objects with name, description and parameters")
+            raise RowError(f"tools hold {_brief(tool)}; allowed: objects with name, description and parameters")
         found.append(tool if tool is not signature else {"type": "function", "function": tool})
     text = _json(found)
     _check_text("tools", text)
@@ -359,10 +330,8 @@ def _tools(tools: Any) -> str:
 
 
 def _calls(calls: Any) -> str:
-    """`Turn.calls` of one or several {"name": ..., "arguments": {...} or JSON text}, alone or as the `function` of
-    OpenAI's tool_calls, as objects or JSON text.
-    """
-    calls = _read(calls, "the call of a tool")
+    """`Turn.calls` of one or several calls, or JSON text of them, alone or inside OpenAI's {"function": ...}."""
+    calls = json_of(calls, "the call of a tool") if isinstance(calls, str) else calls
     return _json([_call(call) for call in (calls if isinstance(calls, list) else [calls])])
 
 
@@ -372,23 +341,24 @@ def _call(call: Any) -> dict[str, Any]:
         inner = call["function"]
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise RowError(f"the call of a tool is {repr(call)[:100]}; allowed: an object with name and arguments")
+        raise RowError(f"the call of a tool is {_brief(call)}; allowed: an object with name and arguments")
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
-        arguments = _read(arguments, f"the arguments of {name[:50]}")
+        arguments = json_of(arguments, f"the arguments of {name[:50]}")
     elif arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise RowError(f"the arguments of {name[:50]} are {repr(arguments)[:100]}; allowed: an object")
+        raise RowError(f"the arguments of {name[:50]} are {_brief(arguments)}; allowed: an object")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _read(value: Any, what: str) -> Any:
-    """A value that may be stored as JSON text."""
-    if not isinstance(value, str):
-        return value
+def json_of(text: str | bytes, what: str) -> Any:
+    """What a row's JSON text, which may be hostile, holds. RowError: it is no JSON, or too much."""
     try:
-        return parse_json(value)
+        count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
+        if count > MOST_VALUES:
+            raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is not JSON: {first_line(error)}") from None
 

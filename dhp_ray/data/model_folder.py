@@ -6,6 +6,7 @@ import codecs
 import json
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from dhp_ray.data.errors import DataError
 from dhp_ray.data.families import FAMILIES
 from dhp_ray.data.families.base import MIN_PIXELS, Family
 from dhp_ray.errors import first_line
+from dhp_ray.json_object import json_object
 
-TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
-"""The files from which a fast tokenizer is made: either of these sets."""
+read_json = partial(json_object, key="model.path", error=DataError)
+TOKENIZER_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"))  # a fast tokenizer needs one of these sets
 
 
 def family_in(folder: Path) -> type[Family]:
@@ -59,9 +61,7 @@ def chat_template(folder: Path) -> str:
 
 
 def check_byte_order_marks(folder: Path) -> None:
-    """Refuse a folder with a text file that transformers does not read because an editor put a byte order mark before
-    it. (In chat_template.jinja it reads the mark as text; `chat_template` removes it.)
-    """
+    """Refuse text files that transformers does not read for a byte order mark (`chat_template` removes its own)."""
     for file in sorted(filter(Path.is_file, [*folder.glob("*.json"), *folder.glob("merges.txt")])):
         with open(file, "rb") as stored:
             if stored.read(4).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -105,9 +105,7 @@ def own_pixels(folder: Path, most_pixels: int) -> int:
 
 
 def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
-    """The settings of a folder's image processor, including those of its model that determine the patches. DataError:
-    there are none, they are those of another processor, or they cut other patches than the model takes.
-    """
+    """The settings of a folder's image processor, with the model's own of patches. DataError: none, or of others."""
     if not family.image_processors:
         return {}
     stored = _settings(folder, "image")[1]
@@ -135,9 +133,7 @@ def image_settings(folder: Path, family: type[Family]) -> dict[str, Any]:
 
 
 def least_pixels(folder: Path) -> tuple[int, int]:
-    """The fewest pixels of an image, and of a video, as the folder's own processors have them. DataError: one is no
-    number.
-    """
+    """The fewest pixels of an image, and of a video, by the folder's own processors. DataError: one is no number."""
     image = _pixels(folder, "image", "min_pixels", "shortest_edge") or MIN_PIXELS
     return image, _pixels(folder, "video", "min_pixels", "shortest_edge") or image
 
@@ -170,16 +166,6 @@ def _settings(folder: Path, kind: str) -> tuple[Path, dict[str, Any] | None]:
     file = folder / "processor_config.json"  # of transformers from 5.0 on
     settings = read_json(file).get(f"{kind}_processor") if file.is_file() else None
     return file, settings if isinstance(settings, dict) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"model.path: {path} is not JSON: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise DataError(f"model.path: {path} holds {type(tree).__name__}; allowed: an object")
-    return tree
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line
+from dhp_ray.json_object import json_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +59,7 @@ def check_model_folder(path: str) -> None:
     """
     config_tree(path)
     if (generation := Path(path) / GENERATION_FILE).is_file():
-        _json_object(generation)
+        json_object(generation, "model.path", ModelError)
     for file in weight_files(path):
         stored_tensors(path, file)
 
@@ -73,23 +74,13 @@ def config_tree(path: str) -> dict[str, Any]:
                          f"adapter={path} out=FOLDER` makes of it")
     if not file.is_file():
         raise ModelError(f"model.path: {path} has no config.json; allowed: a local Hugging Face folder")
-    tree = _json_object(file)
+    tree = json_object(file, "model.path", ModelError)
     name = tree.get("model_type")
     if name == "internvl_chat":
         raise ModelError(f"model.path: {path} holds a model of type {name!r}, which brings its own code; allowed: the "
                          "same model in the form of transformers, from the repository whose name ends in -hf or -HF")
     if name not in MODEL_TYPES:
         raise ModelError(f"model.path: {path} holds a model of type {name!r}; allowed: {', '.join(MODEL_TYPES)}")
-    return tree
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"model.path: {file} is not JSON: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise ModelError(f"model.path: {file} holds {type(tree).__name__}; allowed: an object")
     return tree
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from dhp_ray.data import conversation
-from dhp_ray.data.conversation import parse_json, read_turns, stored_tools
+from dhp_ray.data.conversation import json_of, read_turns, stored_tools
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import read_row
@@ -304,11 +304,11 @@ def test_what_cannot_be_rendered_is_a_bad_row(conversation: list[Row], tools: An
 
 @pytest.mark.parametrize("text", ["[" + "[]," * 2000 + "1]", "[" + "{}," * 2000 + "1]", "[" + "1," * 4000 + "1]"])
 def test_a_text_of_too_many_values_is_not_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+    assert json_of(text, "it") == json_of(text.encode(), "it") == json.loads(text)
     monkeypatch.setattr(conversation, "MOST_VALUES", 3000)
     for given in (text, text.encode()):
-        with pytest.raises(ValueError, match=r"^400\d values; allowed: at most 3000$"):
-            parse_json(given)
+        with pytest.raises(RowError, match=r"^it is not JSON: 400\d values; allowed: at most 3000$"):
+            json_of(given, "it")
 
 
 def test_a_row_of_too_many_values_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,13 @@
 """Data sets on disk in the form of Hugging Face's `datasets`: folders of Arrow streams from `save_to_disk`, and folders
-of parquet.
-
-They are read with pyarrow alone. A record batch is found by its byte range and mapped, so a few of its rows cost only
-what they take themselves.
+of parquet. A record batch is found by its byte range and mapped, so a few of its rows cost only what they take
+themselves.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -27,20 +24,22 @@ from dhp_ray.data.formats.rows import (
 )
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
+from dhp_ray.json_object import json_object
 
 SUFFIXES = (".arrow",)
 
 
 def saved_files(path: str) -> list[str]:
     """The files of a saved set, in order. DataError: it has several splits, an index of rows, or no file."""
-    splits = _read(os.path.join(path, "dataset_dict.json"))
-    if splits is not None:
-        names = [str(name) for name in splits.get("splits", [])]
+    described = Path(path, "dataset_dict.json")
+    if described.exists():
+        names = [str(name) for name in json_object(described, "data.path", DataError).get("splits", [])]
         if len(names) != 1:
             raise DataError(f"data.path: {path} holds the splits {', '.join(names)}; allowed: one of their folders")
         return saved_files(os.path.join(path, names[0]))
-    state = _read(os.path.join(path, "state.json"))
-    if state is not None:
+    described = Path(path, "state.json")
+    if described.exists():
+        state = json_object(described, "data.path", DataError)
         if state.get("_indices_files") or state.get("_indices_data_files"):
             raise DataError(f"data.path: {path} orders its rows by an index; allowed: a set saved after "
                             "flatten_indices()")
@@ -65,7 +64,10 @@ def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterat
     first = 0
     try:
         with pa.memory_map(path) as source:
-            schema = _schema(source, path)
+            schema = pa.ipc.read_schema(pa.ipc.read_message(source))
+            encoded = next((field.name for field in schema if pa.types.is_dictionary(field.type)), None)
+            if encoded is not None:
+                raise DataError(f"data.path: {path}: column {encoded} is dictionary-encoded; allowed: plain columns")
             check_columns(schema, path)
             while source.tell() < source.size():
                 start = source.tell()
@@ -107,14 +109,6 @@ def _select(message: pa.ipc.Message, schema: pa.Schema, names: Sequence[str]) ->
     return pa.ipc.read_record_batch(message, schema).select(present)
 
 
-def _schema(source: pa.MemoryMappedFile, path: str) -> pa.Schema:
-    schema = pa.ipc.read_schema(pa.ipc.read_message(source))
-    encoded = next((field.name for field in schema if pa.types.is_dictionary(field.type)), None)
-    if encoded is not None:
-        raise DataError(f"data.path: {path}: column {encoded} is dictionary-encoded; allowed: plain columns")
-    return schema
-
-
 def _as_bytes(stored: pa.DataType) -> pa.DataType:
     """The type with binary in place of strings."""
     if pa.types.is_string(stored):
@@ -128,16 +122,3 @@ def _as_bytes(stored: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(stored):
         return pa.struct([field.with_type(_as_bytes(field.type)) for field in stored])
     return stored
-
-
-def _read(path: str) -> dict[str, Any] | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            tree = json.load(file)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"data.path: {path} cannot be read: {first_line(error)}") from None
-    if not isinstance(tree, dict):
-        raise DataError(f"data.path: {path} holds {type(tree).__name__}; allowed: an object")
-    return tree

@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dhp_ray.data.conversation import CONVERSATION_COLUMNS, parse_json
-from dhp_ray.data.errors import DataError
+from dhp_ray.data.conversation import CONVERSATION_COLUMNS, json_of
+from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats.rows import Row, cut_fragments, too_large
 from dhp_ray.data.fragments import Fragment, UniqueIds
-from dhp_ray.errors import first_line
 
 SUFFIXES = (".json", ".jsonl")
 # Possessive (*+): otherwise the search remembers every escape of a string, at 60 times its size.
@@ -50,9 +49,9 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
             file.seek(start)
             text = file.read(stop - start)
             try:
-                fields = parse_json(text)
-            except (ValueError, RecursionError) as raised:
-                yield Row("", {}, f"the row is not JSON: {first_line(raised)}")
+                fields = json_of(text, "the row")
+            except RowError as raised:
+                yield Row("", {}, str(raised))
                 continue
             if isinstance(fields, dict):
                 yield Row(fields.get("id", ""), fields)
@@ -61,18 +60,16 @@ def read(fragment: Fragment, numbers: Sequence[int], max_bytes: int, media: bool
 
 
 def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
+    """A row's fields; {} of a bad row, which is told when it is read. A bad first row means another kind of file."""
     try:
-        fields = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        # a first row like this means another kind of file; a later one is a bad row, reported when it is read
+        fields = json_of(text, path)
+    except RowError as error:
         if row == 0:
-            raise DataError(f"data.path: {path} is not JSON: {first_line(error)}") from None
+            raise DataError(f"data.path: {error}") from None
         return {}
-    if not isinstance(fields, dict):
-        if row == 0:
-            raise DataError(f"data.path: {path} holds {type(fields).__name__} as its first row; allowed: objects")
-        return {}
-    return fields
+    if row == 0 and not isinstance(fields, dict):
+        raise DataError(f"data.path: {path} holds {type(fields).__name__} as its first row; allowed: objects")
+    return fields if isinstance(fields, dict) else {}
 
 
 def _row_spans(text: mmap.mmap, path: str) -> Iterator[tuple[int, int]]:

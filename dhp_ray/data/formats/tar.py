@@ -16,7 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, own_media, parse_json
+from dhp_ray.data.conversation import IMAGE_MARK, VIDEO_MARK, json_of, own_media
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats.rows import Row, cut_fragments, too_large
 from dhp_ray.data.fragments import Fragment, UniqueIds
@@ -144,10 +144,7 @@ def _numbered(name: str) -> list[str | int]:
 
 def _fields(texts: dict[str, bytes], counts: dict[str, int]) -> dict[str, Any]:
     if "json" in texts:
-        try:
-            row = parse_json(texts["json"])
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"the member json is not JSON: {first_line(error)}") from None
+        row = json_of(texts["json"], "the member json")
         row = {"conversations": row} if isinstance(row, list) else row
         if not isinstance(row, dict):
             raise RowError(f"the member json holds {type(row).__name__}; allowed: an object, or a list of turns")
