@@ -9,8 +9,7 @@ from dhp_ray.data.families.internvl import InternVLFamily
 from dhp_ray.data.families.llama import LlamaFamily
 from dhp_ray.data.families.qwen2_5_vl import Qwen25VLFamily
 from dhp_ray.data.families.qwen3 import Qwen3Family, Qwen3MoeFamily
-from dhp_ray.data.families.qwen3_5 import Qwen35Family, Qwen35MoeFamily
-from dhp_ray.data.families.qwen3_vl import Qwen3VLFamily, Qwen3VLMoeFamily
+from dhp_ray.data.families.qwen3_vl import Qwen3VLFamily, Qwen3VLMoeFamily, Qwen35Family, Qwen35MoeFamily
 
 FAMILIES: dict[str, type[Family]] = {
     family.name: family for family in (

@@ -19,21 +19,16 @@ if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
 
 MAX_ASPECT_RATIO = 200
-MIN_PIXELS = 3136
-"""The fewest pixels of an image if the folder does not say: what transformers' processors have then."""
-VIDEO_PIXELS = 25_165_824
-"""The most pixels of all frames of a video if the folder does not say: the published value of Qwen3-VL."""
+MIN_PIXELS = 3136  # the fewest pixels of an image if the folder does not say: what transformers' processors have then
+VIDEO_PIXELS = 25_165_824  # the most of all frames of a video if the folder does not say: as published of Qwen3-VL
 SLICE_TOKENS = 1024
-"""The most tokens of an entry into which a longer video is cut in time, so that several members can encode it: patches
-of a frame pair attend only to each other. Members encode whole entries, so large entries leave members waiting.
-"""
+"""The most tokens of the entries into which a video is cut in time: members encode whole ones, and others wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
     """A video as its container describes it: pixels of an upright frame, frames in all, frames a second on average.
-
-    `times`: when each frame is shown, in seconds after the first, if the frames are not evenly spaced.
+    `times`: when each is shown, in seconds after the first, if not evenly spaced.
     """
 
     width: int
@@ -49,8 +44,7 @@ class Clip:
         return (first + last) / 2 / self.frames_per_second
 
 
-Size = tuple[int, int] | Clip
-"""The size of an image, (width, height) in pixels, or of a video."""
+Size = tuple[int, int] | Clip  # the size of an image, (width, height) in pixels, or of a video
 
 
 class Medium(NamedTuple):
@@ -86,32 +80,15 @@ class Family:
     video_pixels: int = VIDEO_PIXELS
     min_video_pixels: int = MIN_PIXELS
 
-    name: ClassVar[str]
-    """The `model_type` in config.json."""
-
-    chat_template: ClassVar[str]
-    """The chat template of its presets."""
-
-    tokens: ClassVar[Mapping[str, str]]
-    """By purpose: bos, eos, pad, and of a model with an encoder also image, video, vision_start, vision_end."""
-
-    marks: ClassVar[Mapping[str, str]] = {}
-    """What the chat template writes for an image and for a video, as regular expressions."""
-
-    special_tokens: ClassVar[Sequence[str]]
-    """The special tokens of the byte-level tokenizer of its presets, in the order of their ids."""
-
-    named_tokens: ClassVar[Mapping[str, str]] = {}
-    """Tokens that its processor reads from attributes of the tokenizer."""
-
-    structure_tokens: ClassVar[Sequence[str]]
-    """Tokens that mark turns and images, which a text does not mean when it spells one (see chat_template.py)."""
-
-    image_processors: ClassVar[tuple[str, ...]] = ()
-    """What the names of its image processors begin with (`image_processor_type`)."""
-
-    image_settings: ClassVar[Mapping[str, Any]] = {}
-    """Settings of the image processor that apply if a folder does not say otherwise."""
+    name: ClassVar[str]  # the `model_type` in config.json
+    chat_template: ClassVar[str]  # of its presets
+    tokens: ClassVar[Mapping[str, str]]  # by purpose: bos, eos, pad; image, video, vision_start, vision_end
+    marks: ClassVar[Mapping[str, str]] = {}  # patterns of what the chat template writes for an image and a video
+    special_tokens: ClassVar[Sequence[str]]  # of the byte-level tokenizer of its presets, in the order of their ids
+    named_tokens: ClassVar[Mapping[str, str]] = {}  # those that its processor reads from attributes of the tokenizer
+    structure_tokens: ClassVar[Sequence[str]]  # mark turns and images; a text that spells one does not mean it
+    image_processors: ClassVar[tuple[str, ...]] = ()  # what the names of its image processors begin with
+    image_settings: ClassVar[Mapping[str, Any]] = {}  # of the image processor, where a folder does not say otherwise
 
     @classmethod
     def byte_tokenizer(cls) -> PreTrainedTokenizerFast:
@@ -119,8 +96,8 @@ class Family:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())},
-                                         merges=[]))
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
@@ -152,9 +129,7 @@ class Family:
 
     @classmethod
     def largest_image_tokens(cls, max_pixels: int, frame_pixels: int, token_pixels: int) -> int:
-        """Vision tokens of the largest entry that one rank encodes: an image of `max_pixels`, or a piece of a video
-        whose frames have at most `frame_pixels` before the family rounds. 0: there are none.
-        """
+        """Vision tokens of the largest entry that one rank encodes: an image, or a piece of a video."""
         return 0
 
     @classmethod
@@ -181,11 +156,9 @@ class Family:
 class VisionFamily(Family, ABC):
     """A family whose models take images and videos."""
 
-    image_text: ClassVar[str]
-    """The text that replaces an image's mark."""
-
-    merged_order: ClassVar[bool] = True
-    """Whether the patches of one token are consecutive; otherwise patches come row by row."""
+    image_text: ClassVar[str]  # replaces an image's mark
+    least_frames: ClassVar[int] = 1  # of a video that has as many
+    merged_order: ClassVar[bool] = True  # the patches of one token are consecutive; otherwise they come row by row
 
     @property
     def patch_size(self) -> int:
@@ -251,9 +224,10 @@ class VisionFamily(Family, ABC):
     def frame_size(self, clip: Clip) -> tuple[int, int]:
         """(height, width) in pixels to which the frames taken from a video are scaled."""
 
-    @abstractmethod
     def num_frames(self, clip: Clip) -> int:
         """The number of frames that are taken from a video."""
+        wanted = int(clip.num_frames / clip.frames_per_second * self.limits.video_fps)
+        return min(max(self.least_frames, wanted), self.limits.max_frames, clip.num_frames)
 
     @abstractmethod
     def frames(self, clip: Clip) -> list[int]:

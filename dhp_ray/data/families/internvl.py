@@ -15,9 +15,7 @@ from dhp_ray.data.families.base import Clip, Medium, VisionFamily, check_shape, 
 if TYPE_CHECKING:
     from dhp_ray.planner.plan.types import Grid
 
-OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
-"""Settings that its image processor does not have."""
-
+OF_THE_MODEL = ("patch_size", "merge_size", "temporal_patch_size")  # settings that its image processor does not have
 START, TOKEN, END = "<img>", "<IMG_CONTEXT>", "</img>"
 
 # Renders what InternVL3's own template does.
@@ -129,10 +127,6 @@ class InternVLFamily(VisionFamily):
 
     def frame_size(self, clip: Clip) -> tuple[int, int]:
         return self.tile
-
-    def num_frames(self, clip: Clip) -> int:
-        wanted = int(clip.num_frames / clip.frames_per_second * self.limits.video_fps)
-        return min(max(1, wanted), self.limits.max_frames, clip.num_frames)
 
     def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, each from the middle of its part, rounded like torch, which this imports."""

@@ -18,8 +18,6 @@ CHAT_TEMPLATE = """
 
 
 class LlamaFamily(Family):
-    """`Family` of Llama 3."""
-
     name: ClassVar[str] = "llama"
     chat_template: ClassVar[str] = CHAT_TEMPLATE
     tokens: ClassVar[Mapping[str, str]] = {

@@ -74,9 +74,7 @@ CHAT_TEMPLATE = """
 {{- '<|im_start|>assistant\\n' if add_generation_prompt else '' -}}
 """
 
-DEFAULT_SYSTEM = "You are a helpful assistant."
-"""The system turn that the template writes if a conversation has none."""
-MIN_FRAMES = 4
+DEFAULT_SYSTEM = "You are a helpful assistant."  # the system turn that the template writes if a conversation has none
 
 
 class Qwen25VLFamily(VisionFamily):
@@ -95,6 +93,7 @@ class Qwen25VLFamily(VisionFamily):
         "rescale_factor": 1 / 255,
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
         "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    least_frames: ClassVar[int] = 4
     processor_class: ClassVar[str] = "Qwen2_5_VLProcessor"
     video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
 
@@ -115,7 +114,8 @@ class Qwen25VLFamily(VisionFamily):
         processor = {"processor_class": self.processor_class}
         images = self.sized_settings | processor
         video = images | {"video_processor_type": self.video_processor, "do_sample_frames": True,
-                          "fps": self.limits.video_fps, "min_frames": MIN_FRAMES, "max_frames": self.limits.max_frames}
+                          "fps": self.limits.video_fps, "min_frames": self.least_frames,
+                          "max_frames": self.limits.max_frames}
         return {"preprocessor_config.json": images | {"image_processor_type": "Qwen2VLImageProcessor"},
                 "video_preprocessor_config.json": video | self.video_settings,
                 "processor_config.json": processor}
@@ -168,20 +168,24 @@ class Qwen25VLFamily(VisionFamily):
         """The distance in frames from one taken frame to the next."""
         together = self.temporal_patch_size
         most = min(self.limits.max_frames, clip.num_frames) // together * together
-        wanted = min(max(clip.num_frames / clip.frames_per_second * self.limits.video_fps, MIN_FRAMES), most,
+        wanted = min(max(clip.num_frames / clip.frames_per_second * self.limits.video_fps, self.least_frames), most,
                      clip.num_frames)
         return clip.num_frames / max(1, math.floor(wanted / together) * together)
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`, between the bounds (Qwen2-VL, 2.1). RowError: ratio above 200."""
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, num_frames: int = 1, num_counted: int = 1
+) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`, between the bounds (Qwen2-VL, 2.1) on the pixels of `num_frames`, of
+    which `num_counted` decide whether one is exceeded. RowError: ratio above 200.
+    """
     check_shape(height, width)
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
+    if num_counted * rows * columns > max_pixels:
+        shrink = math.sqrt(num_frames * height * width / max_pixels)
         rows = max(factor, math.floor(height / shrink / factor) * factor)
         columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif rows * columns < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif num_counted * rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return rows, columns

@@ -17,8 +17,6 @@ CHAT_TEMPLATE = """
 
 
 class Qwen3Family(Family):
-    """`Family` of Qwen3."""
-
     name: ClassVar[str] = "qwen3"
     chat_template: ClassVar[str] = CHAT_TEMPLATE
     tokens: ClassVar[Mapping[str, str]] = {"bos": "<|endoftext|>", "eos": "<|im_end|>", "pad": "<|endoftext|>"}
@@ -27,6 +25,4 @@ class Qwen3Family(Family):
 
 
 class Qwen3MoeFamily(Qwen3Family):
-    """`Family` of Qwen3 with experts."""
-
     name: ClassVar[str] = "qwen3_moe"

@@ -1,16 +1,17 @@
-"""Qwen3-VL: a time stamp before each step in time of a video; frames are scaled by the pixels of all together."""
+"""Qwen3-VL and Qwen3.5: a time stamp before each step in time of a video; frames are scaled by the pixels of all
+together.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dhp_ray.data.families.base import Clip, VisionFamily, check_shape
-from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, MIN_FRAMES, TOKENS, Qwen25VLFamily
+from dhp_ray.data.families.base import Clip, VisionFamily
+from dhp_ray.data.families.qwen2_5_vl import CHAT_TEMPLATE, DEFAULT_SYSTEM, TOKENS, Qwen25VLFamily, smart_resize
 
 START, VIDEO, END = (TOKENS[name] for name in ("vision_start", "video", "vision_end"))
 
@@ -41,9 +42,7 @@ class Qwen3VLFamily(Qwen25VLFamily):
 
     @classmethod
     def most_frame_pixels(cls, max_pixels: int) -> int:
-        """The published processor rounds half the number of frames to an even number: of five frames it bounds the
-        pixels of four, of nine those of eight.
-        """
+        """The published processor rounds half the frames to an even number: of five it bounds the pixels of four."""
         return max_pixels * 5 // 4
 
     def frame_size(self, clip: Clip) -> tuple[int, int]:
@@ -54,21 +53,8 @@ class Qwen3VLFamily(Qwen25VLFamily):
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        check_shape(height, width)
-        rows, columns = round(height / factor) * factor, round(width / factor) * factor
-        pixels = round(num_frames / together) * together * rows * columns
-        if pixels > maximum:
-            shrink = math.sqrt(num_frames * height * width / maximum)
-            rows = max(factor, math.floor(height / shrink / factor) * factor)
-            columns = max(factor, math.floor(width / shrink / factor) * factor)
-        elif pixels < self.min_video_pixels:
-            grow = math.sqrt(self.min_video_pixels / (num_frames * height * width))
-            rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
-        return rows, columns
-
-    def num_frames(self, clip: Clip) -> int:
-        wanted = int(clip.num_frames / clip.frames_per_second * self.limits.video_fps)
-        return min(max(wanted, MIN_FRAMES), self.limits.max_frames, clip.num_frames)
+        return smart_resize(height, width, factor, self.min_video_pixels, maximum, num_frames,
+                            round(num_frames / together) * together)
 
     def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, including the first and the last frame."""
@@ -81,10 +67,17 @@ class Qwen3VLFamily(Qwen25VLFamily):
         return "".join(f"<{clip.middle_s(first, last):.1f} seconds>{START}{VIDEO}{END}"
                        for first, last in zip(numbers[::together], numbers[together - 1 :: together]))
 
+    num_frames = VisionFamily.num_frames
     video_runs = VisionFamily.video_runs  # one for each step in time
 
 
 class Qwen3VLMoeFamily(Qwen3VLFamily):
-    """`VisionFamily` of Qwen3-VL with experts."""
-
     name: ClassVar[str] = "qwen3_vl_moe"
+
+
+class Qwen35Family(Qwen3VLFamily):
+    name: ClassVar[str] = "qwen3_5"
+
+
+class Qwen35MoeFamily(Qwen3VLFamily):
+    name: ClassVar[str] = "qwen3_5_moe"
