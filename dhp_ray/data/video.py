@@ -5,13 +5,10 @@ needs torchvision. Decoding begins at the key frame before the first frame that 
     wanted: 5, 6           decoding begins with I4 and ends when 6 has come
 
 The number of a frame is its place in the order of presentation. If packets do not say when they are shown, as in AVI,
-or if the frames from a key frame on are incomplete or out of order, decoding begins with the first packet and numbers
-the frames as they come.
+or if frames are incomplete or out of order, decoding begins with the first packet and numbers the frames as they come.
 
-Frames are upright by the container's display matrix, as torchcodec (from 0.11) and OpenCV turn them, and mirrored as
-ffmpeg shows them; the reader that transformers has for PyAV leaves them as stored. The times of a clip of variable
-frame rate are those of its packets, where processors of transformers take the number of a frame over the average rate;
-which frames are taken follows from their numbers, as there.
+Frames are upright by the container's display matrix, as of torchcodec (from 0.11) and OpenCV. The times of a clip of
+variable frame rate are those of its packets; which frames are taken follows from their numbers, as in transformers.
 """
 
 from __future__ import annotations
@@ -48,9 +45,7 @@ av.logging.set_level(None)
 
 
 def decode_video(data: bytes, family: VisionFamily, ranges: Sequence[range], num_steps: int) -> list[np.ndarray]:
-    """Patches, float32 (P, patch_dim), of each range of steps in time of a grid planned with `num_steps`. ValueError,
-    or whatever PyAV raises: the frames are not those announced, or damaged.
-    """
+    """Patches, float32 (P, patch_dim), of each range of steps in time. ValueError, or PyAV's: not as announced."""
     temporal = family.temporal_patch_size
     with opened_video(data, family.limits) as decoder:
         clip = decoder.clip
@@ -85,35 +80,19 @@ def _normalised(frame: np.ndarray, rows: int, columns: int, family: VisionFamily
 
 
 class VideoDecoder:
-    """The packets of one encoded video, in memory; a context manager that closes the video. Raises as `read_clip`."""
+    """The packets of an opened video, in memory. `num_decoded`: the frames decoded so far, wanted or not."""
 
-    clip: Clip
-    num_decoded = 0
-    """The number of frames decoded so far, wanted or not."""
-
-    def __init__(self, data: bytes, limits: MediaLimits) -> None:
-        with ExitStack() as stack:
-            with _reading():
-                container, self._stream = stack.enter_context(_opened(data))
-                self._packets = list(container.demux(self._stream))
-                self._is_avi = container.format.name == "avi"
-                stored = _clip(self._stream, self._packets, limits)
-                self._matrix = _matrix(data)
-                self.clip = _turned(stored, self._matrix)
-            self._stack = stack.pop_all()
-        self._stream.codec_context.thread_count = 1  # other decoders and a worker that trains run at the same time
-
-    def __enter__(self) -> VideoDecoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._packets = []
-        self._stack.close()
+    def __init__(self, container: Any, stream: Any, data: bytes, limits: MediaLimits) -> None:
+        self._stream, self._packets = stream, list(container.demux(stream))
+        self._is_avi = container.format.name == "avi"
+        stored = _clip(stream, self._packets, limits)
+        self._matrix = _matrix(data)
+        self.clip = _turned(stored, self._matrix)
+        self.num_decoded = 0
+        stream.codec_context.thread_count = 1  # other decoders and a worker that trains run at the same time
 
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """(number, frame) of these frames, uint8 (height, width, 3); of one that comes twice the later counts. Call it
-        once. ValueError: the frames are not those that the container announced, or are damaged.
-        """
+        """(number, frame), uint8 (height, width, 3), of these frames. Call it once. ValueError: they are damaged."""
         times = self._times()
         start = self._start(times, set(wanted))
         if start:
@@ -125,9 +104,7 @@ class VideoDecoder:
         yield from self._from(0, {}, set(wanted))
 
     def _times(self) -> dict[int, int]:
-        """The number of the frame shown at each time; empty if packets do not tell, as in AVI, or times were made up:
-        frames have to be reordered and no packet is out of order.
-        """
+        """The number of the frame shown at each time; empty if packets do not tell (AVI), or times were made up."""
         shown = [packet.pts for packet in self._packets if _shows(packet)]
         if self._is_avi or None in shown or len(set(shown)) < len(shown):
             return {}
@@ -181,8 +158,6 @@ class VideoDecoder:
 class FrameFiles:
     """A video whose frames are files, in memory; used like a `VideoDecoder`."""
 
-    clip: Clip
-
     def __init__(self, data: bytes, limits: MediaLimits) -> None:
         self._frames, rate = unpack_frames(data)
         self._max_pixels = limits.max_decoded_pixels
@@ -195,26 +170,26 @@ class FrameFiles:
                                f"{'x'.join(map(str, sizes[0]))}; allowed: frames of one size")
         self.clip = _checked(Clip(*(sizes[0] if sizes else (0, 0)), len(sizes), rate), limits)
 
-    def __enter__(self) -> FrameFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._frames = []
-
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """As those of a `VideoDecoder`, or whatever Pillow raises on bytes that do not decode."""
         for number in wanted:
             yield number, np.asarray(decode_rgb(self._frames[number], self._max_pixels))
 
 
-def opened_video(data: bytes, limits: MediaLimits) -> VideoDecoder | FrameFiles:
-    return (FrameFiles if data.startswith(FRAMES_MAGIC) else VideoDecoder)(data, limits)
+@contextmanager
+def opened_video(data: bytes, limits: MediaLimits) -> Iterator[VideoDecoder | FrameFiles]:
+    """What gives the frames of a video. Raises as `read_clip`."""
+    if data.startswith(FRAMES_MAGIC):
+        yield FrameFiles(data, limits)
+        return
+    with ExitStack() as stack:
+        with _reading():
+            decoder = VideoDecoder(*stack.enter_context(_opened(data)), data, limits)
+        yield decoder
 
 
 def read_clip(data: bytes, limits: MediaLimits) -> Clip:
-    """The description of an encoded video, from packets or headers of its frames, and a frame if it may be turned.
-    RowError: it cannot be read, is too long, or its frames are too large or differ in size.
-    """
+    """The description of an encoded video. RowError: it cannot be read, or is too long or too large."""
     if data.startswith(FRAMES_MAGIC):
         return FrameFiles(data, limits).clip
     with _reading():
@@ -318,9 +293,7 @@ def _reading() -> Iterator[None]:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream. FFmpeg is told the format, by the first bytes: if it guessed, it would
-    also accept playlists, which name other files and URLs to open.
-    """
+    """The container and its first video stream. FFmpeg must not guess: playlists name URLs to open."""
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free"):
         kind = "mov"
     elif data[:4] == b"\x1a\x45\xdf\xa3":

@@ -13,7 +13,7 @@ import pytest
 from dhp_ray.data.errors import RowError
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import ProcessorSpec
-from dhp_ray.data.video import VideoDecoder, read_clip
+from dhp_ray.data.video import opened_video, read_clip
 from tests.data.samples import video
 
 LIMITS = MediaLimits()
@@ -46,8 +46,8 @@ def from_the_start(data: bytes) -> list[np.ndarray]:
 
 
 def decoded(data: bytes, wanted: list[int]) -> tuple[dict[int, np.ndarray], int]:
-    with VideoDecoder(data, LIMITS) as decoder:
-        return dict(decoder.frames(wanted)), decoder.num_decoded
+    with opened_video(data, LIMITS) as decoder:
+        return dict(decoder.frames(wanted)), decoder.num_decoded  # type: ignore[union-attr]
 
 
 def assert_equal(found: dict[int, np.ndarray], frames: list[np.ndarray], wanted: list[int]) -> None:
@@ -135,7 +135,7 @@ def test_a_clip_of_variable_rate_has_its_true_times(form: str, codec: str) -> No
     clip = read_clip(encoded(SLOWING, form, codec), LIMITS)
     assert clip.times == pytest.approx([time / 1000 for time in SLOWING])
     assert clip.frames_per_second == pytest.approx(21 / 12.2)
-    with VideoDecoder(encoded(SLOWING, form, codec), LIMITS) as decoder:
+    with opened_video(encoded(SLOWING, form, codec), LIMITS) as decoder:
         assert decoder.clip == clip
     # 22 frames in 12.8 s: at 2 a second all are taken
     qwen2_5, qwen3 = (ProcessorSpec(preset).load().family for preset in ("tiny", "tiny_qwen3_vl"))

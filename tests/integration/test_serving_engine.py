@@ -17,7 +17,7 @@ import pytest
 
 from dhp_ray.data.conversation import read_turns
 from dhp_ray.data.processor import Processor, ProcessorSpec
-from dhp_ray.data.video import VideoDecoder
+from dhp_ray.data.video import opened_video
 from tests.data.samples import picture, talk, video, write_rows
 from tests.integration.jobs import run
 from tests.packs import PATCH_DIMS
@@ -97,7 +97,7 @@ def questions_of(rows: list[dict[str, Any]], media: Path, processor: Processor) 
 
 
 def sampled(clip: Path, processor: Processor) -> dict[str, Any]:
-    with VideoDecoder(clip.read_bytes(), processor.family.limits) as decoder:
+    with opened_video(clip.read_bytes(), processor.family.limits) as decoder:
         numbers = processor.family.frames(decoder.clip)
         frames = dict(decoder.frames(sorted(set(numbers))))
         found = {"frames": f"{clip}-{processor.family.name}.npy", "numbers": numbers,
