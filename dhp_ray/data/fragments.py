@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,16 @@ from dhp_ray.data.errors import DataError, description
 from dhp_ray.user_cache import cache_folders, keep
 
 FORM = 5  # to be raised when the same files give another table
-MOST_BYTES = 256 * 2**20
-"""About the most bytes of a block, and of a fragment as stored but for parquet's; a single row may have more."""
+MOST_BYTES = 256 * 2**20  # about the most of a block, and of a fragment but for parquet; a single row may have more
 
 _SCHEMA = pa.schema([
     ("file", pa.int32()), ("first_row", pa.int64()), ("num_rows", pa.int32()), ("num_bytes", pa.int64()),
     ("row_group", pa.int32()), ("offset", pa.int64()),
     ("starts", pa.list_(pa.int64())), ("stops", pa.list_(pa.int64())),
     ("renamed", pa.list_(pa.int32())), ("names", pa.list_(pa.large_string()))])
-AT_ONCE = 128
-"""The fragments that are held as Python objects until they are packed."""
+AT_ONCE = 128  # the fragments that are held as Python objects until they are packed
 _PLAIN = ("file", "first_row", "num_rows", "num_bytes", "row_group", "offset")
-SAMPLES, SAMPLE_BYTES = 4, 4096
-"""The places in a file, evenly spread, and the bytes at each that a digest reads."""
-
+SAMPLES, SAMPLE_BYTES = 4, 4096  # the places in a file, evenly spread, and the bytes at each that a digest reads
 MAX_LOAD = 2 / 3
 MOST_CHARACTERS = 200
 # What an id in a log line must not have: what a terminal obeys, line ends, what reorders text, and half characters.
@@ -48,9 +45,8 @@ _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Rows [first_row, first_row + num_rows) of a file, of about `num_bytes`; `names` replaces ids, by offset. json,
-    tar: `spans` are the byte ranges of the rows. parquet: the rows of `row_group` from `offset` on. arrow: those from
-    `offset` on of the record batch in `spans`.
+    """Rows [first_row, first_row + num_rows) of a file; `names` replaces ids, by offset. `spans`: the rows' byte ranges
+    (json, tar), or the record batch's (arrow). parquet, arrow: rows of `row_group` or batch from `offset` on.
     """
 
     path: str
@@ -103,8 +99,7 @@ class Fragments:
 
     @cached_property
     def digest(self) -> int:
-        """Tells whether rows are where they were: of fragments and rows, and of each file's name, size and samples of
-        content. A copy in another folder has the same. DataError: a file cannot be read.
+        """Tells whether rows are where they were, by each file's name, size and samples. DataError: one cannot be read.
         """
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
@@ -125,31 +120,18 @@ class Fragments:
         return int.from_bytes(digest.digest())
 
 
-class FragmentWriter:
-    """Collects fragments in a compact form."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[str, str], int] = {}
-        self._rows: list[dict[str, Any]] = []
-        self._batches: list[pa.RecordBatch] = []
-
-    def add(self, fragment: Fragment) -> None:
-        file = self._files.setdefault((fragment.path, fragment.kind), len(self._files))
-        self._rows.append({
-            "file": file, **{name: getattr(fragment, name) for name in _PLAIN[1:]},
-            "starts": [start for start, _ in fragment.spans], "stops": [stop for _, stop in fragment.spans],
-            "renamed": [offset for offset, _ in fragment.names], "names": [name for _, name in fragment.names]})
-        if len(self._rows) == AT_ONCE:
-            self._pack()
-
-    def table(self) -> pa.Table:
-        self._pack()
-        table = pa.Table.from_batches(self._batches, _SCHEMA).combine_chunks()
-        return table.replace_schema_metadata({"files": json.dumps(list(self._files))})
-
-    def _pack(self) -> None:
-        self._batches.append(pa.RecordBatch.from_pylist(self._rows, _SCHEMA))
-        self._rows.clear()
+def packed(fragments: Iterable[Fragment]) -> pa.Table:
+    files: dict[tuple[str, str], int] = {}
+    rows = ({"file": files.setdefault((fragment.path, fragment.kind), len(files)),
+             **{name: getattr(fragment, name) for name in _PLAIN[1:]},
+             "starts": [start for start, _ in fragment.spans], "stops": [stop for _, stop in fragment.spans],
+             "renamed": [offset for offset, _ in fragment.names], "names": [name for _, name in fragment.names]}
+            for fragment in fragments)
+    batches = []
+    while at_once := list(islice(rows, AT_ONCE)):
+        batches.append(pa.RecordBatch.from_pylist(at_once, _SCHEMA))
+    table = pa.Table.from_batches(batches, _SCHEMA).combine_chunks()
+    return table.replace_schema_metadata({"files": json.dumps(list(files))})
 
 
 def cache_key(files: Sequence[tuple[str, str]]) -> str:
@@ -184,9 +166,7 @@ def store(key: str, table: pa.Table) -> pa.Table:
 
 
 class UniqueIds:
-    """The ids that are taken, as 64-bit hashes: data sets repeat some, but a ledger needs a name for each row. An id
-    with the hash of another one gets a longer name, as if it were taken.
-    """
+    """The ids that are taken, as 64-bit hashes: data sets repeat some, but a ledger needs a name for each row."""
 
     def __init__(self) -> None:
         self._taken = HashSet()
@@ -232,19 +212,10 @@ class HashSet:
         slots[slot] = number
         self._count += 1
         if self._count > MAX_LOAD * len(slots):
-            self._grow()
+            self._slots, self._count = array("Q", bytes(8)) * (2 * len(slots)), 0
+            for known in filter(None, slots):
+                self.add(known)
         return True
-
-    def _grow(self) -> None:
-        slots = array("Q", bytes(8)) * (2 * len(self._slots))
-        mask = len(slots) - 1
-        for number in self._slots:
-            if number:
-                slot = number & mask
-                while slots[slot]:
-                    slot = (slot + 1) & mask
-                slots[slot] = number
-        self._slots = slots
 
 
 def _hash(name: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -23,14 +23,12 @@ from dhp_ray.data.errors import DataError, RowError, description
 from dhp_ray.data.formats import DATA_FORMATS, file_kind, format_suffixes, read_rows, read_texts, scan_file
 from dhp_ray.data.formats.arrow import saved_files
 from dhp_ray.data.formats.rows import Row
-from dhp_ray.data.fragments import Fragments, FragmentWriter, UniqueIds
+from dhp_ray.data.fragments import Fragment, Fragments, UniqueIds
 from dhp_ray.data.media import file_bytes
 from dhp_ray.errors import printable
 from dhp_ray.schema import Data
 
-KEPT_FROM_BYTES = 8 * 2**20
-"""The index of fewer bytes of data is made at every start, which is as fast as finding a stored one."""
-
+KEPT_FROM_BYTES = 8 * 2**20  # the index of less data is made at every start, as fast as finding a stored one
 NUM_FRAGMENTS, ROWS_OF_EACH = 16, 4
 MEDIA_WITHIN_BYTES = 16 * 2**10
 """Rows of at least so many bytes on average hold their images and videos; of smaller ones a few are read."""
@@ -42,8 +40,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _FOLDERS, _OF_EACH = 100, 1000
 """The sub-folders of a folder, and the entries of each, that are looked at for data that is left out."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+Progress = Callable[[int, int], None]  # called with the bytes done and the total bytes
 
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
@@ -58,18 +55,19 @@ def index_fragments(data: Data, progress: Progress = lambda done, total: None) -
         raise DataError(f"data.path: {error.filename} cannot be read: {description(error)}") from None
     table = kept.load(key) if key else None
     if table is None:
-        names, writer, done = UniqueIds(), FragmentWriter(), 0
-        for (path, kind), size in zip(files, sizes):
-            for fragment in scan_file(path, kind, names, _after(done, sum(sizes), progress)):
-                writer.add(fragment)
-            done += size
-        table = writer.table()
-        if key:
-            table = kept.store(key, table)
+        table = kept.packed(_scanned(files, sizes, progress))
+        table = kept.store(key, table) if key else table
     found = Fragments(table)
     if not len(found):
         raise _no_rows(data)
     return found
+
+
+def _scanned(files: list[tuple[str, str]], sizes: list[int], progress: Progress) -> Iterator[Fragment]:
+    names, done = UniqueIds(), 0
+    for (path, kind), size in zip(files, sizes):
+        yield from scan_file(path, kind, names, lambda place: progress(done + place, sum(sizes)))  # noqa: B023
+        done += size
 
 
 def check_form(data: Data) -> None:
@@ -110,10 +108,6 @@ def _no_rows(data: Data) -> DataError:
     return DataError(f"data.path: {data.path} holds no rows; allowed: at least one")
 
 
-def _after(done: int, total: int, progress: Progress) -> Callable[[int], None]:
-    return lambda position: progress(done + position, total)
-
-
 def data_sources(data: Data) -> list[Data]:
     """The data itself, or each of `data.sources` as data of its own."""
     return [replace(data, path=source.path, format=source.format or data.format, sources=[])
@@ -126,9 +120,7 @@ def held_out(data: Data, path: str) -> Data:
 
 
 def data_files(data: Data) -> list[str]:
-    """The files of `data.path`: the path itself, or every file of the format in that folder, by name. DataError: there
-    are none, or some are held out beside others for training.
-    """
+    """The file `data.path`, or the format's files in that folder, by name. DataError: none, or of several splits."""
     if not data.path:
         raise DataError("data.path: empty; allowed: a file or a folder of files")
     path = os.path.abspath(data.path)

@@ -7,23 +7,20 @@ from pathlib import Path
 import pytest
 
 from dhp_ray.data import index
-from dhp_ray.data.fragments import Fragment, Fragments, FragmentWriter
+from dhp_ray.data.fragments import Fragment, Fragments, packed
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
 from tests.data.samples import talk, write_rows
 
 
-def test_a_table_holds_what_was_added() -> None:
+def test_a_table_holds_what_was_packed() -> None:
     made = [Fragment("a.json", "json", 0, 2, 6, spans=((1, 5), (7, 9)), names=((1, "größer"),)),
             Fragment("b.parquet", "parquet", 0, 7, 2**40, 3, 256),
             Fragment("a.json", "json", 2, 1, 2**40, spans=((10, 2**40),))]
-    writer = FragmentWriter()
-    for fragment in made:
-        writer.add(fragment)
-    table = Fragments(writer.table())
+    table = Fragments(packed(made))
     assert list(table) == made
     assert (len(table), table.num_rows, table[-1], list(table)) == (3, 10, made[2], made)
-    assert list(Fragments(FragmentWriter().table())) == []
+    assert list(Fragments(packed([]))) == []
 
 
 def digest_of(path: Path) -> int:
