@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,11 +23,9 @@ import numpy as np
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.runtime.driver.elastic import Failures, Stop, Wait, replica_ranks_of, shortage, surviving_state
 from dhp_ray.runtime.messages import HeldShards
-from dhp_ray.simulate.settings import FaultKind, FaultSettings
+from dhp_ray.simulate.settings import KINDS, FaultKind, FaultSettings
 
-KINDS = ("worker", "stopped", "node", "driver", "all")
-WHEN, SPEED = 1, 2
-"""Separate streams of random numbers, so that a change of one leaves the others as they are."""
+WHEN, SPEED = 1, 2  # separate streams of random numbers, so that a change of one leaves the others as they are
 
 
 class Fault(NamedTuple):
@@ -68,34 +67,24 @@ def speeds_of(settings: FaultSettings, num_ranks: int, seed: int) -> np.ndarray:
     return found
 
 
-KEPT = 2
-"""How many versions of its own shard a rank holds, and how many of those mirrored last (`state/peer_replica.py`)."""
+KEPT = 2  # how many versions a rank holds of its own shard, and of those mirrored last
 
 
-@dataclass
 class SimulatedGeneration:
-    """One membership: slot and node of each rank. It began with the state after step `first` and has that after
+    """One membership, a rank of each slot in slot order. It began with the state after step `first` and has that after
     `newest`. `mirrored`: (step, time at which the copies arrive) of the versions that two ranks hold.
     """
 
-    number: int
-    slots: tuple[int, ...]
-    nodes: tuple[int, ...]
-    first: int
-    newest: int
-    ranks_per_node: int
-    mirrors: bool = False
-    mirrored: list[tuple[int, float]] = field(default_factory=list)
-    _replica_ranks: tuple[int, ...] = ()
+    def __init__(self, number: int, slots: Sequence[int], ranks_per_node: int, first: int, mirrors: bool) -> None:
+        self.number, self.slots, self.ranks_per_node = number, sorted(slots), ranks_per_node
+        self.first = self.newest = first
+        self.size, self.mirrors = len(slots), mirrors
+        self.nodes = tuple(map(self.node_of, self.slots))
+        self.mirrored: list[tuple[int, float]] = []
 
-    @property
-    def size(self) -> int:
-        return len(self.slots)
-
+    @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
-        if self.mirrors and not self._replica_ranks:
-            self._replica_ranks = replica_ranks_of([str(node) for node in self.nodes])
-        return self._replica_ranks
+        return replica_ranks_of([str(node) for node in self.nodes]) if self.mirrors else ()
 
     def slot_of(self, fault: Fault) -> int:
         """The slot that a fault strikes; a given one need not be a member."""
@@ -105,38 +94,27 @@ class SimulatedGeneration:
         return slot // self.ranks_per_node
 
 
-def generation_of(
-    number: int, slots: Sequence[int], ranks_per_node: int, step: int, mirrors: bool
-) -> SimulatedGeneration:
-    """The group of these slots in slot order, so that the ranks of a node are neighbours."""
-    ordered = tuple(sorted(slots))
-    nodes = tuple(slot // ranks_per_node for slot in ordered)
-    return SimulatedGeneration(number, ordered, nodes, step, step, ranks_per_node, mirrors)
-
-
 def held_by(survivors: Sequence[int], generation: SimulatedGeneration, time_s: float) -> list[list[HeldShards]]:
     """The shard versions that each of these slots holds, with the copies that had arrived by `time_s`."""
     rank_of = {slot: rank for rank, slot in enumerate(generation.slots)}
     own = set(range(max(generation.first, generation.newest - KEPT + 1), generation.newest + 1))
     twice = set(sorted(step for step, arrived_s in generation.mirrored if arrived_s <= time_s)[-KEPT:])
     replicas: dict[int, list[int]] = {}
-    for owner, rank in enumerate(generation.replica_ranks() if twice else ()):
+    for owner, rank in enumerate(generation.replica_ranks if twice else ()):
         replicas.setdefault(rank, []).append(owner)
     return [[HeldShards(generation.number, generation.size,
                         {rank: sorted(own | twice)} | {owner: sorted(twice) for owner in replicas.get(rank, ())})]
             for rank in map(rank_of.__getitem__, survivors)]
 
 
-Formed = tuple[SimulatedGeneration, float, str]
-"""A generation, when it is formed, and why."""
+Formed = tuple[SimulatedGeneration, float, str]  # a generation, when it is formed, and why
 
 
 @dataclass
 class Recovery:
-    """What a run can continue with: workers that come back, and checkpoints.
-
-    `mirrors`: whether ranks copy their state. `holds`: whether this many ranks hold the waiting sequences. `another`:
-    takes the next fault if it strikes before a time. `saves`: (step, time at which its checkpoint is complete).
+    """What a run can continue with: workers that come back, and checkpoints. `holds`: whether this many ranks hold the
+    waiting sequences. `another`: takes the next fault if it strikes before a time. `saves`: (step, when its checkpoint
+    is complete).
     """
 
     faults: FaultSettings
@@ -150,9 +128,8 @@ class Recovery:
     _failures: Failures = field(default_factory=Failures)
 
     def changed(self, generation: SimulatedGeneration, now_s: float, slow: Collection[int]) -> Formed | None:
-        """The next generation if the membership changes between two steps, else None: slots that are ready join, slow
-        ones leave once (not where all restart together). If too few are left for waiting sequences or
-        `faults.min_workers`, the run waits for others. PlanError: it cannot go on.
+        """The next generation if ready slots join or slow ones leave, once, between two steps, else None. With too few
+        ranks the run waits for others. PlanError: it cannot go on.
         """
         leaving = set(slow) - self._evicted if self.faults.policy == "elastic" else set[int]()
         if not leaving and not self._ready(now_s) and self._needed(generation.size) <= generation.size:
@@ -273,5 +250,5 @@ class Recovery:
         for slot in joining:
             del self._coming[slot]
         slots = [*stay, *joining]
-        return generation_of(generation.number + 1, slots, generation.ranks_per_node, step,
-                             self.mirrors and len(slots) > 1)
+        return SimulatedGeneration(generation.number + 1, slots, generation.ranks_per_node, step,
+                                   self.mirrors and len(slots) > 1)

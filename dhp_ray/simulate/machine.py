@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -39,8 +38,7 @@ class SimulatedCluster:
 
     def __init__(self, settings: Simulation, longest_tokens: int, batch: Sequence[Sample]) -> None:
         """`longest_tokens`: of the longest sequence. `batch`: by which modes are compared. PlanError: a file is
-        damaged, or of other devices or another model, or what the ranks hold does not fit. `notice`: what is to be told
-        of that.
+        damaged, or of other devices or another model, or what the ranks hold does not fit.
         """
         cluster = settings.cluster
         self.settings = settings
@@ -52,8 +50,10 @@ class SimulatedCluster:
         origin = CostFile.load(cluster.cost).origin if cluster.cost else None
         self._devices = self._as_measured(origin)
         config, ranks = _config(settings, longest_tokens, origin), self._ranks(nodes)
-        with _under_these_names():
+        try:
             run = resolve(config, ranks, {}, tuple(batch), frame_pixels=frame_pixels)
+        except (RunError, ConfigError) as error:
+            raise PlanError(_renamed(str(error))) from None
         mode = run.choice.mode
         self._strategy = Strategy(run.config, ranks, run.auto_tokens, run.image_limit, tuple(batch),
                                   frame_pixels=frame_pixels)
@@ -110,14 +110,6 @@ class SimulatedCluster:
 NAMES = {"planner.cost": "cluster.cost", "planner.sync": "sync", "planner.tokens_per_rank": "train.tokens_per_rank",
          "cluster.num_workers": "cluster.num_ranks", "elastic.": "faults.", f", {MEASURE}, or nothing": ", or nothing"}
 """What a run's errors say, and what is said of a simulation instead."""
-
-
-@contextmanager
-def _under_these_names() -> Iterator[None]:
-    try:
-        yield
-    except (RunError, ConfigError) as error:
-        raise PlanError(_renamed(str(error))) from None
 
 
 def _renamed(text: str) -> str:

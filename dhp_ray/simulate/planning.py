@@ -19,11 +19,8 @@ from dhp_ray.planner.plan.types import Sample
 from dhp_ray.runtime.driver.feedback import Expectation, patience_s
 from dhp_ray.simulate.settings import PlanningSettings
 
-LAYOUT_BATCHES = 8
-"""The first batches for which `static` chooses its one layout, beside the one with the longest sequence."""
-
-LAST_RESORT_ITEM_S = 5e-6
-"""As `planning.item_s`, of the planner that runs if a plan is late."""
+LAYOUT_BATCHES = 8  # the first batches for which `static` chooses its layout, beside that of the longest sequence
+LAST_RESORT_ITEM_S = 5e-6  # as `planning.item_s`, of the planner that runs if a plan is late
 
 
 @dataclass

@@ -30,15 +30,14 @@ from dhp_ray.report.step_picture import draw_plan
 from dhp_ray.report.trace import trace_of
 from dhp_ray.runtime.driver.feedback import Mirroring, SpeedMeter, TimeScale
 from dhp_ray.schema import ConfigError, Elastic
-from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, faults_of, generation_of, speeds_of
+from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, faults_of, speeds_of
 from dhp_ray.simulate.machine import SimulatedCluster
 from dhp_ray.simulate.planning import LAYOUT_BATCHES, Dispatched, Prepared, SimulatedDispatcher, SimulatedPlanner
 from dhp_ray.simulate.settings import Simulation
 from dhp_ray.simulate.step import SimulatedStep, simulate_step
 from dhp_ray.simulate.workload import Batches, Workload
 
-RECENT = 8
-"""Number of recent steps whose median time is the time of a step (`History.step_times_s`)."""
+RECENT = 8  # number of recent steps whose median time is the time of a step (`History.step_times_s`)
 
 
 class StepRecord(NamedTuple):
@@ -131,7 +130,7 @@ class SimulatedRun:
         self._mirrors = self.mirroring.auto or self.mirroring.every > 0
         self.recovery = Recovery(faults, num_ranks, self._mirrors, self._holds, self._another)
         self.generation = self._entered(
-            generation_of(1, range(num_ranks), self.settings.cluster.ranks_per_node, 0, self._mirrors))
+            SimulatedGeneration(1, range(num_ranks), self.settings.cluster.ranks_per_node, 0, self._mirrors))
 
     def simulate(self) -> RunRecord:
         """Run to the end. A run that cannot go on ends early, with `error` in its record."""
@@ -213,7 +212,7 @@ class SimulatedRun:
         """Simulate a step at the true speeds of the ranks."""
         cluster = plan.cluster
         if not self.even:
-            cluster = replace(cluster, speeds=tuple(self.speeds[list(self.generation.slots)].tolist()))
+            cluster = replace(cluster, speeds=tuple(self.speeds[self.generation.slots].tolist()))
         problem = problem_of(plan.samples, cluster, self.place.cost, plan.sync, deals_images=False)
         return simulate_step(plan, problem)
 
@@ -301,8 +300,7 @@ class SimulatedRun:
         return self.machine.holds(num_ranks, longest)
 
 
-Progress = Callable[[str, int, float], None]
-"""Called with a planner, its step that has ended, and the simulated second."""
+Progress = Callable[[str, int, float], None]  # called with a planner, its step that has ended, and the simulated second
 
 
 @dataclass

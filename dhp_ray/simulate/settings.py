@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from dhp_ray.config import CONF, Command, check_limits, check_train, load
 from dhp_ray.schema import MONTH_S, PLANNERS, ConfigError, key
 
-YEARS_S = 100 * MONTH_S
-"""The longest simulated time that a key admits."""
-
-MOST_PICTURES = 100_000
-"""The most images, or videos, that the samples of a source may have in the mean: each is drawn."""
-
-DATA_FOLDER = "DHP_RAY_TEST_DATA"
-"""The environment variable that names the folder of files with relative names, if `workload.folder` is empty."""
+YEARS_S = 100 * MONTH_S  # the longest simulated time that a key admits
+KINDS = ("worker", "stopped", "node", "driver", "all")  # what a fault takes: each a section of `FaultSettings`
+MOST_PICTURES = 100_000  # the most images, or videos, that the samples of a source may have in the mean: each is drawn
+DATA_FOLDER = "DHP_RAY_TEST_DATA"  # the variable that names the folder of relative names if `workload.folder` is empty
 
 
 @dataclass(kw_only=True)
@@ -136,18 +132,14 @@ class FaultKind:
 
 @dataclass(kw_only=True)
 class Event:
-    """A fault at a given time."""
-
     time_s: float = key(0.0, "seconds after the first step began", minimum=0, maximum=YEARS_S)
-    kind: str = key("worker", "what is lost", choices=("worker", "stopped", "node", "driver", "all"))
+    kind: str = key("worker", "what is lost", choices=KINDS)
     rank: int = key(0, "a rank's number at the start of the run, or that of any rank of the node; nothing happens "
                        "if that rank, or the whole node, is gone by then", minimum=0, maximum=100_000)
 
 
 @dataclass(kw_only=True)
 class Slow:
-    """Ranks that are slow."""
-
     ranks: str = key("", "their numbers, comma-separated; empty: drawn at random")
     share: float = key(0.0, "share of the ranks to draw, if no numbers are given", minimum=0, maximum=1)
     speed: float = key(1.0, "their speed; 1: nominal", above=0, maximum=100)
@@ -186,10 +178,9 @@ class FaultSettings:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """All settings of a simulation."""
-
     model: str = key("qwen2_5_vl_7b", "shape of the model: a file of conf/model_shape")
-    planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners to compare")
+    planners: list[str] = key(["dhp", "static", "static_best", "pow2", "dhp_paper"], "planners to compare",
+                              choices=PLANNERS)
     sync: str = key("auto", "step: ranks meet at the end of each step; micro_batch: at every layer; auto: the "
                     "one that fits and is fastest", choices=("step", "micro_batch", "auto"))
     num_batches: int = key(20, "number of global batches", minimum=1, maximum=10**7)
@@ -218,9 +209,6 @@ def check_simulation(settings: Simulation) -> None:
     _named("cluster.device", settings.cluster.device, "device")
     if not settings.planners:
         raise ConfigError(f"planners: got []; allowed: some of {', '.join(PLANNERS)}")
-    for name in settings.planners:
-        if name not in PLANNERS:
-            raise ConfigError(f"planners: got {name!r}; allowed: {', '.join(PLANNERS)}")
     check_train(settings.train, settings.sync, "sync")
     if settings.train.precision == "fp32" and settings.cluster.kind == "cuda":  # a run refuses this too
         raise ConfigError("train.precision: got 'fp32' with cluster.kind=cuda; allowed: bf16 (attention there has no "
@@ -230,8 +218,7 @@ def check_simulation(settings: Simulation) -> None:
 
 def _check_faults(settings: Simulation) -> None:
     faults, num_ranks = settings.faults, settings.cluster.num_ranks
-    shares = [faults.worker.share, faults.stopped.share, faults.node.share, faults.driver.share, faults.all.share]
-    if faults.every_s and not sum(shares):
+    if faults.every_s and not any(getattr(faults, kind).share for kind in KINDS):
         raise ConfigError("faults.every_s: got a time while no kind has a share; allowed: 0, or faults.worker.share "
                           "and the like above 0")
     if faults.min_workers > num_ranks:
@@ -260,9 +247,7 @@ def load_workload(name: str) -> WorkloadSettings:
 
 
 def sources_of(settings: WorkloadSettings) -> list[tuple[float, SourceSettings]]:
-    """(share of the samples, source) of each source, including those of a mixture's parts; the shares sum to 1.
-    ConfigError: neither or both of sources and mixture are given, or a source says too little.
-    """
+    """(share of the samples, source) of each source, of a mixture's parts too. ConfigError: one cannot be used."""
     if bool(settings.sources) == bool(settings.mixture):
         given = "both" if settings.sources else "neither"
         raise ConfigError(f"workload.sources: got {given} of sources and mixture; allowed: exactly one of the two "
@@ -285,9 +270,9 @@ def _check_source(source: SourceSettings) -> None:
     where = f"workload source {source.name or '(unnamed)'}"
     if not source.name:
         raise ConfigError(f"{where}: name: got nothing; allowed: a name")
-    for name in ("text_tokens", "images", "image_width", "image_height", "videos", "video_seconds", "video_width",
-                 "video_height"):
-        numbers: Numbers = getattr(source, name)
+    for name, numbers in vars(source).items():
+        if not isinstance(numbers, Numbers):
+            continue
         if numbers.minimum > numbers.maximum:
             raise ConfigError(f"{where}: {name}: got minimum {numbers.minimum:g}; allowed: at most maximum "
                               f"({numbers.maximum:g})")

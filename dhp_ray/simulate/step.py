@@ -24,11 +24,10 @@ from dhp_ray.train.results import PackTime, StepResult
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The times of a step, in seconds from its begin. `work`: what the ranks compute of each pack, and `own_s`: how
-    long, by row, without waits for others. `starts_s`, `left_s`: of each pack, when it begins and when its ranks go on
-    (in `micro_batch` all at once); `exchange_s`: of these, what its exchanges add; `encoder`: the phases apart from the
-    packs; `packs_end_s`: when the last pack or image is done; `fixed_s`: what all ranks pay once, or in each
-    micro-batch and at the step's end.
+    """The times of a step, in seconds from its begin. `work`: what ranks compute of each pack; `own_s`: how long, by
+    row. `starts_s`, `left_s`: of each pack, when it begins and its ranks go on; `exchange_s`: what exchanges add;
+    `encoder`: the phases apart from the packs; `packs_end_s`: when the last pack or image is done; `fixed_s`: what all
+    ranks pay beside.
     """
 
     plan: Plan
@@ -93,9 +92,7 @@ class SimulatedStep:
 
 
 def simulate_step(plan: Plan, problem: Problem, *, stretch: np.ndarray | None = None) -> SimulatedStep:
-    """Run a plan on the ranks of `problem`, its batch with the true costs and speeds. `stretch`: by group, the factor
-    by which its compute is longer than the cost says.
-    """
+    """Run a plan at the costs and speeds of `problem`. `stretch`: by group, how many times as long it computes."""
     factor = np.ones(len(plan.groups)) if stretch is None else stretch
     cost, work = problem.cost, work_of(plan)
     work = Work(*(column[work.group >= 0] for column in work))  # without the phases of images apart

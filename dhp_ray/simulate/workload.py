@@ -26,17 +26,10 @@ from dhp_ray.planner.plan.types import Grid, Sample
 from dhp_ray.schema import ConfigError
 from dhp_ray.simulate.settings import Numbers, SourceSettings, WorkloadSettings, file_of, sources_of
 
-FRAMES_PER_SECOND = 30.0
-"""The frame rate of a video, before frames are taken from it."""
-
-PIXELS, TENTH_S = 8, 0.1
-"""The steps in which sides of images and lengths of videos are drawn: many are then equal, and are cut only once."""
-
-LOOKED_AT = 32
-"""The first batches, whose longest sequence ranks must hold; longer ones of later batches are left out."""
-
-REDRAWS = 100
-"""The most draws of a batch; each draws anew the samples that were too long."""
+FRAMES_PER_SECOND = 30.0  # the frame rate of a video, before frames are taken from it
+PIXELS, TENTH_S = 8, 0.1  # steps of drawn sides and seconds: many are then equal, and are cut only once
+LOOKED_AT = 32  # the first batches, whose longest sequence ranks must hold; longer ones of later batches are left out
+REDRAWS = 100  # the most draws of a batch; each draws anew the samples that were too long
 
 
 class Drawn(NamedTuple):

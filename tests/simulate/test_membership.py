@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 
 from dhp_ray.runtime.driver.elastic import surviving_state
-from dhp_ray.simulate.faults import Fault, Recovery, generation_of, held_by
+from dhp_ray.simulate.faults import Fault, Recovery, SimulatedGeneration, held_by
 from dhp_ray.simulate.settings import FaultSettings
 
 
 def test_whom_a_fault_strikes() -> None:
-    generation = generation_of(1, [0, 1, 2, 4, 5, 9], 4, 0, mirrors=True)
+    generation = SimulatedGeneration(1, [0, 1, 2, 4, 5, 9], 4, 0, mirrors=True)
     assert generation.nodes == (0, 0, 0, 1, 1, 2)
     lost_by = partial(Recovery(FaultSettings(), 12, True, lambda size: True, lambda time_s: None).lost_by, generation)
     assert lost_by(Fault(0, "worker", 3 / 6)) == {4}
@@ -29,10 +29,10 @@ def test_whom_a_fault_strikes() -> None:
 
 @pytest.mark.parametrize(("lost", "version"), [([], 9), ([0], 7), ([4, 5, 6, 7], 7), ([0, 4], None)])
 def test_what_survives(lost: list[int], version: int | None) -> None:
-    generation = generation_of(3, range(8), 4, 2, mirrors=True)
+    generation = SimulatedGeneration(3, range(8), 4, 2, mirrors=True)
     generation.newest = 9
     generation.mirrored = [(3, 10.0), (5, 20.0), (7, 30.0), (9, 40.0)]  # the copies of 9 had not arrived by 35
-    replica = generation.replica_ranks()
+    replica = generation.replica_ranks
     if lost == [0, 4]:
         lost = [0, replica[0]]  # owner and replica
     survivors = [slot for slot in range(8) if slot not in lost]
@@ -45,7 +45,7 @@ def test_what_survives(lost: list[int], version: int | None) -> None:
 
 
 def test_without_mirroring_nothing_survives_a_loss() -> None:
-    generation = generation_of(1, range(4), 2, 0, mirrors=False)
+    generation = SimulatedGeneration(1, range(4), 2, 0, mirrors=False)
     generation.newest = 3
     assert surviving_state(held_by([0, 1, 2], generation, 9.0)) is None
     assert surviving_state(held_by([0, 1, 2, 3], generation, 9.0)).version == 3  # type: ignore[union-attr]
