@@ -11,20 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from dhp_ray.planner import ClusterSpec, CostModel, PlanError, checked_problem, idle_fraction, plan_batch, plan_data_set
+from dhp_ray.planner import (
+    ClusterSpec,
+    PlanError,
+    checked_problem,
+    idle_fraction,
+    plan_batch,
+    plan_data_set,
+    recorded_inputs,
+)
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.problem import Problem
 
-RUN = "this run"
-"""The plans that ran, including late ones, by whichever planner made them."""
-
+RUN = "this run"  # the plans that ran, including late ones, by whichever planner made them
 OTHERS = {"dhp": "no plan late", "static": "one degree and one pack cap for all of these batches",
           "static_best": "the best degree and pack cap of each batch",
           "pow2": "degrees of two, four, eight ...", "dhp_paper": "the published method"}
 """The planners that the run is compared with, every baseline at its best pack cap."""
 
-GOLDEN = 0.618034
-"""The golden ratio, by which `spread` orders."""
+GOLDEN = 0.618034  # the golden ratio, by which `spread` orders
 
 
 @dataclass
@@ -63,39 +68,28 @@ class Gains:
 
 
 def compare(steps: Sequence[int], read_plan: Callable[[int], dict[str, Any]], budget_s: float = 60.0) -> Gains:
-    """Plan the batches of `steps` again with every baseline, in order, until the budget is used up (at least one
-    batch): on the ranks of the plan that ran, at their speeds, in its mode and under its cost.
-    """
+    """Plan the batches of `steps` again with every baseline, in order, until the budget is used up (at least one)."""
     problems: list[Problem] = []
     plans: dict[str, list[Plan | None]] = {name: [] for name in (RUN, *OTHERS)}
     begin = perf_counter()
     for step in steps:
         if problems and perf_counter() - begin > budget_s:
             break
-        plan = Plan.from_json(read_plan(step))
-        problems.append(problem_of_plan(plan))
+        tree = read_plan(step)
+        inputs = recorded_inputs(tree)
+        problems.append(checked_problem(**inputs))
         for name, found in plans.items():
-            found.append(plan if name == RUN else _planned(problems[-1], name))
+            found.append(Plan.from_json(tree) if name == RUN else _planned(inputs, name))
     for alike in _on_equal_clusters(problems):
         for index, plan in zip(alike, plan_data_set([problems[index] for index in alike])):
             plans["static"][index] = plan
     return Gains(plans)
 
 
-def problem_of_plan(plan: Plan) -> Problem:
-    """The batch of a plan file, on the plan's cluster and under its cost."""
-    return checked_problem(plan.samples, plan.cluster, CostModel.from_json(plan.inputs["cost"]), sync=plan.sync,
-                           pool=[tuple(ranks) for ranks in plan.inputs["pool"]],
-                           encoder=plan.inputs.get("encoder", "group"))
-
-
-def _planned(problem: Problem, name: str) -> Plan | None:
+def _planned(inputs: dict[str, Any], name: str) -> Plan | None:
     """A batch by a planner; None if it cannot plan the batch, and for `static`, which plans all batches together."""
-    if name == "static":
-        return None
     try:
-        return plan_batch(problem.samples, problem.cluster, problem.cost, planner=name, sync=problem.sync,
-                          pool=problem.pool, encoder=problem.encoder)
+        return plan_batch(**inputs | {"planner": name}) if name != "static" else None
     except PlanError:
         return None
 

@@ -23,7 +23,6 @@ from dhp_ray.report.run_files import RunFiles
 from dhp_ray.report.step_picture import draw_plan
 
 MAX_COMPARED, MAX_PLANS_READ, MAX_ROWS = 32, 200, 200
-
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; max-width: 62rem; margin: 2rem auto;
        padding: 0 1rem; }

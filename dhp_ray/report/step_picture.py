@@ -18,10 +18,8 @@ from dhp_ray.planner.plan.types import Pack, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
 from dhp_ray.train.results import StepResult, last_end_s
 
-ENCODER = "tab:orange"
-"""Colour of images encoded apart from the packs, and of their backward pass."""
-FIXED = "gainsboro"
-"""Colour of what every rank pays once: reduction, gather, update."""
+ENCODER = "tab:orange"  # colour of images encoded apart from the packs, and of their backward pass
+FIXED = "gainsboro"  # colour of what every rank pays once: reduction, gather, update
 
 
 def draw_plan(
@@ -30,27 +28,21 @@ def draw_plan(
     """Write the picture to `target`: a file whose ending names the format, or a stream, as PNG. `results`: of the step,
     drawn below the plan, in seconds of the clock, not of the cost model; `told`: where they come from.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     num_ranks, alone = plan.cluster.num_ranks, results is None
     height = min(3 + num_ranks / 12, 14) if alone else min(6 + num_ranks / 6, 18)
     figure = Figure(figsize=(11, height), layout="constrained")
     axes = figure.subplots(1 if alone else 2, 1, squeeze=False)[:, 0]
-    scale = _colours(plan)
+    longest = [_longest(plan, group) for group in plan.groups]
+    scale: Any = ScalarMappable(LogNorm(min(longest), max(max(longest), min(longest) + 1)), "viridis")
     draw_planned(axes[0], plan, scale.to_rgba)
     if results is not None:
         _draw_measured(axes[1], plan, results, scale.to_rgba, told)
     figure.colorbar(scale, ax=list(axes), label="longest sequence of the pack [tokens]")
     figure.savefig(target, dpi=120 if alone else 100)
-
-
-def _colours(plan: Plan) -> Any:
-    """The colour of a pack by its longest sequence, as matplotlib's ScalarMappable."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
-
-    longest = [_longest(plan, group) for group in plan.groups]
-    return ScalarMappable(LogNorm(min(longest), max(max(longest), min(longest) + 1)), "viridis")
 
 
 def _longest(plan: Plan, group: Pack) -> int:
@@ -89,9 +81,7 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
 def _draw_measured(
     axes: Any, plan: Plan, results: Sequence[StepResult], colour: Callable[[int], Any], told: str
 ) -> None:
-    """Measured times of each rank's packs, each on the rank's own clock from its start of the step. The seconds that
-    the rank waited in exchanges are drawn pale at the end of the pack, because only their sum is known.
-    """
+    """Each rank's packs on its own clock. Of waiting in exchanges only a pack's sum is known, drawn pale at its end."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle

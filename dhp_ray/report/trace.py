@@ -17,15 +17,12 @@ from typing import Any
 from dhp_ray.planner.plan.types import Plan, encoding_ranks
 from dhp_ray.train.results import PackTime, StepResult, last_end_s
 
-GAP_S = 2e-6
-"""Shorter gaps between packs are not shown."""
+GAP_S = 2e-6  # shorter gaps between packs are not shown
 
 
 def trace_of(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """The trace of one step, ready for json.dump: what was planned for each rank and what it measured.
-
-    Only the sum of a pack's exchanges is known: `exchange` is one slice at its end. `wait`: before and between packs,
-    while inputs are put together, and until all ranks are done. `update`: reduction and update.
+    """The trace of one step, ready for json.dump. Only the sum of a pack's exchanges is known: `exchange` is one slice
+    at its end. `wait`: before and between packs, while inputs are put together, and until all ranks are done.
     """
     last_s = last_end_s(results)
     num_images = Counter(rank for group in plan.groups for ranks in encoding_ranks(group.encoders, group.splits)
@@ -48,12 +45,16 @@ def _rank_events(plan: Plan, result: StepResult, last_s: float, num_images: int)
         if time.start_s - free_s > GAP_S:
             yield _slice(rank, "wait", "wait", free_s, time.start_s)
         blocked_s = min(time.blocked_s, time.end_s - time.start_s)
-        if time.index < 0:
-            name = "encoder, backward" if time in after else "encoder"
-            yield _slice(rank, name, "encoder", time.start_s, time.end_s,
-                         _images(num_images, result, time in after, time))
+        if time in after:  # the bytes of the features' gradients are not reported
+            yield _slice(rank, "encoder, backward", "encoder", time.start_s, time.end_s,
+                         {"num_images": num_images, "blocked_s": time.blocked_s})
+        elif time in before:
+            yield _slice(rank, "encoder", "encoder", time.start_s, time.end_s,
+                         {"num_images": num_images, "blocked_s": time.blocked_s, "sent_bytes": result.exchanged_bytes})
         else:
-            yield _slice(rank, *_words(plan, time), time.start_s, time.end_s, _pack(plan, time))
+            group = plan.groups[time.index]
+            name = f"pack {time.index}: {len(group.sequences)} sequences, degree {group.degree}"
+            yield _slice(rank, name, "pack", time.start_s, time.end_s, _pack(plan, time))
         yield _slice(rank, "compute", "compute", time.start_s, time.end_s - blocked_s)
         if blocked_s > 0:
             yield _slice(rank, "exchange", "exchange", time.end_s - blocked_s, time.end_s)
@@ -72,18 +73,6 @@ def _slice(
     start_us, end_us = round(1e6 * start_s, 3), round(1e6 * end_s, 3)
     return {"name": name, "cat": category, "ph": "X", "pid": rank + 1, "tid": 1, "ts": start_us,
             "dur": round(end_us - start_us, 3), "args": details or {}}
-
-
-def _words(plan: Plan, time: PackTime) -> tuple[str, str]:
-    """Name and category of a pack's slice."""
-    group = plan.groups[time.index]
-    return f"pack {time.index}: {len(group.sequences)} sequences, degree {group.degree}", "pack"
-
-
-def _images(num_images: int, result: StepResult, after: bool, time: PackTime) -> dict[str, Any]:
-    """`sent_bytes`: bytes of features; those of their gradients after the packs are not reported."""
-    sent = {} if after else {"sent_bytes": result.exchanged_bytes}
-    return {"num_images": num_images, "blocked_s": time.blocked_s, **sent}
 
 
 def _pack(plan: Plan, time: PackTime) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhp_ray.planner import PlanError, plan_batch, plan_data_set, replay
+from dhp_ray.planner import PlanError, checked_problem, plan_batch, plan_data_set, recorded_inputs, replay
 from dhp_ray.planner.baselines.static import Layout, uniform
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.planner.timeline import time_of
-from dhp_ray.report.gains import OTHERS, RUN, compare, problem_of_plan, spread
+from dhp_ray.report.gains import OTHERS, RUN, compare, spread
 from tests.report.runs import COST, plan_of
 
 BASELINES = set(OTHERS) - {"dhp"}
@@ -43,7 +43,7 @@ def test_baselines_plan_the_same_batch_in_the_same_mode_under_the_same_cost(sync
 
 def test_static_is_one_layout_for_all_batches_and_not_packed_to_memory() -> None:
     gains = compare([1, 2, 3], read_plan)
-    problems = [problem_of_plan(plan) for plan in gains.ran]
+    problems = [checked_problem(**recorded_inputs(plan.to_json())) for plan in gains.ran]
     plans = plan_data_set(problems)
     assert len({group.degree for plan in plans for group in plan.groups}) == 1
     assert [plan and plan.predicted_time_s for plan in gains.plans["static"]] == pytest.approx(
