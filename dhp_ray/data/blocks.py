@@ -24,17 +24,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.reader import UNREADABLE, EncodedGrids, cut_out, read_payloads
 
-LOOK_S = 0.2
-"""Seconds after which a wait looks whether a node is gone."""
+LOOK_S = 0.2  # seconds after which a wait looks whether a node is gone
+CONNECT_S = 1.5  # that a raylet has to accept a connection: a lost packet is sent again after one second
 
-CONNECT_S = 1.5
-"""Seconds that a raylet has to accept a connection: a packet may be lost, and is sent again after one second."""
+lost: set[str] = set()  # nodes that this process was told are gone: Ray waits for several health checks
 
-lost: set[str] = set()
-"""Nodes that this process was told are gone, seconds before Ray notices: its head waits for several health checks."""
-
-LOST = "lost"
-"""In place of the name of a node that is gone: its server is not asked."""
+LOST = "lost"  # in place of the name of a node that is gone: its server is not asked
 
 
 class BlockOrigin(NamedTuple):
@@ -61,8 +56,6 @@ class BlockRows:
 
 
 class BlockServer:
-    """Takes rows and columns out of blocks, on the node where they lie."""
-
     def rows(self, blocks: list[BlockRows], encoded: EncodedGrids | None = None) -> pa.Table:
         return pa.concat_tables([cut_out(ray.get(block.reference[0]), block.rows, encoded)
                                  for block in blocks]).combine_chunks()
@@ -103,9 +96,8 @@ def start_server(node: str) -> ActorHandle:
 def fetch_columns(
     reference: ray.ObjectRef | None, origin: BlockOrigin, names: list[str]
 ) -> tuple[pa.Table, ray.ObjectRef, BlockOrigin]:
-    """These columns of a block, from the server of its node, which is started if there is none; and the block. If its
-    node is gone, or there is no block yet (None), it is read in this process, sooner than a server would start.
-    DataError: its file is gone or damaged.
+    """These columns of a block, from the server of its node, and the block. If the node is gone, or there is no block
+    yet (None), it is read in this process, sooner than a server would start. DataError: its file is gone or damaged.
     """
     node = origin.node or _here()
     if reference is not None and node not in lost:

@@ -17,8 +17,8 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -32,15 +32,10 @@ from dhp_ray.errors import first_line
 WORDS = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
          "<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<think>", "</think>", "<tool_call>",
          "</tool_call>", "<tool_response>", "</tool_response>")
-"""Special tokens of some tokenizers that belong to what is said: the published models were trained to say them (names
-and places of objects, thoughts, tools). A text that holds one means the token.
-"""
+"""Special tokens that published models were trained to say: a text that holds one means the token."""
 
-DATE = "26 Jul 2024"
-"""What Llama 3's templates say where they do not know the day; on another day a run would train on other tokens."""
-
-ASKED = {"role": "user", "content": "question"}
-"""What is asked before an answer that is written by itself."""
+DATE = "26 Jul 2024"  # of Llama 3's templates where they do not know the day: a run must not train on another each day
+ASKED = {"role": "user", "content": "question"}  # what is asked before an answer that is written by itself
 
 
 class ChatTemplate:
@@ -98,9 +93,7 @@ class ChatTemplate:
         return said.strip()
 
     def _generated(self, number: int, turn: Turn) -> tuple[str, str]:
-        """What the prompt for an answer ends with, and the answer, with its end token, as a conversation's last turn.
-        Without a thought, or with an empty one, it is prompted for as one without thinking.
-        """
+        """What the prompt for an answer ends with, and the answer, with its end token, as a last turn."""
         self._check_tools([turn])
         try:
             written = self._apply([ASKED, turn.message()], prompt=False).removeprefix(self._asked)
@@ -233,9 +226,7 @@ def split_thought(answer: str) -> tuple[str, str]:
 
 
 def _check_all_there(turns: Sequence[Turn], text: str) -> None:
-    """Refuse a conversation of which the template leaves something out but a thought. It may write what a tool answers
-    as JSON (Llama 3.1).
-    """
+    """Refuse a template that leaves out more than thoughts. Llama 3.1's writes what tools answer as JSON."""
     position = 0
     for number, turn in enumerate(turns, 1):
         pieces = [split_thought(turn.text)[1]] if turn.role == "assistant" else [part.text for part in turn.parts]
@@ -266,19 +257,15 @@ class HiddenTokens:
         return text.translate({ord(stand_in): token for stand_in, token in self.tokens.items()})
 
 
-@dataclass
 class SpelledTokens:
     """Hides the special tokens of a tokenizer, and those named in `others`, in texts, and encodes them as text."""
 
-    tokenizer: Any
-    others: Iterable[str]
-    _texts: dict[str, list[int]] = field(default_factory=dict, repr=False)  # ids by token: a text may repeat one often
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        special = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        tokens = {token for token in (*special, *self.others) if token} - set(WORDS)
-        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+    def __init__(self, tokenizer: Any, others: Iterable[str]) -> None:
+        self.tokenizer = tokenizer
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        tokens = {token for token in (*special, *others) if token} - set(WORDS)
+        self._pattern = re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+        self._word_ids = cache(self._as_text)  # a text may repeat a token often
 
     def hide(self, turns: Sequence[Turn]) -> HiddenTokens:
         """The turns without special tokens in their texts."""
@@ -313,11 +300,6 @@ class SpelledTokens:
             places += [(begin + start, begin + stop) for start, stop in offsets]
         starts, stops = np.asarray(places, np.int64).reshape(-1, 2).T
         return np.asarray(ids, np.int32), starts, stops
-
-    def _word_ids(self, token: str) -> list[int]:
-        if token not in self._texts:
-            self._texts[token] = self._as_text(token)
-        return self._texts[token]
 
     def _as_text(self, token: str) -> list[int]:
         """The ids of a special token's name as text."""

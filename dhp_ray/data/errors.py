@@ -7,8 +7,7 @@ import pyarrow as pa
 from dhp_ray.credentials import MOST_OF_ERROR, shown
 from dhp_ray.errors import first_line, named_line
 
-MOST_BAD_ROWS = 1000
-"""So many bad rows in a row, or a whole pass of them, make a source unusable: its images no longer answer, say."""
+MOST_BAD_ROWS = 1000  # so many in a row, or a whole pass of them, make a source unusable
 
 
 class DataError(ValueError):
@@ -30,18 +29,14 @@ def description(error: BaseException) -> str:
 
 
 class BadRows:
-    """Counts the bad rows of a source since the last one that could be used, whatever shows that a row is bad: its
-    text, the headers of its images, or their decoding a batch later. `path` and `num_rows` are the source's.
-    """
+    """Counts the bad rows of a source since the last good one, whether text, headers of images or decoding show it."""
 
     def __init__(self, path: str, num_rows: int) -> None:
         self.path, self.num_rows = path, num_rows
         self.count = 0
 
     def take(self, sample_id: str, reason: str, row: int) -> None:
-        """Count the next row, the `row`-th of its pass over the source, from 1; `reason`: why it is bad, if it is.
-        DataError: it is one bad row too many.
-        """
+        """Count a pass's `row`-th row, from 1; `reason`: why it is bad, if it is. DataError: one bad row too many."""
         self.count = self.count + 1 if reason else 0
         # a pass may begin with the bad rows with which the one before it, in another order, has ended
         none_usable = self.count >= self.num_rows == row

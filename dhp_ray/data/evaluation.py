@@ -31,9 +31,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation to evaluate. The answer is generated from `prompt`, whose text is `prompt_text`; `references` are
-    right ones. `whole` is the conversation as in training. `images`: its encoded images and videos in order; the prompt
-    shows the first ones.
+    """A conversation to evaluate: the `prompt` for an answer, right answers, and the `whole` as in training. `images`:
+    those of the whole, encoded, in order; the prompt shows the first ones.
     """
 
     prompt_text: str
@@ -73,9 +72,7 @@ class Scores(NamedTuple):
 
 
 def score(prediction: str, references: Sequence[str]) -> Scores:
-    """All scores of an answer, each with the reference that gives the highest score; there is at least one. Thoughts do
-    not count.
-    """
+    """All scores of an answer, each with the reference that gives the highest one; thoughts do not count."""
     said, *right = (split_thought(text)[1] for text in (prediction, *references))
 
     def best(score: Callable[[str, str], float]) -> float:
@@ -104,9 +101,7 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over words, with repetitions counted (SQuAD, section 6.1). If one of the
-    two has no word: 1 if neither has one, else 0, as in SQuAD 2.0.
-    """
+    """Harmonic mean of precision and recall over words (SQuAD, section 6.1); of texts without words as in SQuAD 2.0."""
     found, wanted = normalised(prediction).split(), normalised(reference).split()
     if not found or not wanted:
         return float(found == wanted)

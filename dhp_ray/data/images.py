@@ -63,8 +63,7 @@ def decode(data: bytes, family: VisionFamily) -> np.ndarray:
 
 def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     """The decoded image, upright and in RGB, as by `transformers.image_utils.load_image`; but what is transparent lies
-    on white, as in serving engines, and of more than 8 bits of grey the upper 8 count, where all from 255 on would be
-    white.
+    on white, as in serving engines, and of more than 8 bits of grey the upper 8 count.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > max_pixels:

@@ -49,13 +49,11 @@ class MediaLimits:
 
 def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str, limits: MediaLimits,
                members: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """The encoded images and videos of a row, in the order in which the conversation shows them, by what errors call
-    them ("image 1").
+    """The encoded images and videos of a row, in the order of the conversation, by what errors call them ("image 1").
 
-    Names are those of files below `image_root`, or of `members` if these are given, or data: URIs. A video may be a
-    list of its frames, or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. RowError: an
-    image or video is missing or outside of the root, or is to be shown otherwise than the run shows all; the marks do
-    not agree with the columns.
+    Names are of files below `image_root`, or of `members` if given, or data: URIs. A video may be a list of its frames,
+    or {"video": such a list, "fps": 2}; without fps `video_fps` of them come a second. RowError: one is missing,
+    outside of the root or with settings of its own; or marks do not agree with columns.
     """
     stored = {kind: column_media(fields, kind) for kind in MEDIA}
     check_counts(turns, {kind: len(values) for kind, values in stored.items()})
@@ -221,9 +219,7 @@ def _short(name: str) -> str:
 
 
 def pack_frames(frames: Sequence[bytes], frames_per_second: Any) -> bytes:
-    """The bytes of a video whose frames are files: the encoded frames one after the other, behind a header with their
-    rate. They are used as a clip without loss. RowError: there is no frame, or the rate is none.
-    """
+    """The bytes of a video of encoded frames: rate and lengths, then the frames. RowError: no frame or no rate."""
     rate = frames_per_second
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= sys.float_info.max:
         raise RowError(f"fps is {repr(rate)[:40]}; allowed: a number of frames a second, above 0")

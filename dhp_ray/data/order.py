@@ -26,16 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-FIRST_FRAGMENTS = 16
-"""So many fragments are open before the first row, or as many as the window holds."""
+FIRST_FRAGMENTS = 16  # so many fragments are open before the first row, or as many as the window holds
 
 FIRST_ROWS, ROWS_AT_ONCE = 128, 64
-"""So many rows are read first, from all fragments that are open at the start, before the others of these fragments; and
-at least so many at once, because to start a task takes as long as to read some rows.
-"""
+"""The rows that are read first, of all fragments open at the start; the fewest rows that a task is started for."""
 
-HALVINGS = 4
-"""Fragments that follow one another are from different ones of 2**HALVINGS parts of the data set."""
+HALVINGS = 4  # fragments that follow one another are from different ones of 2**HALVINGS parts of the data set
 
 
 class RowRange(NamedTuple):
@@ -97,9 +93,7 @@ class EpochOrder:
         return self._first_open(low), float(self.begins[low]), num_rows - self._rows_until(low)
 
     def opening(self, num_rows: int) -> tuple[list[Share], int]:
-        """What is read first after `num_rows` rows, and the position of the next fragment, read whole as all after it.
-        Of the many that are open then, FIRST_ROWS rows come first, then twice as many, and so on.
-        """
+        """What is read first after `num_rows` rows, and the position of the next fragment, read whole as all others."""
         first, start, left_out = self.start_at(num_rows)
         stop = int(np.searchsorted(self.begins, start, side="right"))
         known = np.concatenate([self.places(position) for position in range(first, stop)])
@@ -111,7 +105,7 @@ class EpochOrder:
         end, num_read = start, left_out + FIRST_ROWS
         while end < np.inf:
             begin, end = end, known[num_read] if num_read < len(known) else np.inf
-            num_read += num_read
+            num_read += num_read  # each time twice as many
             parts: list[RowRange] = []
             for position in range(first, stop):
                 part = RowRange(position, *np.searchsorted(self.places(position), (begin, end)).tolist())
@@ -123,7 +117,6 @@ class EpochOrder:
         return shares, stop
 
     def whole(self, position: int) -> Share:
-        """All rows of the fragment at this position."""
         return Share([RowRange(position, 0, int(self.sizes[position]))], float(self.begins[position]))
 
     def _first_open(self, position: int) -> int:

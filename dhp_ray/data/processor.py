@@ -36,11 +36,7 @@ from dhp_ray.planner.plan.types import Grid
 from dhp_ray.schema import Data, Model
 
 IGNORE = -100
-MOST_TEXT = 2**22
-"""Bytes of a row's text, about a million tokens: to tokenize more takes more memory than a task has. Bytes, because a
-character may take as many tokens as bytes.
-"""
-
+MOST_TEXT = 2**22  # bytes of a row's text, of which each may be a token: a task has no memory to tokenize more
 TOKENIZER_PATTERNS = ("tokenizer*.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
                       "added_tokens.json", "chat_template.*")
 """Files of a folder's tokenizer and chat template."""
@@ -66,9 +62,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """What a processor is loaded from; it is small, so it travels to actors instead of the processor. `min_pixels`: of
-    images and videos; 0: those of the folder's own processors, as far as `max_pixels` allows.
-    """
+    """What a processor is loaded from; small enough to travel. `min_pixels` 0: those of the folder's processors."""
 
     preset: str = ""
     path: str = ""
@@ -114,9 +108,7 @@ class ProcessorSpec:
 
 @dataclass
 class Processor:
-    """A model's tokenizer and chat template, and its family, which cuts images and videos into patches. `folder`: the
-    model's; None: a preset's.
-    """
+    """A model's tokenizer and chat template, and its family. `folder`: the model's; None: a preset's."""
 
     family: Family
     tokenizer: Any
@@ -153,8 +145,7 @@ class Processor:
         return hidden.shown(text), self._encode(text, [], hidden, sizes, media)
 
     def end_ids(self, named: int | Sequence[int] | None) -> list[int]:
-        """The tokens that end an answer: those `named` by a model's settings, and the end of a turn, which it learns.
-        """
+        """The tokens that end an answer: those `named` by a model's settings, and the end of a turn."""
         others = [] if named is None else [named] if isinstance(named, int) else named
         return sorted({self.token_ids["eos"], *others})
 
@@ -220,20 +211,17 @@ class Processor:
             for file in (file for pattern in TOKENIZER_PATTERNS for file in self.folder.glob(pattern)):
                 (target / file.name).write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
         else:
-            self._save_tokenizer(target)
+            self.tokenizer.chat_template = self.chat_template
+            try:
+                self.tokenizer.save_pretrained(str(target))
+            except Exception as error:
+                if type(error) is not Exception:
+                    raise
+                raise OSError(first_line(error)) from None  # what tokenizers raises where it cannot write
+            # Older readers find the template only in this file.
+            write_json(target / "chat_template.json", {"chat_template": self.chat_template})
         for name, tree in self.family.processor_files().items():
             write_json(target / name, dict(tree))
-
-    def _save_tokenizer(self, target: Path) -> None:
-        self.tokenizer.chat_template = self.chat_template
-        try:
-            self.tokenizer.save_pretrained(str(target))
-        except Exception as error:
-            if type(error) is not Exception:
-                raise
-            raise OSError(first_line(error)) from None  # what tokenizers raises where it cannot write
-        # Older readers find the template only in this file.
-        write_json(target / "chat_template.json", {"chat_template": self.chat_template})
 
 
 def within(starts: np.ndarray, stops: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -45,8 +45,7 @@ PAYLOAD = pa.schema([
     ("seconds", pa.list_(pa.float64())),  # for every grid, the seconds of one step in time of a video; 0: an image
 ])
 LENGTH_COLUMNS = ["position", "row", "id", "text_tokens", "vision_tokens", "grids", "error"]
-UNREADABLE = -1
-"""Value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file."""
+UNREADABLE = -1  # value of `row` if the fragment's file is gone, damaged or changed; `id` is then the file
 
 
 def make_item(epoch: int, parts: Sequence[tuple[RowRange, int, Fragment]]) -> dict[str, Any]:
@@ -115,9 +114,7 @@ class ReadFragments:
                 return
 
     def _named(self, row: Row, epoch: int) -> Row:
-        """For a mixture, the row with an id that is unique over its sources and its passes over them. It ends with the
-        number of the pass, in the first pass only where the row's own id ends like that.
-        """
+        """For a mixture, the row with an id of its own: source in front, behind it the number of a later pass."""
         if not self.prefix:
             return row
         numbered = epoch or re.search(r"~[0-9]+\Z", row.id)
@@ -184,8 +181,7 @@ def bad_row_reason(error: Exception) -> str:
     return shown(reason)
 
 
-EncodedGrids = Mapping[str, Sequence[bool]]
-"""By sample id, whether each of its grids is encoded here."""
+EncodedGrids = Mapping[str, Sequence[bool]]  # by sample id, whether each of its grids is encoded here
 
 
 def read_payloads(table: pa.Table, rows: list[int], encoded: EncodedGrids | None = None) -> list[dict[str, Any]]:

@@ -8,14 +8,12 @@
 
 Of the fragments that are open before the first row, those rows that come first are read first, as blocks of their own.
 Reading runs ahead by at most two parts of an epoch. Each holds half of the window's bytes, or as many more as keep all
-tasks busy within a sixteenth of the cluster's object store, and at least one fragment. On a small machine reading takes
-its time from training. It reserves no CPU, because workers may have reserved all CPUs, and tasks that wait for one
-would never start. Instead, the number of its tasks is bounded.
+tasks busy within a sixteenth of the cluster's object store, and at least one fragment. Tasks reserve no CPU, because
+workers may have reserved all, but their number is bounded.
 
-Several sources have window, tasks and store in their shares, each at least one task, and are mixed row by row by their
-weights: the next row comes from the source that is furthest behind its share, so every stretch of rows has each source
-in its share. A source that is used up starts again, in a new order; all of its rows are seen before any is seen again.
-An epoch is as many rows as all sources have together; the next epoch continues where it ended.
+Several sources have window, tasks and store in their shares, each at least one task, and are mixed row by row: the next
+row comes from the source that is furthest behind its share. A source that is used up starts again, in a new order. An
+epoch is as many rows as all sources have together; the next epoch continues where it ended.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ STORE_SHARE = 1 / 16  # of the object store, that a part may take
 _LOG_LEVELS = {"ray.data._internal.execution.streaming_executor": logging.WARNING,
                "ray.data._internal.progress": logging.ERROR}
 Cursor = dict[str, int]
-ORDER = 4
-"""The version of the row order of cursors; to be raised when the same data and seed give another order."""
+ORDER = 4  # the version of the row order of cursors; to be raised when the same data and seed give another order
 
 
 @dataclass(frozen=True)
@@ -80,13 +77,12 @@ class GlobalBatch:
 
 class Stream:
     """Batches of `data.path` or of `data.sources`, in an order that depends only on seed and epoch. Ray must be
-    initialised.
-
-    It makes batches and keeps the cursor; what a skipped row means for the run (`data.on_error`) is decided elsewhere.
-    `answer_tokens`: see ReadFragments. With `data.sources` a sample's id begins with the number of its source and, from
-    the second pass over that source on, ends with the number of the pass: `0/cat`, `1/dog~2`. (An id that ends like
-    that by itself has it in the first pass too.) DataError: the data cannot be used at all (found before anything is
+    initialised. `answer_tokens`: see ReadFragments. DataError: the data cannot be used at all (found before anything is
     read).
+
+    With `data.sources` a sample's id begins with the number of its source and, from the second pass over that source
+    on, ends with the number of the pass: `0/cat`, `1/dog~2`. (An id that ends like that by itself has it in the first
+    pass too.)
     """
 
     def __init__(self, data: Data, model: Model, seed: int, drop_last: bool = False, answer_tokens: int = 0) -> None:
@@ -109,8 +105,7 @@ class Stream:
 
     def next_batch(self, num_samples: int) -> GlobalBatch | None:
         """The next `num_samples` samples; fewer at the end of an epoch (with drop_last, None), None after it. Bad rows
-        behind the last sample belong to the batch, so that none is empty. DataError: a file is gone or damaged, or no
-        row usable.
+        behind the last one belong to the batch. DataError: a file is gone or damaged, or no row usable.
         """
         stop = (self.epoch + 1) * self.num_rows
         if self._given.sum() == stop:
@@ -216,10 +211,9 @@ class StreamRow:
 
 
 class SourceStream:
-    """The rows of `data.path`, in the order of an epoch; runs the reading stage within its limits. Ray must be
-    initialised. With a `prefix`, ids begin with it, and end with the number of the epoch from the second on. `share`:
-    of the window, of the reading tasks (at least one) and of the store. `answer_tokens`: see ReadFragments. DataError:
-    the data cannot be used at all.
+    """The rows of `data.path`, in the order of an epoch; runs the reading stage within its limits. `share`: of the
+    window, of the reading tasks (at least one) and of the store. `prefix`: of its ids, which makes them those of a
+    mixture.
     """
 
     def __init__(
@@ -334,9 +328,7 @@ class SourceStream:
                 self._entries.append(row)
 
     def _blocks(self, numbers: range, tasks: int) -> PartBlocks:
-        """Start to read these shares, by an internal call of Ray Data: public iterators bring the blocks themselves
-        here.
-        """
+        """Start to read these shares, by an internal call: public iterators of Ray Data bring the blocks here."""
         shares = {number: self._share(number) for number in numbers}
         items = {}
         for number, share in shares.items():
@@ -359,11 +351,9 @@ class SourceStream:
 
 
 class PartBlocks:
-    """The blocks of some shares, in order, as Ray Data reads them from now on.
-
-    Ray Data waits for a task on a lost node until Ray's head has noticed, and may still send tasks there. Until it has
-    caught up, a share that has not come is given without a block: `fetch_columns` reads it in this process. What Ray
-    Data gives of it later is dropped; if that is not the whole share, all that is left is read here.
+    """The blocks of some shares, in order, as Ray Data reads them from now on. While Ray has not noticed that a node is
+    gone, a share that has not come is given without a block: `fetch_columns` reads it in this process. What Ray Data
+    gives of it later is dropped; if that is not the whole share, all that is left is read here.
     """
 
     def __init__(self, entries: Iterable[Any], source: ray.ObjectRef, shares: Mapping[int, Share]) -> None:

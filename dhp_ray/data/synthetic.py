@@ -116,7 +116,9 @@ def _document(random: np.random.Generator, num_tokens: int) -> Pictures:
 
 
 def _chart(random: np.random.Generator, num_tokens: int) -> Pictures:
-    height, width = _grid(0.6 * (num_tokens - 75), 0.7)
+    area = 0.6 * (num_tokens - 75)  # in merged patches, as are height and width
+    height = max(2, int(math.sqrt(max(0.0, area) * 0.7)))
+    width = max(2, int(area // height))
     names = [str(name) for name in random.permutation(list(COLOURS))]
     values = random.permutation(np.arange(2, 2 + len(names)))
     size = (width * CELL, height * CELL)
@@ -152,12 +154,6 @@ def _clip(random: np.random.Generator, num_tokens: int) -> Pictures:
         return frames
 
     return Pictures([size] * num_frames, draw, "path", ": " + " ".join(f"{'abc'[x]}{y + 1}" for x, y in cells))
-
-
-def _grid(num_tokens: float, shape: float) -> tuple[int, int]:
-    """(height, width) in merged patches of about `num_tokens`, at least 2 by 2, `shape` times as high as wide."""
-    height = max(2, int(math.sqrt(max(0.0, num_tokens) * shape)))
-    return height, max(2, int(num_tokens // height))
 
 
 def _written(image: Image.Image, text: str) -> Image.Image:

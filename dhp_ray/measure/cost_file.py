@@ -32,8 +32,7 @@ from dhp_ray.planner.cost.origin import Origin, device_words
 from dhp_ray.planner.memory.model import MemoryModel
 from dhp_ray.storage import replacing
 
-WORDS = {"packs": "packs on one rank", "rings": "packs on several ranks"}
-"""What the fits are called."""
+WORDS = {"packs": "packs on one rank", "rings": "packs on several ranks"}  # what the fits are called
 
 
 class MeasuredSession(NamedTuple):
@@ -96,9 +95,7 @@ class Measured:
 def measured_cost(
     sessions: Sequence[MeasuredSession], origin: Origin, memory: MemoryModel, derived: CostModel, name: str
 ) -> Measured:
-    """Fit a cost to the measurements of all sessions. `memory` is that of the run which will use the cost; `derived`
-    has the communication constants that one rank cannot measure. MeasureError: too few packs.
-    """
+    """Fit a cost to all sessions. `derived`: gives what one rank cannot measure. MeasureError: too few packs."""
     (spec, results), main_sync = sessions[0], sessions[0].spec.sync
     seen = {session.spec.sync: observed(session.spec, session.results) for session in sessions}
     main, tokens = seen[main_sync], spec.sizes.max_tokens

@@ -26,12 +26,10 @@ from dhp_ray.planner.cost.work import IMAGES, TERMS, work_of
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.train.results import PackTime
 
-SPARE = 3
-"""Different packs that must be measured in addition to one for each constant."""
+SPARE = 3  # different packs that must be measured in addition to one for each constant
 SLOWNESS = np.geomspace(1.0, 32.0, 41)
 OVERLAP = np.linspace(0.0, 1.0, 21)
-AS_GOOD = 1.05
-"""Points of the grid with an error of up to this many times the least error count as equally good."""
+AS_GOOD = 1.05  # points of the grid with an error of up to this many times the least error count as equally good
 
 
 class MeasureError(ValueError):
@@ -43,9 +41,8 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True)
 class PackSeconds:
-    """A pack: the `amounts` of each member, (members, terms) (`planner/cost/work.py`); and median seconds: `busy_s`,
-    the compute of the busiest member; `together_s`, with what its members wait for one another; `whole_s`, from begin
-    to end.
+    """A pack: the `amounts` of each member, (members, terms); and median seconds: `busy_s`, the compute of the busiest;
+    `together_s`, with what members wait for one another; `whole_s`, from begin to end.
     """
 
     degree: int
@@ -166,9 +163,8 @@ def fit_compute(packs: Sequence[PackSeconds]) -> Fit:
 
 
 def fixed_of_micro_batch(packs: Sequence[PackSeconds], compute: Fit) -> float:
-    """Seconds that gathering and reducing add once per micro-batch to the compute of its packs: the value with the
-    least relative errors. Only packs with images count if any were measured, because the encoder is gathered if any
-    rank has an image.
+    """Seconds that gathering and reducing add once per micro-batch, by packs with images if there are any: the encoder
+    is gathered if any rank has an image.
     """
     alone = [pack for pack in packs if pack.degree == 1]
     of_images = [pack for pack in alone if pack.has_images] or alone

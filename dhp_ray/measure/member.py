@@ -21,15 +21,11 @@ from dhp_ray.train.collate import Payload
 from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.step_inputs import StepInputs, collated
 
-REPEATED_S = 3.0
-"""Seconds for which a round is repeated, if that allows at least LEAST repeats."""
-LEAST, MOST = 3, 9
-"""The least and the most repeats of a round."""
+REPEATED_S = 3.0  # seconds for which a round is repeated, if that allows at least LEAST repeats
+LEAST, MOST = 3, 9  # the least and the most repeats of a round
 MESSAGE_BYTES = tuple(2**power for power in range(12, 25, 2))
-LARGE_BYTES = 2**26
-"""Also passed on a device, whose links need messages of this size to reach their bandwidth."""
-TIMES = 12
-"""The number of times that a message is passed; the first two do not count."""
+LARGE_BYTES = 2**26  # also passed on a device, whose links need messages of this size to reach their bandwidth
+TIMES = 12  # the number of times that a message is passed; the first two do not count
 
 
 @dataclass

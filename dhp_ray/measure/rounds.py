@@ -25,30 +25,23 @@ from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample
 from dhp_ray.schema import Config
 from dhp_ray.train.results import PackTime
 
-MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}
-"""Longer packs are not measured, even if a rank would hold them: their time follows from the others."""
-SMALLEST_SIDE = 56
-"""Pixels of the smallest image's sides."""
+MAX_TOKENS = {"cpu": 4096, "cuda": 32768, "npu": 32768}  # of a pack: the time of longer ones follows
+SMALLEST_SIDE = 56  # pixels of the smallest image's sides
 NUM_SIDES = 4
-WIDE = (5, 2)
-"""Width and height of one more image are in this ratio."""
-SHORTEST = 32
-"""Text tokens of the shortest sequence."""
+WIDE = (5, 2)  # width and height of one more image are in this ratio
+SHORTEST = 32  # text tokens of the shortest sequence
 TEXT_BESIDE_IMAGES = 40
 ROUND_TOKENS = 4
 """A round holds at most this many times the tokens of the largest pack, because its inputs are in memory together."""
 
-PARTS = ("packs", "images", "rings", "exchanges")
-"""What is measured; the last has no rounds (`member.py`)."""
+PARTS = ("packs", "images", "rings", "exchanges")  # what is measured; the last has no rounds (`member.py`)
 
 Load = tuple[tuple[int, tuple[Grid, ...]], ...]
 """A pack: for each of its sequences, the number of text tokens and the grids of its images."""
 
 
 class Sizes(NamedTuple):
-    """What packs may hold: at most `max_tokens` tokens a rank, `grids` of images from small to large (none: the model
-    has no encoder), and `merge_area`, the number of patches in one vision token.
-    """
+    """At most `max_tokens` tokens a rank, `grids` of images, ascending, `merge_area` patches in a vision token."""
 
     max_tokens: int
     grids: tuple[Grid, ...]
@@ -74,8 +67,7 @@ class Spec:
         return len(self.nodes)
 
     def rings(self) -> list[list[tuple[int, ...]]]:
-        """All rings, those that run at a time together: of 2, 4, 8, ... and all neighbours on a node (ranks that are
-        left over are in none), and pairs of ranks on the first two nodes.
+        """All rings, those that run at a time together: of 2, 4, ... and all neighbours on a node; pairs of two nodes.
         """
         numbers = sorted(set(self.nodes))
         by_node = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]

@@ -18,9 +18,7 @@ from dhp_ray.data.formats.rows import Row
 from dhp_ray.data.fragments import Fragment, UniqueIds, numbered
 from dhp_ray.data.media import MediaLimits
 
-FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}
-"""By the `kind` of a fragment."""
-
+FILE_FORMATS = {"json": json_text, "parquet": parquet, "tar": tar, "arrow": arrow}  # by the `kind` of a fragment
 DATA_FORMATS = {"llava": ("json",), "parquet": ("parquet",), "synthetic": ("parquet",), "webdataset": ("tar",),
                 "huggingface": ("arrow", "parquet")}
 """The kinds of files of each `data.format`."""

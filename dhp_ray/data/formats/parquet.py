@@ -1,7 +1,5 @@
-"""Parquet: a fragment is a row group, or a part of it.
-
-Arrow unpacks a page at once, and a dictionary's values as often as rows repeat them. So few rows are read at a time,
-and a row group whose columns would unpack to far more than is stored is not read.
+"""Parquet: a fragment is a row group, or a part of it. Arrow unpacks a page at once, and a dictionary's values as often
+as rows repeat them. So few rows are read at a time, and no row group that would unpack to far more than is stored.
 """
 
 from __future__ import annotations
@@ -29,25 +27,17 @@ from dhp_ray.data.fragments import MOST_BYTES, Fragment, Fragments, UniqueIds
 from dhp_ray.errors import first_line
 
 SUFFIXES = (".parquet",)
-ROWS_OF_ROW_GROUP = 256
-"""The most rows of a fragment: to read a few rows of a row group, the rows before them have to be read too."""
-
-STREAM_BYTES = 2**20
-"""Parquet is read in parts of this many bytes, not a whole column of a row group at once."""
+ROWS_OF_ROW_GROUP = 256  # the most rows of a fragment: to read a few, those before them have to be read too
+STREAM_BYTES = 2**20  # parquet is read in parts of this many bytes, not a whole column of a row group at once
 
 READ_BYTES, READ_REPEATED_BYTES = 4 * 2**20, 128 * 2**20
-"""Rows that are read at a time have about so many bytes, and at most so many if each has all the values that are in the
-dictionaries of its columns.
-"""
+"""About so many bytes are read at a time; at most so many if each row has all values of its columns' dictionaries."""
 
 _DICTIONARY_PAGE = re.compile(rb"\x15\x04\x15([\x80-\xff]*[\x00-\x7f])")
 """A page's header (parquet.thrift, compact protocol): a dictionary (2), and its unpacked bytes, as zigzag varints."""
 
-MANY_PARTS = 16
-"""A row group of more fragments takes so long to read that the run says so."""
-
-MOST_COMPRESSED = 64
-"""A column of a row group may be so many times as large as it is in the file, or have MOST_BYTES."""
+MANY_PARTS = 16  # a row group of more fragments takes so long to read that the run says so
+MOST_COMPRESSED = 64  # a column of a row group may be so many times as large as it is in the file, or have MOST_BYTES
 
 
 def scan(path: str, names: UniqueIds, progress: Callable[[int], None]) -> Iterator[Fragment]:
@@ -126,9 +116,7 @@ def _batches(file: pq.ParquetFile, path: str, group: int, columns: list[str]) ->
 
 
 def _repeated_bytes(path: str, chunk: pq.ColumnChunkMetaData) -> int:
-    """The unpacked bytes of a column's dictionary. Writers end it after the 1,024 values with which it has 1 MB, and
-    write later ones as they are.
-    """
+    """The unpacked bytes of a column's dictionary, which writers end after 1,024 values of 1 MB together."""
     if not chunk.has_dictionary_page:
         return 0
     with open(path, "rb") as file:
