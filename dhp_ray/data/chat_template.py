@@ -59,8 +59,7 @@ class ChatTemplate:
         self._prompted, self._without_thought, self._earlier, self._closing = self._answer_frame()
 
     def render(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the turns, and the range [start, stop) in it of every answer that is learned, with its calls of
-        tools and its end token, without the prompt. RowError: the template refuses, drops or changes a turn.
+        """The text of the turns, and the range of every learned answer with its end token. RowError: a turn is changed.
         """
         learned = {number: turn for number, turn in enumerate(turns, 1) if turn.role == "assistant" and turn.learned}
         stand_in = next(absent_characters(turns))

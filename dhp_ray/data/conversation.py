@@ -46,9 +46,7 @@ _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a turn: text, image or video. `source`: None: the row's next one, or that of `index`. `marked`: by a
-    mark in a text. `fps`: what the part says of a row's video.
-    """
+    """Text, image or video. `source`: None: the row's next one, or that of `index`. `marked`: by a mark in a text."""
 
     kind: str
     text: str = ""

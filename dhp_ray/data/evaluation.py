@@ -51,9 +51,7 @@ def read_question(row: Row, processor: Processor, image_root: str) -> Question:
     return Question(text, prompt, processor.references(row.fields, turns), processor.encode_turns(turns, sizes), images)
 
 
-def read_references(
-    fragments: Iterable[Fragment], max_bytes: int, processor: Processor
-) -> dict[str, tuple[str, ...]]:
+def read_references(fragments: Iterable[Fragment], max_bytes: int, processor: Processor) -> dict[str, tuple[str, ...]]:
     """The right answers by id, of rows that can be used, of at most `max_bytes`. DataError: a file cannot be read."""
     found = {}
     for fragment in fragments:
@@ -109,8 +107,7 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def anls(prediction: str, reference: str) -> float:
-    """Normalised Levenshtein similarity but for case and white space; 0 if not above ANLS_THRESHOLD (1907.00490, 4.2).
-    """
+    """Normalised Levenshtein similarity, without case and white space; 0 up to ANLS_THRESHOLD (1907.00490, 4.2)."""
     found, wanted = (" ".join(text.lower().split()) for text in (prediction, reference))
     distance = edit_distance(found, wanted) / max(1, len(found), len(wanted))
     return 1.0 - distance if distance < ANLS_THRESHOLD else 0.0

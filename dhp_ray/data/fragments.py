@@ -99,8 +99,7 @@ class Fragments:
 
     @cached_property
     def digest(self) -> int:
-        """Tells whether rows are where they were, by each file's name, size and samples. DataError: one cannot be read.
-        """
+        """Tells whether rows are where they were: of names, sizes and samples of files. DataError: one is gone."""
         digest = hashlib.blake2b(digest_size=6)  # small enough for any reader of JSON
         for name in _PLAIN:
             digest.update(np.asarray(self._table[name], np.int64).tobytes())

@@ -1,8 +1,7 @@
-"""The index of a data set: one pass over its files finds the fragments, and names rows whose id is missing or taken. It
-is kept for later starts.
+"""The index of a data set, kept for later starts: one pass over its files finds the fragments, and gives rows ids.
 
 A fragment is, of parquet, a row group or up to 256 rows of it; else up to 32 rows of at most about 256 MB: of JSON and
-tar shards with their byte ranges, so that reading it touches no other row, of an Arrow stream of one record batch.
+tar shards with their byte ranges, of an Arrow stream of one record batch.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ Progress = Callable[[int, int], None]  # called with the bytes done and the tota
 
 
 def index_fragments(data: Data, progress: Progress = lambda done, total: None) -> Fragments:
-    """The fragments of `data.path`, files by name and rows in order. The index of much data is kept
-    (data/fragments.py). DataError: a file is missing, has another form, or lacks the columns that are needed.
-    """
+    """The fragments of `data.path`, files by name and rows in order. DataError: a file is missing or another form's."""
     files = _files(data)
     try:
         sizes = [os.path.getsize(path) for path, _ in files]

@@ -43,9 +43,8 @@ TOKENIZER_PATTERNS = ("tokenizer*.json", "tokenizer.model", "vocab.json", "merge
 
 
 class Encoded(NamedTuple):
-    """A sequence as the model sees it: int32 ids and labels (L,) (not shifted; -100 is masked), and the grids of its
-    images. A long video has several, one after the other in time. For each, `media` is the index of its image or video,
-    `seconds` the duration of a step in time (0: an image).
+    """A sequence as the model sees it: int32 ids and labels (L,) (not shifted; -100 is masked), the grids of its images
+    and pieces of videos, and of each the number of its medium and the seconds of a step in time (0: an image).
     """
 
     input_ids: np.ndarray

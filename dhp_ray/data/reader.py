@@ -25,7 +25,7 @@ from dhp_ray.data.fragments import MOST_BYTES, Fragment
 from dhp_ray.data.images import image_size
 from dhp_ray.data.media import read_media, with_videos
 from dhp_ray.data.order import RowRange, row_order
-from dhp_ray.data.processor import IGNORE, Encoded, Processor, ProcessorSpec
+from dhp_ray.data.processor import IGNORE, Processor, ProcessorSpec
 from dhp_ray.data.video import read_clip
 from dhp_ray.errors import about, first_line
 
@@ -137,7 +137,9 @@ class ReadFragments:
             processor.references(row.fields, turns)  # refuses a row whose `answers` are not texts
             images = images[:sum(len(turn.media) for turn in asked)]
             _, prompt = processor.encode_prompt(asked, sizes[:len(images)], slice_tokens)
-            encoded = with_room(prompt, self.answer_tokens, processor.token_ids["pad"])
+            room = np.full(self.answer_tokens, processor.token_ids["pad"], np.int32)
+            encoded = prompt._replace(input_ids=np.concatenate([prompt.input_ids, room]),
+                                      labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
         else:
             encoded = processor.encode_turns(turns, sizes, slice_tokens)
         num_tokens = len(encoded.input_ids)
@@ -166,13 +168,6 @@ def read_contents(row: Row, processor: Processor, image_root: str) -> tuple[list
             sizes.append(read_clip(data, limits) if name.startswith("video") else
                          image_size(data, limits.max_decoded_pixels))
     return turns, list(media.values()), sizes
-
-
-def with_room(prompt: Encoded, num_tokens: int, filler: int) -> Encoded:
-    """A prompt followed by `num_tokens` fillers; only these have labels."""
-    room = np.full(num_tokens, filler, np.int32)
-    return prompt._replace(input_ids=np.concatenate([prompt.input_ids, room]),
-                           labels=np.concatenate([np.full_like(prompt.labels, IGNORE), room]))
 
 
 def bad_row_reason(error: Exception) -> str:

@@ -216,9 +216,7 @@ class SourceStream:
     mixture.
     """
 
-    def __init__(
-        self, data: Data, model: Model, seed: int, prefix: str, share: float, answer_tokens: int
-    ) -> None:
+    def __init__(self, data: Data, model: Model, seed: int, prefix: str, share: float, answer_tokens: int) -> None:
         self.fragments = index_fragments(data)
         self.path = data.path
         processor = ProcessorSpec.of(model, data)

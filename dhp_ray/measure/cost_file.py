@@ -140,8 +140,7 @@ def measured_cost(
 
 
 def _bandwidth(links: Links, slowness: float, derived: CostModel) -> dict[str, dict[int, float]]:
-    """The bandwidths, divided by rings' slowness; unmeasured links as described, across nodes not faster than inside.
-    """
+    """The bandwidths over rings' slowness; unmeasured links as described, across nodes not faster than inside."""
     inside, across = (measured or known for measured, known in zip(links, links_of(derived.bandwidth_bytes_per_s)))
     if links.intra and not links.inter:
         across = {degree: min(rate, max(inside.values())) for degree, rate in across.items()}

@@ -67,8 +67,7 @@ class Spec:
         return len(self.nodes)
 
     def rings(self) -> list[list[tuple[int, ...]]]:
-        """All rings, those that run at a time together: of 2, 4, ... and all neighbours on a node; pairs of two nodes.
-        """
+        """All rings, those that run at a time together: of 2, 4, ... and all neighbours on a node; of two nodes."""
         numbers = sorted(set(self.nodes))
         by_node = [[rank for rank, node in enumerate(self.nodes) if node == number] for number in numbers]
         most = max(map(len, by_node))

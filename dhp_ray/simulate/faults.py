@@ -196,7 +196,8 @@ class Recovery:
                 self._failed(generation.newest + 1)
         self.saves = [(step, whole_s) for step, whole_s in self.saves if whole_s <= broken_s]  # others are given up
         saved = max((step for step, _ in self.saves), default=0)
-        step = self._surviving_step(generation, survivors, broken_s)
+        state = surviving_state(held_by(sorted(survivors), generation, broken_s))
+        step = state.version if state else -1
         if step < saved:
             step, now_s = saved, now_s + self.faults.load_s
         formed = self._formed(generation, sorted(survivors), now_s, step)
@@ -207,13 +208,6 @@ class Recovery:
         self._failures = self._failures.with_one(step, raised=False)
         if self._failures.hopeless(step):
             raise PlanError(f"step {step} has failed {self._failures.steps.count(step)} times")
-
-    def _surviving_step(self, generation: SimulatedGeneration, survivors: Collection[int], broken_s: float) -> int:
-        """The newest step whose state survives in memory; -1: none."""
-        if len(survivors) == generation.size:
-            return generation.newest
-        state = surviving_state(held_by(sorted(survivors), generation, broken_s))
-        return state.version if state else -1
 
     def _stands_s(self, time_s: float, survivors: Collection[int]) -> tuple[float, Fault | None]:
         """Return (when there are enough ranks to continue, None), or (when a fault strikes before, this fault)."""

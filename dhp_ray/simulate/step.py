@@ -128,9 +128,7 @@ def simulate_step(plan: Plan, problem: Problem, *, stretch: np.ndarray | None = 
     return SimulatedStep(plan, work, own_s, starts_s, left_s, exchange_s, apart, end_s, fixed_s, time_s)
 
 
-def _times(
-    plan: Plan, group: np.ndarray, planned_s: np.ndarray, own_s: np.ndarray
-) -> tuple[PackTimes, np.ndarray]:
+def _times(plan: Plan, group: np.ndarray, planned_s: np.ndarray, own_s: np.ndarray) -> tuple[PackTimes, np.ndarray]:
     """The times of each group: as planned, and what its busiest member computes longer; what exchanges add."""
     planned = PackTimes.of(plan.groups)
     expected_s, busiest_s = np.zeros((2, len(plan.groups)))
