@@ -1,5 +1,4 @@
 """How a run trains on its ranks: the mode, the tokens of a rank, what larger packs move or recompute, memory and costs.
-Pure functions of the configuration, of what the ranks have, and of the run's first batch.
 
     resolve     at a run's first start: the limits that stay for the run, and the mode to begin in
     Strategy    for each generation: its mode, its limits, its costs
@@ -12,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +51,8 @@ NO_LIMIT = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What ranks have in common: the kind of device, the model that they train and the parameters of its adapters by
-    part, the least device memory, the node of each, the memory of each node, and the names of their devices. `fused`:
-    all have fused norms, rotations and SwiGLU.
+    """What ranks have: `memory_bytes` is the least of their devices, `adapters` the parameters by part. `fused`: all
+    have fused norms, rotations and SwiGLU.
     """
 
     kind: str
@@ -76,7 +74,7 @@ class Ranks:
 
     @property
     def described(self) -> bool:
-        """Whether it is known what such devices have of memory and speed."""
+        """Whether conf/device says what such devices have of memory and speed."""
         return self.kind in STAND_INS
 
 
@@ -98,8 +96,8 @@ class PackLimits(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A mode, the keys that are auto in the configuration and that it decides, and why. `otherwise`: the value of
-    `train.activation_checkpointing` in a mode without recomputation of all packs.
+    """A mode, the keys with auto that it decides, and why. `otherwise`: `train.activation_checkpointing=auto` in
+    a mode without recomputation of all packs.
     """
 
     mode: Mode
@@ -122,9 +120,8 @@ class Choice(NamedTuple):
 
 
 class ResolvedRun(NamedTuple):
-    """The configuration with the limits that stay for the run, and the mode that it begins in. `auto_tokens`: tokens
-    per rank follow the memory of each generation's ranks. `image_limit`: the most tokens of an image; `notices`: what
-    to tell the user of larger images, and of packs.
+    """The configuration with the limits that stay for the run, and the mode that it begins in. `auto_tokens`,
+    `image_limit`: as in `Strategy`. `notices`: what to tell the user of larger images, and of packs.
     """
 
     config: Config
@@ -141,10 +138,9 @@ class Strategy:
     `auto_tokens`: tokens per rank follow the memory of the ranks. A rank must then hold its share of the longest
     sequence (while that limit is open: of the longest one of the first batch that any mode holds). Otherwise it must
     hold `planner.tokens_per_rank`. `image_limit`: the most tokens of an image in this run; 0: not known yet.
-    `first_batch`: of the run, by which modes are compared; empty: equal images, or texts. `measured`: the costs of
+    `first_batch`: by which modes are compared; empty: equal images, or texts. `measured`: the costs of
     `planner.cost=measure`, once they are measured. `frame_pixels`: the most of a video's frame; 0: `data.max_pixels`.
-
-    `num_ranks` stands for so many ranks like these; 0: as many as there are.
+    `num_ranks` in the methods: so many ranks like these; 0: as many as there are.
     """
 
     config: Config
@@ -161,7 +157,7 @@ class Strategy:
         return MEMORY_SHARE * self.ranks.memory_bytes
 
     def node_limit(self, node: str) -> float:
-        """Return the bytes that the ranks of a node may keep in its memory."""
+        """The bytes that the ranks of a node may keep in its memory."""
         return MEMORY_SHARE * self.ranks.node_memory_bytes[node]
 
     @property
@@ -194,7 +190,6 @@ class Strategy:
         return self.image_limit if self.image_limit < self.largest_image else 0
 
     def memory(self, mode: Mode, num_ranks: int = 0) -> MemoryModel:
-        """Return the memory model of a rank that trains the run's model in this mode."""
         config, ranks, world_size = self.config, self.ranks, num_ranks or self.ranks.size
         device, train, given = ACCELERATORS[ranks.kind], config.train, config.planner.tokens_per_rank
         sharing = ranks.shape.ranks_that_share(mode.expert_parallel, world_size)
@@ -211,9 +206,7 @@ class Strategy:
                                        self.moved_share, 0 if given == "auto" else int(given))
 
     def _communicators_bytes(self, world_size: int, sharing: int) -> int:
-        """Of the process groups of packs: one of all ranks, and those of the pool; of the engine's, of all ranks; and
-        of two for expert parallelism.
-        """
+        """Of packs: one group of all ranks, and those of the pool; of the engine: all ranks, two to share experts."""
         device, apart = ACCELERATORS[self.ranks.kind], world_size > 1
         of_packs = int(apart)
         if self.config.comm.transport == "pool":
@@ -226,7 +219,7 @@ class Strategy:
 
     def rank_tokens(self, memory: MemoryModel) -> int:
         """Return the tokens of a pack that each rank holds, at least 1. On the CPU, packs are in the node's memory,
-        with all that its ranks keep there. (Elsewhere `check_host_memory` refuses what a node has no room for.)
+        with all that its ranks keep there.
         """
         device_tokens, share = self.device_tokens(memory), self.moved_share
         if memory.settings.device != "cpu":
@@ -257,9 +250,7 @@ class Strategy:
     def recomputation(
         self, memory: MemoryModel, offload: Offload, tokens: int, most: int = NO_LIMIT
     ) -> Recomputation:
-        """Return what packs recompute, on ranks that plan with packs of `tokens`, so that larger ones fit, of at most
-        `most` tokens: nothing if all packs are recomputed, or move activations. (On the CPU this is not modelled.)
-        """
+        """Return what packs recompute, as `offload`: nothing if all packs are recomputed, or move activations."""
         allowed = self.config.train.activation_checkpointing in ("packs", "auto") and not memory.settings.recomputes
         if not allowed or offload.share or memory.settings.device == "cpu":
             return NO_RECOMPUTATION
@@ -284,8 +275,8 @@ class Strategy:
 
     def ranks_for(self, max_ranks: int) -> Callable[[int], int]:
         """Return a function that tells how many ranks hold a sequence of a number of tokens, where tokens per rank
-        follow the number of ranks; more than `max_ranks` if these do not hold it. This compares no modes: one that
-        holds the longest sequence would be chosen, otherwise the one that holds the most tokens.
+        follow the number of ranks; more than `max_ranks` if these do not hold it. No mode is chosen for it: one that
+        holds the sequence would be.
         """
         modes = self._open_modes
         most_of = cache(lambda num_ranks: max(self.limits(mode, num_ranks).most_tokens for mode in modes))
@@ -294,8 +285,7 @@ class Strategy:
 
     def least_ranks(self) -> int:
         """Return how many ranks like these leave room for a token beside the state, in the mode that needs least: at
-        most those that the run starts with, since it was admitted on so many. (Numbers in between of which the ranks
-        share no experts are taken to have room too.)
+        most those that the run was admitted on. (Numbers in between whose ranks share no experts count as roomy too.)
         """
         return 1 + bisect_left(range(1, self.config.cluster.num_workers), True, key=lambda num_ranks: any(
             self.memory(mode, num_ranks).fits(self.limit_bytes, 1, self.moved_share) for mode in self._open_modes))
@@ -309,9 +299,8 @@ class Strategy:
         """Return whether `choose` compares modes, by the first batch. `sync` replaces the configuration's value."""
         return self.ranks.described and len(self._modes(sync)) > 1
 
-    def choose(self, num_ranks: int = 0) -> Choice:
-        planner, num_ranks = self.config.planner, num_ranks or self.ranks.size
-        modes = self._modes()
+    def choose(self) -> Choice:
+        planner, num_ranks, modes = self.config.planner, self.ranks.size, self._modes()
         values = zip(("planner.sync", RECOMPUTATION, SHARING), zip(*modes))
         keys = tuple(key for key, found in values if len(set(found)) > 1)
         if not keys:
@@ -319,8 +308,7 @@ class Strategy:
         if not self.ranks.described:
             return Choice(modes[0], keys, f"what {self.ranks.kind} ranks have of memory and speed is not described",
                           "false")
-        memories = [self.memory(mode, num_ranks) for mode in modes]
-        offers = [self._offer(mode, memory, num_ranks) for mode, memory in zip(modes, memories)]
+        offers = [self._offer(mode) for mode in modes]
         held = num_ranks * max(1, *(offer.most_tokens for offer in offers))
         limit = min(planner.max_sequence_tokens or held, held)
         longest = max((sample.num_tokens for sample in held_samples(self.first_batch, limit)), default=1)
@@ -328,16 +316,15 @@ class Strategy:
         needed = (math.ceil((planner.max_sequence_tokens or longest) / num_ranks) if follows
                   else int(planner.tokens_per_rank))
         # a given cost file is for those that it was measured for, unless others alone hold what is needed
-        offers = [offer for offer in offers if self._given_cost(offer.mode) and offer.holds(needed)] or offers
+        offers = [offer for offer in offers if self._is_given(offer.mode) and offer.holds(needed)] or offers
         least = min((offer.most_tokens for offer in offers if offer.holds(needed)), default=held)
         limit = min(limit, num_ranks * least)  # what every mode that is compared holds
         images = math.ceil(self.config.batch.global_samples / num_ranks) * num_ranks  # equally often on each rank
         shape = self.ranks.shape
         samples = held_samples(self.first_batch, limit) or equal_samples(
             images, min(self.largest_image or least, limit), shape.merge_area if shape.vision else 0)
-        num_nodes = self.ranks.num_nodes
-        candidates = candidates_of(offers, needed, samples,
-                                   [rank * num_nodes // num_ranks for rank in range(num_ranks)])
+        nodes = [rank * self.ranks.num_nodes // num_ranks for rank in range(num_ranks)]
+        candidates = candidates_of(offers, needed, samples, nodes)
         return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
 
     def _modes(self, sync: str = "") -> list[Mode]:
@@ -350,12 +337,13 @@ class Strategy:
             sharing = sorted({1, self.ranks.shape.ranks_that_share(a_node, self.ranks.size)})
         return allowed_modes(sync, self.config.train.activation_checkpointing, sharing)
 
-    def _offer(self, mode: Mode, memory: MemoryModel, num_ranks: int) -> Offer:
-        given, (derived, device), most = self.config.planner.tokens_per_rank, self._slowest(memory), NO_LIMIT
-        cost = self.cost(mode) if self._given_cost(mode) else derived
-        if given != "auto":
-            longest = math.ceil(self.config.planner.max_sequence_tokens / num_ranks) if self.auto_tokens else 0
-            most = max(int(given), longest)
+    def _offer(self, mode: Mode) -> Offer:
+        memory, planner, most = self.memory(mode), self.config.planner, NO_LIMIT
+        derived, device = self._slowest(memory)
+        cost = self.cost(mode) if self._is_given(mode) else derived
+        if planner.tokens_per_rank != "auto":
+            longest = math.ceil(planner.max_sequence_tokens / self.ranks.size) if self.auto_tokens else 0
+            most = max(int(planner.tokens_per_rank), longest)
         tokens = min(self.device_tokens(memory), most)
         offload = self.offload(memory, max(1, tokens), most)
         return Offer(mode, tokens, cost, gather_s(memory, device, self.ranks.num_nodes), offload,
@@ -365,17 +353,14 @@ class Strategy:
     def cost(self, mode: Mode) -> CostModel:
         """Return the costs of the file `planner.cost`, or those that were measured. Without them, on CUDA and NPU,
         costs are derived from the run's own model and the published figures of its slowest device; on the CPU they come
-        from the measured file.
-
-        A device without a description is treated as another one of its kind; the cost's `source` says so. A cost that
-        was measured for something else counts as estimated.
+        from the measured file. A cost that was measured for something else counts as estimated.
         """
-        memory, file = self.memory(mode), self._cost_file()
-        if file is None:
+        memory, file = self.memory(mode), self._given or self.measured
+        if file is None and self.ranks.described:
             cost, _ = self._slowest(memory)
         else:
-            other = file.origin is not None and self.difference_from(file.origin, mode)
-            cost = replace(file.cost, estimated=True) if other else file.cost
+            file = file or CostFile.load(CONF / "cost" / f"{self.ranks.kind}.yaml")
+            cost = replace(file.cost, estimated=True) if self.difference_from(file.origin, mode) else file.cost
             copies = self.config.train.activation_offload != "off" and self.ranks.described
             if copies and cost.host_bytes_per_s == 0.0:
                 cost = replace(cost, host_bytes_per_s=self._slowest(memory)[1].host_bytes_per_s)
@@ -391,28 +376,19 @@ class Strategy:
         cost = replace(self.cost(mode), memory_bytes_per_token=pack_bytes / limits.tokens, resident_bytes=resident)
         return limits, with_encoder_apart(cost, memory, limits.tokens, limits.beyond)
 
-    def _cost_file(self) -> CostFile | None:
-        """Return what the costs are read from; None: they are derived."""
+    @cached_property
+    def _given(self) -> CostFile | None:
+        """The file that `planner.cost` names."""
         named = self.config.planner.cost
-        if named == MEASURE:
-            if self.measured:
-                return self.measured
-            named = ""  # not measured yet
-        if named or not self.ranks.described:
-            return CostFile.load(named or str(CONF / "cost" / f"{self.ranks.kind}.yaml"))
-        return None
+        return None if named in ("", MEASURE) else CostFile.load(named)
 
-    def _given_cost(self, mode: Mode) -> bool:
+    def _is_given(self, mode: Mode) -> bool:
         """Whether the file `planner.cost` was measured for a run in this mode, or does not say for which."""
-        named = self.config.planner.cost
-        if named in ("", MEASURE):
-            return False
-        origin = CostFile.load(named).origin
-        return origin is None or not self.difference_from(origin, mode)
+        return self._given is not None and not self.difference_from(self._given.origin, mode)
 
-    def difference_from(self, origin: Origin, mode: Mode) -> str:
-        """Return how the origin of a cost differs from a run on these ranks; empty if it does not."""
-        found = (difference(origin, self.origin(mode, name)) for name in self.ranks.device_names)
+    def difference_from(self, origin: Origin | None, mode: Mode) -> str:
+        """Return how the origin of a cost differs from a run on these ranks; empty if it does not, or is not known."""
+        found = (difference(origin, self.origin(mode, name)) for name in self.ranks.device_names if origin)
         return next(filter(None, found), "")
 
     def origin(self, mode: Mode, device_name: str = "") -> Origin:
@@ -425,6 +401,7 @@ class Strategy:
         return origin_of_run(self.memory(mode), model_name(config), adapters, device, ranks.fused)
 
     def _slowest(self, memory: MemoryModel) -> tuple[CostModel, Device]:
+        """The slowest device. One that no file describes counts as another of its kind; the cost's `source` says so."""
         found = []
         for name in self.ranks.device_names:
             known = _described(name)
@@ -508,11 +485,9 @@ class Strategy:
 
     def check_cost(self, mode: Mode) -> None:
         """Refuse a cost file that was not measured for the run's model, devices and settings."""
-        named = self.config.planner.cost
-        origin = CostFile.load(named).origin if named not in ("", MEASURE) else None
-        if origin and (other := self.difference_from(origin, mode)):
-            raise ConfigError(f"planner.cost: {named} was {other}; allowed: a file that jobs/measure.py wrote for such "
-                              f"a run, {MEASURE}, or nothing")
+        if self._given and (other := self.difference_from(self._given.origin, mode)):
+            raise ConfigError(f"planner.cost: {self.config.planner.cost} was {other}; allowed: a file that "
+                              f"jobs/measure.py wrote for such a run, {MEASURE}, or nothing")
 
 
 def resolve(
@@ -520,9 +495,8 @@ def resolve(
     takes_over: bool = False, frame_pixels: int = 0,
 ) -> ResolvedRun:
     """Fix the run's limits and how its ranks synchronise at its first start; later starts read them back from the run
-    folder (`stored`: its configuration by dotted key). `takes_over`: the ranks are those left of a run that goes on; it
-    may still wait for others. RunError: the model does not fit, or auto finds no value. ConfigError: the cost file is
-    of another run.
+    folder (`stored`: its configuration by dotted key). `takes_over`: the ranks are those left of a run that goes on.
+    RunError: the model does not fit, or auto finds no value. ConfigError: the cost file is of another run.
     """
     def resolved(**values: Any) -> Strategy:
         return replace(run, config=replace(run.config, planner=replace(run.config.planner, **values)))
@@ -561,16 +535,13 @@ def resolve(
 
 
 def recorded_sync(config: Config, stored: Mapping[str, Any]) -> str:
-    """Return what `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is it.
-    """
+    """What `planner.sync=auto` resolved to at the run's first start; empty if sync is not auto, or this is it."""
     found = stored.get("planner.sync")
     return str(found) if config.planner.sync == "auto" and found in SYNCS else ""
 
 
 def skipped_images(limit: int, largest: int) -> str:
-    """Return what to tell the user of images that will be skipped; empty if there are none. `limit`, `largest`: the
-    most tokens of an image that the run admits, and that the keys allow.
-    """
+    """What to tell the user if the run admits images of `limit` tokens (0: any), and the keys `largest`; else empty."""
     return (f"images of more than {limit:,} of {largest:,} tokens will be skipped: a rank has no room for larger "
             "ones; train.activation_checkpointing=true may make room, or lower data.max_pixels"
             if 0 < limit < largest else "")

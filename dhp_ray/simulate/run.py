@@ -237,7 +237,7 @@ class SimulatedRun:
         self.now_s = end_s + self.settings.planning.between_s
         self.step_times_s.append(end_s - sent.ready_s)
         if self._mirrors and self.mirroring.due(number) and self.generation.size > 1:
-            self.mirroring.begun(number)
+            self.mirroring.last = number
             self.generation.mirrored.append((number, end_s + self.place.copy_s))
             self.mirroring.observe([[self.place.copy_s]] * self.generation.size, statistics.median(self.step_times_s))
         if faults.checkpoint_every_s and end_s - self.saved_s >= faults.checkpoint_every_s:

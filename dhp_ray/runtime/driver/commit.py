@@ -71,7 +71,7 @@ class Commits:
                 else "no sample can be used; nothing is updated")))
         trained = used_samples(plan, finished.results, finished.placeholders) if extra["applied"] else []
         records.commit(finished.step, [sample.id for sample in trained], metrics)
-        session.current.dispatcher.batches.pop(finished.step, None)
+        session.reader.batches.pop(finished.step, None)
         # after a recovery ranks may be others, though there are as many
         same_ranks = finished.generation == session.current.number and len(finished.results) == session.group.size
         shape, sharing = session.group.ranks.shape, session.current.choice.mode.expert_parallel

@@ -57,7 +57,7 @@ class DispatchedStep:
 
 @dataclass
 class RunningStep:
-    """A step that the workers run: their pending results, when it began, and whether they mirror the state after it."""
+    """A step that the workers run: their pending results, and whether they mirror the state after it."""
 
     dispatched: DispatchedStep
     placeholders: dict[str, str]
@@ -128,47 +128,32 @@ class Planning:
 
 
 class BatchReader:
-    """Takes batches from the stream for one membership of the group, in `thread` (None: a new one). `batches`: those
-    that are not committed, by step: a later membership plans them again. `at_end`: there are no more.
+    """Takes batches from the stream, in a thread of its own. `batches`: those that are not committed, by step: a later
+    membership of the group plans them again. `at_end`: there are no more.
     """
 
-    def __init__(
-        self, stream: Stream, config: Config, batches: dict[int, GlobalBatch], thread: ThreadPoolExecutor | None
-    ) -> None:
-        self.stream, self.config, self.batches = stream, config, batches
+    def __init__(self, stream: Stream, config: Config) -> None:
+        self.stream, self.config = stream, config
+        self.batches: dict[int, GlobalBatch] = {}
         self.at_end = False
-        self._thread: ThreadPoolExecutor | None = thread or ThreadPoolExecutor(1, "reading")
+        self._thread = ThreadPoolExecutor(1, "reading")
 
-    def end(self) -> Future[None] | None:
-        """Take no further batch; the future is done when the last one is taken. None if the thread was handed over."""
-        if self._thread is None:
-            return None
-        idle = self._thread.submit(lambda: None)  # after whatever is being read, for an earlier membership too
-        self._thread.shutdown(wait=False)
-        self._thread = None
-        return idle
-
-    def hand_over(self) -> ThreadPoolExecutor | None:
-        """Return the thread for the next membership's reader. A batch that is being read joins `batches` later."""
-        thread, self._thread = self._thread, None
-        return thread
+    def idle(self) -> Future[None]:
+        """Return a future that is done after whatever is being read."""
+        return self._thread.submit(lambda: None)
 
     def reading(self, step: int) -> Future[GlobalBatch | None]:
         """Return a future of a step's batch, done if it has been taken: the thread may read a later one."""
         if step not in self.batches:
-            assert self._thread is not None
             return self._thread.submit(self._batch, step)
         taken: Future[GlobalBatch | None] = Future()
         taken.set_result(self.batches[step])
         return taken
 
     def _batch(self, step: int) -> GlobalBatch | None:
-        """A step's batch: an earlier membership's, or the stream's next; None past the last step."""
-        if 0 < self.config.run.steps < step:
-            self.at_end = True
-            return None
+        """A step's batch, which an earlier membership may have asked for; None past the last step."""
         if step not in self.batches:
-            batch = self._next_batch()
+            batch = None if 0 < self.config.run.steps < step else self._next_batch()
             if batch is None:
                 self.at_end = True
                 return None
@@ -194,44 +179,28 @@ class BatchReader:
             raise
 
 
+@dataclass
 class Dispatcher:
-    """Plans batch after batch for one membership of the group.
+    """Plans batch after batch for one membership of the group."""
 
-    `batches`: those taken from the stream and not committed yet, by step; a later membership plans them again.
-    `reader`: the thread that takes them, handed over with them. `pool`: the book of the ranks' group pools, shared by
-    all dispatchers of a generation and advanced when ranks are told to run (`started`). `speeds` returns those of the
-    ranks; `cost` may be replaced between two steps; `write_plan` writes the plan of a step before the step runs.
-    `scale` returns measured over predicted seconds, None while unknown. Nothing is planned before `compiled` is done.
-    Once `stopping` returns a reason to end the run, the dispatcher waits for nothing. `ranks_for` returns how many
-    ranks hold a sequence of a given number of tokens; the default follows this membership's tokens per rank.
-    `least_ranks`: how many hold the run's state, with room for packs.
-    """
+    reader: BatchReader
+    group: WorkerGroup
+    cluster: ClusterSpec
+    cost: CostModel  # may be replaced between two steps
+    config: Config
+    pool: GroupCacheState
+    """The book of the ranks' group pools, shared by all dispatchers of a generation; `started` advances it."""
+    generation: int = 0
+    speeds: Callable[[], tuple[float, ...]] | None = None  # of the ranks; None: those of `cluster`
+    write_plan: Callable[[int, dict[str, Any]], None] | None = None  # before the step runs
+    scale: Callable[[], float | None] = lambda: None  # measured over predicted seconds, None while unknown
+    compiled: Future[float] | None = None  # nothing is planned before this is done
+    stopping: Callable[[], str] = lambda: ""  # the reason to end the run: then this waits for nothing
+    ranks_for: Callable[[int], int] | None = None
+    """How many ranks hold a sequence of so many tokens; None: as many as have those of `cluster`."""
+    least_ranks: int = 1  # that hold the run's state, with room for packs
 
-    def __init__(
-        self,
-        stream: Stream,
-        group: WorkerGroup,
-        cluster: ClusterSpec,
-        cost: CostModel,
-        config: Config,
-        pool: GroupCacheState,
-        generation: int = 0,
-        speeds: Callable[[], tuple[float, ...]] | None = None,
-        write_plan: Callable[[int, dict[str, Any]], None] | None = None,
-        batches: dict[int, GlobalBatch] | None = None,
-        scale: Callable[[], float | None] = lambda: None,
-        compiled: Future[float] | None = None,
-        stopping: Callable[[], str] = lambda: "",
-        reader: ThreadPoolExecutor | None = None,
-        ranks_for: Callable[[int], int] | None = None,
-        least_ranks: int = 1,
-    ) -> None:
-        self.stopping, self.least_ranks = stopping, least_ranks
-        self.ranks_for = ranks_for or (lambda num_tokens: -(-num_tokens // cluster.most_tokens_per_rank))
-        self.group, self.cluster, self.cost, self.config = group, cluster, cost, config
-        self.pool, self.generation, self.scale, self.compiled = pool, generation, scale, compiled
-        self.speeds, self.write_plan = speeds, write_plan
-        self.reader = BatchReader(stream, config, {} if batches is None else batches, reader)
+    def __post_init__(self) -> None:
         self._planner = ThreadPoolExecutor(1, "planning")
         self._answers = ThreadPoolExecutor(1, "prefetches")
         self._planning: Planning | None = None
@@ -240,14 +209,11 @@ class Dispatcher:
         self._expectation = Expectation()
 
     @property
-    def batches(self) -> dict[int, GlobalBatch]:
-        return self.reader.batches
-
-    @property
     def needed_ranks(self) -> int:
         """The number of ranks that the state and the longest waiting sequence need."""
-        longest = max((batch.longest for batch in list(self.batches.values())), default=1)
-        return max(self.least_ranks, self.ranks_for(longest))
+        longest = max((batch.longest for batch in list(self.reader.batches.values())), default=1)
+        held = self.ranks_for(longest) if self.ranks_for else -(-longest // self.cluster.most_tokens_per_rank)
+        return max(self.least_ranks, held)
 
     def dispatch(self, step: int) -> DispatchedStep | None:
         """Plan and send a step's batch; None past the last step, for want of ranks, or when the run is to end."""
@@ -307,18 +273,10 @@ class Dispatcher:
 
     def stop(self) -> dict[int, GlobalBatch]:
         """Stop planning; returns the batches taken. Waits for one that is being read, unless the run ends."""
-        self._end_planning()
-        idle = self.reader.end()
-        if idle:
-            with self.group.waits.on("the batch that is being read"):
-                while not idle.done() and not self.stopping():
-                    wait([idle], timeout=STOP_POLL_S)
-        return self.batches
-
-    def hand_over(self) -> tuple[dict[int, GlobalBatch], ThreadPoolExecutor | None]:
-        """Stop planning; return the batches, which one that is being read joins later, and the reading thread."""
-        self._end_planning()
-        return self.batches, self.reader.hand_over()
+        self.end_planning()
+        with self.group.waits.on("the batch that is being read"):
+            self._wait(self.reader.idle())
+        return self.reader.batches
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
         """Collect the samples that cannot be used, with reasons. StoppingError: the run is to end."""
@@ -334,15 +292,20 @@ class Dispatcher:
             merged |= failed
         return dict(sorted(merged.items()))
 
-    def _end_planning(self) -> None:
-        """Stop planning, after a plan that is being sent: its file would replace that of the step's next plan."""
+    def end_planning(self) -> None:
+        """Stop planning, after a plan that is being sent: its file would replace that of the step's next plan. A batch
+        that is being read joins those of the reader later.
+        """
         self.drop()
         self._planner.shutdown(wait=False, cancel_futures=True)
         if self._planning and self._planning.sends_ahead:
             with self.group.waits.on(self._named("the plan file", self._planning.step)):
-                while not self._planning.ahead.done() and not self.stopping():
-                    wait([self._planning.ahead], timeout=STOP_POLL_S)
+                self._wait(self._planning.ahead)
         self._answers.shutdown(wait=False)
+
+    def _wait(self, pending: Future[Any]) -> None:
+        while not pending.done() and not self.stopping():
+            wait([pending], timeout=STOP_POLL_S)
 
     def _ends(self) -> bool:
         """Whether the run is to end; no further plan is sent then."""

@@ -172,7 +172,7 @@ class Driver:
             self.leaving = leaving_ranks(session, self.draining)
             mirrored = running.mirrors and results[0].applied
             if mirrored:
-                session.mirroring.begun(step)
+                session.mirroring.last = step
             # If this step is mirrored, nothing is lost with the ranks that leave; but the rest of a drained node may
             # follow.
             drained = Condition.DRAINED in self.leaving.values()

@@ -14,7 +14,7 @@ from dhp_ray.data.index import check_answers, held_out
 from dhp_ray.data.media import MediaLimits
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.data.stream import Stream
-from dhp_ray.runtime.driver.dispatch import DispatchedStep, Dispatcher
+from dhp_ray.runtime.driver.dispatch import BatchReader, DispatchedStep, Dispatcher
 from dhp_ray.runtime.messages import Notice, RunError, StoppingError, Tell
 
 
@@ -54,7 +54,8 @@ class HeldOutEvaluation:
 
         def dispatcher_of(stream: Stream) -> Dispatcher:
             stream.limit(self.config.planner.max_sequence_tokens, image_limit)
-            return Dispatcher(stream, self.group, training.cluster, training.cost, _one_pass(self.config),
+            config = _one_pass(self.config)
+            return Dispatcher(BatchReader(stream, config), self.group, training.cluster, training.cost, config,
                               training.pool, training.generation, stopping=self.stopping)
 
         self.losses = dispatcher_of(held_out.conversations) if held_out else None
@@ -74,7 +75,7 @@ class HeldOutEvaluation:
         has any, a sample needs more ranks than there are, or the run is to end. Call it between two steps.
         """
         self._number = 0
-        if self.losses is None or not is_due(step, self.config.eval.every_steps, last):
+        if self.losses is None or not (last or step % self.config.eval.every_steps == 0):
             return {}
         sums = self._run_pass(self.losses, step, "evaluate", "the loss on held-out samples")
         if sums is None:
@@ -104,9 +105,10 @@ class HeldOutEvaluation:
         """Run `method` of all ranks on all batches. Returns each batch's sample ids ("": unusable) and rank 0's result;
         None: not complete.
         """
-        dispatcher.reader.stream.start_epoch(0)
-        dispatcher.batches.clear()
-        dispatcher.reader.at_end = False
+        reader = dispatcher.reader
+        reader.stream.start_epoch(0)
+        reader.batches.clear()
+        reader.at_end = False
         found: list[tuple[list[str], Any]] = []
         dispatched = self._dispatch(dispatcher)
         while dispatched:
@@ -119,14 +121,14 @@ class HeldOutEvaluation:
             running = self.group.start(method, dispatched.step, dispatched.plan_id, failures,
                                        *([names] if method == "answer" else []))
             dispatcher.started(dispatched)
-            del dispatcher.batches[dispatched.step]  # its payload is freed once the ranks have it
+            del reader.batches[dispatched.step]  # its payload is freed once the ranks have it
             dispatched = self._dispatch(dispatcher)  # planned and sent while the workers run
             with self.group.waits.on(what):
                 results = self.group.collect(running, stuck_s=self.config.comm.timeout_s)
             found.append((["" if name in failures else name for name in names], results[0]))
         if self.stopping():
             return None
-        if not dispatcher.reader.at_end:
+        if not reader.at_end:
             self.tell(Notice(f"no evaluation after step {step}: a held-out sample needs {dispatcher.needed_ranks} "
                              "ranks"))
             return None
@@ -147,11 +149,6 @@ class HeldOutEvaluation:
             if sample_id not in self._told:
                 self._told.add(sample_id)
                 self.tell(Notice(f"held-out sample {sample_id} left out: {reason}"))
-
-
-def is_due(step: int, every_steps: int, last: bool) -> bool:
-    """Whether a run evaluates after a step: so that its model is scored, also after the last one."""
-    return last or step % every_steps == 0
 
 
 def _of_eval(error: DataError) -> DataError:

@@ -7,20 +7,14 @@
     Expectation    how far plans are from the bound -> how long the next plan is worth waiting for
 
 A rank's slowdown is its unblocked seconds over the nominal compute seconds of the packs that it ran: neither long packs
-nor waiting for others change it. Slowdowns are smoothed over a few steps; a rank's speed is the group's typical
-slowdown over its own, so a machine that is slow as a whole, or a cost file that is off, makes no rank slow.
-
-The planner divides a pack's work by the speed, but not what each pack pays once (`pack_s`: launches). So it is told the
-speed of the work alone: a rank with 5 s of work and 1 s paid once that is busy for 11 s is reported with speed 6/11,
-and planned with 5/10.
-
-Costs are refitted when a step is committed; the next step whose planning begins takes them. The costs in force are
-written to the plan file of each step and to each checkpoint, so a resumed run goes on with them.
+nor waiting for others change it. A rank's speed is the group's typical slowdown over its own, so a machine that is slow
+as a whole, or a cost file that is off, makes no rank slow. The planner divides a pack's work by the speed, but not what
+each pack pays once (launches), so it is told the speed of the work alone: a rank with 5 s of work and 1 s paid once
+that is busy for 11 s is reported with speed 6/11, and planned with 5/10.
 
 With `elastic.mirror_every_steps=auto`, copies of the state may take COPY_SHARE of the run's time: if those of one
-version take c seconds and a step s, they are made every ceil(c / (COPY_SHARE s)) steps. A copy travels while steps run,
-but may take cores and links from them, so all of c is counted. A fault then costs at most the steps since the last
-copy, about c / COPY_SHARE seconds.
+version take c seconds and a step s, they are made every ceil(c / (COPY_SHARE s)) steps. All of c is counted: a copy
+travels while steps run, but may take cores and links from them.
 """
 
 from __future__ import annotations
@@ -42,15 +36,13 @@ from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.results import StepResult
 
 SPEED_DECAY = 0.5
-"""The weight of the last step's sums in the next: after three steps, seven eighths of a change are visible."""
+"""The weight of the last step's sums in the next."""
 
 NOMINAL_FROM = 0.85
 """At this speed and above, a rank counts as one of nominal speed, so that plans do not follow noise."""
 
 GRAIN = 0.05
-"""Lower speeds are rounded for the planner to multiples of this from one half up, of half of it from one quarter up,
-and so on.
-"""
+"""Lower speeds are rounded for the planner to multiples of this, from one half down of half of it, and so on."""
 
 SLOW_BELOW = 0.7
 SLOW_STEPS = 5
@@ -69,22 +61,17 @@ class _Rank:
     below: dict[float, int] = field(default_factory=dict)
 
 
-@dataclass
 class SpeedMeter:
-    """The speeds of one generation's ranks. One below `evict_below` for `patience` steps should be replaced."""
+    """The speeds of one generation's ranks; `measured`: of each, 1.0 is the group's typical one. One below
+    `evict_below` for `patience` steps should be replaced.
+    """
 
-    num_ranks: int
-    evict_below: float = 0.0
-    patience: int = 20
-    _ranks: list[_Rank] = field(init=False, repr=False)
-    measured: tuple[float, ...] = field(init=False, repr=False)
-    """Speed of each rank: 1.0 is the group's typical one."""
-    _typical: float = field(init=False, repr=False, default=1.0)
-    _reported: set[int] = field(init=False, repr=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._ranks = [_Rank() for _ in range(self.num_ranks)]
-        self.measured = (1.0,) * self.num_ranks
+    def __init__(self, num_ranks: int, evict_below: float = 0.0, patience: int = 20) -> None:
+        self.evict_below, self.patience = evict_below, patience
+        self.measured = (1.0,) * num_ranks
+        self._ranks = [_Rank() for _ in range(num_ranks)]
+        self._typical = 1.0
+        self._reported: set[int] = set()
 
     def observe(self, nominal_s: Sequence[float], busy_s: Sequence[float], once_s: Sequence[float] = ()) -> None:
         """Take in one step: seconds by rank. `once_s`: the part of `nominal_s` that packs pay once (empty: none)."""
@@ -159,16 +146,17 @@ Terms = dict[str, float]
 
 
 def least_error(config: Config, cost: CostModel) -> float:
-    """Return the typical error from which a run's costs are refitted (inf: never). Costs that were measured for this
-    run are refitted where their error stays HIGH: ranks may have to share cores or links that were free then. A
-    deterministic run keeps its costs, and so its plans.
+    """Return the typical error from which a run's costs are refitted (inf: never). For costs that were measured for it
+    that is HIGH: ranks may have to share cores or links that were free then. A deterministic run keeps its plans.
     """
     return math.inf if config.train.deterministic else 0.0 if cost.estimated else HIGH
 
 
 @dataclass
 class CostRefits:
-    """The refits of one run, over all its generations."""
+    """The refits of one run, over all its generations. Plan files and checkpoints record the costs in force, with which
+    a resumed run goes on.
+    """
 
     prior: CostModel | None = None
     factors: Terms = field(default_factory=dict)
@@ -185,9 +173,8 @@ class CostRefits:
         return with_factors(self.prior, self.factors)
 
     def enter(self, prior: CostModel, least_error: float = 0.0) -> CostModel:
-        """Begin a generation whose costs are `prior`, refitted from a typical error of `least_error` on (inf: never);
-        returns the costs in force. Observations are kept if the constants are the same; factors are kept even if not:
-        they describe the device.
+        """Begin a generation with these costs; returns those in force. Observations are kept if the constants are the
+        same; factors are kept even if not: they describe the device.
         """
         on = math.isfinite(least_error)
         if self._recorded and on:
@@ -249,8 +236,8 @@ RECENT_COPIES = 8
 
 
 def steps_between(copy_s: float, step_s: float, current: int) -> int:
-    """Return the steps from one copy of the state to the next. `current` is kept while copies take no more than
-    COPY_SHARE; it falls by a third or more, to a number that still suffices if copies take half as long again.
+    """Return the steps from one copy of the state to the next. `current` falls by a third or more, to a number that
+    still suffices if copies take half as long again.
     """
     share = copy_s / (COPY_SHARE * step_s)
     needed, ample = (min(MAX_MIRROR_STEPS, max(1, math.ceil(room * share))) for room in (1.0, 1.5))
@@ -268,17 +255,13 @@ class Mirroring:
 
     def enter(self) -> None:
         """Begin a new generation, with other ranks and links. With auto its first step is mirrored, and measured."""
-        self.last: int | None = None  # the last step that was mirrored
+        self.last: int | None = None  # the last step after which copies have begun
         self._copies: list[deque[float]] = []
 
     def due(self, step: int) -> bool:
         if self.auto:
             return self.last is None or step - self.last >= self.every
         return self.every > 0 and step % self.every == 0
-
-    def begun(self, step: int) -> None:
-        """Note that the state after `step` is being copied."""
-        self.last = step
 
     @property
     def copy_s(self) -> float:
@@ -344,7 +327,6 @@ class Expectation:
 
 def patience_s(last_resort_s: float, expected_s: float, scale: float | None) -> float:
     """Return the seconds that ranks may wait for a plan: what they would lose by running the last resort instead, so
-    that waiting and loss cost at most twice the best choice. `scale`: measured over predicted seconds; None: wait
-    without end.
+    that waiting and loss cost at most twice the best choice. `scale`: measured over predicted; None: wait without end.
     """
     return float("inf") if scale is None else max(LATE_S, scale * (last_resort_s - expected_s))

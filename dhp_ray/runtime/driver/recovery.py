@@ -315,10 +315,11 @@ def _join(
 def _hand_over(session: Session, committed: int) -> None:
     """Let the new generation plan the batches that are left; a batch may still be read, and nothing waits for it."""
     session.current.evaluation.stop()
-    batches, reader = session.current.dispatcher.hand_over()
+    session.current.dispatcher.end_planning()
+    batches = session.reader.batches
     for number in [number for number in list(batches) if number <= committed]:  # the reader may add one meanwhile
         del batches[number]  # commits drop those of finished steps
-    session.enter(session.current.number, batches, reader)
+    session.enter(session.current.number)
 
 
 def take_over(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.group_cache import GroupCacheState
 from dhp_ray.config import Config
-from dhp_ray.data.stream import GlobalBatch, Stream
+from dhp_ray.data.stream import Stream
 from dhp_ray.planner.cost.origin import CostFile
 from dhp_ray.planner.mode import Mode
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Plan, Sample
 from dhp_ray.planner.timeline import apart_timeline
-from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.dispatch import BatchReader, Dispatcher
 from dhp_ray.runtime.driver.elastic import Failures, replica_ranks_of
 from dhp_ray.runtime.driver.evaluation import HeldOut, HeldOutEvaluation
 from dhp_ray.runtime.driver.feedback import CostRefits, Mirroring, SpeedMeter, TimeScale, least_error
@@ -108,6 +108,10 @@ class Session:
         return replica_ranks_of(self.group.nodes) if self.mirroring.every else ()
 
     @cached_property
+    def reader(self) -> BatchReader:
+        return BatchReader(self.stream, self.config)
+
+    @cached_property
     def mirroring(self) -> Mirroring:
         return Mirroring(self.config.elastic.mirror_every_steps)
 
@@ -132,18 +136,14 @@ class Session:
         self.current.choice = self.strategy.choose()
         return self.current.choice.mode
 
-    def enter(
-        self, generation: int, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
-    ) -> None:
-        """Start planning for `generation`: the `batches` left by an earlier one, then those of `reader`."""
+    def enter(self, generation: int) -> None:
+        """Start planning for `generation`: the batches left by an earlier one, then the next ones."""
         self.current.number = generation
         self.records.cluster(generation, self.group.membership())
         self.scalars.text("cluster", cluster_text(self.group.membership()), self.records.last_step + 1)
-        self.plan_for_group(batches, reader)
+        self.plan_for_group()
 
-    def plan_for_group(
-        self, batches: dict[int, GlobalBatch] | None = None, reader: ThreadPoolExecutor | None = None
-    ) -> None:
+    def plan_for_group(self) -> None:
         self.group.look_s = self.config.elastic.hang_s / LOOKS_PER_HANG
         self.group.exchange_s = self.config.comm.timeout_s
         choice, train, strategy = self.current.choice, self.config.train, self.strategy
@@ -160,8 +160,8 @@ class Session:
         # one for all plans that the ranks are told to run
         pool = GroupCacheState(self.pool_groups if config.comm.transport == "pool" else 0)
         self.current.dispatcher = Dispatcher(
-            self.stream, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
-            self.records.plan, batches, self.history.scale.known, self.compiled, self.stop_reason, reader, ranks_for,
+            self.reader, self.group, cluster, cost, config, pool, self.current.number, self.current.meter.planned,
+            self.records.plan, self.history.scale.known, self.compiled, self.stop_reason, ranks_for,
             strategy.least_ranks())
         self.current.evaluation = HeldOutEvaluation(
             self.held_out, self.current.dispatcher, strategy.largest_admitted, self.tell)

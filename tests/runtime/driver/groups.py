@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dhp_ray.config import Config, load
@@ -47,7 +48,8 @@ def strategy_of(config: Config, group: Workers, auto_tokens: bool = True) -> Str
 
 def limits_of_generation(config: Config, group: Workers, num_ranks: int) -> PackLimits:
     strategy = strategy_of(config, group)
-    return strategy.limits(strategy.choose(num_ranks).mode, num_ranks)
+    of_so_many = replace(strategy, ranks=replace(strategy.ranks, nodes=("a",) * num_ranks))
+    return strategy.limits(of_so_many.choose().mode, num_ranks)
 
 
 def limits_as_given(config: Config, group: Workers, mode: Mode) -> PackLimits:

@@ -145,9 +145,9 @@ def committing(monkeypatch: pytest.MonkeyPatch, records: Any) -> Commits:
         tell=nothing.step, group=SimpleNamespace(size=2, ranks=SimpleNamespace(shape=EXPERTS)),
         history=SimpleNamespace(scale=TimeScale(), step_times_s=[], refits=SimpleNamespace(on=False)),
         records=records, scalars=nothing,
-        watch=nothing, current=SimpleNamespace(number=2, dispatcher=SimpleNamespace(batches={}),
-                                choice=SimpleNamespace(mode=Mode("micro_batch")),
-                                meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
+        reader=SimpleNamespace(batches={}),
+        watch=nothing, current=SimpleNamespace(number=2, choice=SimpleNamespace(mode=Mode("micro_batch")),
+                                               meter=SimpleNamespace(planned=lambda: (1.0, 1.0))))
     commits = commits_of(session)
     monkeypatch.setattr(commits, "_observe_speeds", lambda finished, work: None)
     monkeypatch.setattr(commits, "_refit", lambda finished, work: None)

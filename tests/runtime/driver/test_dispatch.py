@@ -19,7 +19,7 @@ from dhp_ray.data.stream import GlobalBatch
 from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel, warm_up
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import RankPlan, Sample, planned_samples
-from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.dispatch import BatchReader, Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 from dhp_ray.runtime.rank_slices import unpacked_slice
 
@@ -72,9 +72,9 @@ def dispatcher(group: WorkerGroup) -> Iterator[Dispatcher]:
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=3", "planner.sync=step"])
     written: dict[int, Any] = {}
     cost = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
-    made = Dispatcher(Batches(), group, ClusterSpec(2, 2, 64), cost, config, GroupCacheState(4), 3,
-                      write_plan=written.__setitem__,  # type: ignore[arg-type]
-                      scale=lambda: 1.0)
+    reader = BatchReader(Batches(), config)  # type: ignore[arg-type]
+    made = Dispatcher(reader, group, ClusterSpec(2, 2, 64), cost, config, GroupCacheState(4), 3,
+                      write_plan=written.__setitem__, scale=lambda: 1.0)
     made.written = written  # type: ignore[attr-defined]
     yield made
     made.stop()
@@ -285,13 +285,13 @@ def test_a_batch_that_is_being_read_holds_up_no_change_of_membership(
 
     monkeypatch.setattr(stream, "next_batch", slow)
     dispatcher.begin(2)
-    batches, reader = dispatcher.hand_over()
-    following = Dispatcher(stream, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config,
-                           GroupCacheState(4), 4, batches=batches, reader=reader)
+    dispatcher.end_planning()
+    following = Dispatcher(dispatcher.reader, dispatcher.group, dispatcher.cluster, dispatcher.cost, dispatcher.config,
+                           GroupCacheState(4), 4)
     again = following.dispatch(1)
     assert again is not None
     assert again.plan_id == "4.1.1"
-    assert list(batches) == [1]
+    assert list(dispatcher.reader.batches) == [1]
     following.begin(2)
     released.set()
     assert following.take(2) is not None

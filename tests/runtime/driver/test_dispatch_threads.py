@@ -20,7 +20,7 @@ from dhp_ray.planner import LAST_RESORT, PLANNERS, CostModel
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Sample
-from dhp_ray.runtime.driver.dispatch import Dispatcher
+from dhp_ray.runtime.driver.dispatch import BatchReader, Dispatcher
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
 
 COST = CostModel.load(str(CONF / "cost" / "cpu.yaml"))
@@ -58,16 +58,17 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dispatcher]:
     config = load(["data.format=synthetic", "data.path=unused", "batch.global_samples=2", "planner.sync=step"])
     stream: Any = Rows()
     group = WorkerGroup([WorkerHandle(slot, ACTOR) for slot in range(2)])
-    made = Dispatcher(stream, group, ClusterSpec(2, 2, 64), COST, config, GroupCacheState(4), 3, scale=lambda: 1.0)
+    made = Dispatcher(BatchReader(stream, config), group, ClusterSpec(2, 2, 64), COST, config, GroupCacheState(4), 3,
+                      scale=lambda: 1.0)
     yield made
     made.stop()
 
 
 def following(dispatcher: Dispatcher) -> Dispatcher:
     """The dispatcher of the next membership."""
-    batches, reader = dispatcher.hand_over()
-    return Dispatcher(dispatcher.reader.stream, dispatcher.group, dispatcher.cluster, COST, dispatcher.config,
-                      GroupCacheState(4), 4, batches=batches, reader=reader)
+    dispatcher.end_planning()
+    return Dispatcher(dispatcher.reader, dispatcher.group, dispatcher.cluster, COST, dispatcher.config,
+                      GroupCacheState(4), 4)
 
 
 def test_a_planner_that_fails_once_another_plan_was_sent_is_heard_with_the_next_step(
@@ -107,7 +108,7 @@ def test_a_plan_file_that_is_being_written_is_written_before_the_next_membership
     dispatcher.begin(1)
     assert begun.wait(30)
     Timer(0.2, released.set).start()
-    dispatcher.hand_over()
+    dispatcher.end_planning()
     assert files == ["3.1.1"]
 
 

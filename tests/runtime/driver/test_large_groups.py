@@ -65,7 +65,7 @@ def a_send(num_ranks: int, transport: str = "parent") -> tuple[int, int]:
     Groups.passes = 0
     batch = GlobalBatch(0, samples, {sample.id: (None, 0) for sample in samples}, {}, {})  # type: ignore[misc]
     sent = dispatcher._send(1, batch, replace(plan, groups=Groups(plan.groups)), False)
-    dispatcher.stop()
+    dispatcher.end_planning()
     assert len(sent.prefetches) == num_ranks
     assert [member.actor.calls for member in group.members] == [1] * num_ranks  # type: ignore[attr-defined]
     return Groups.passes, max(member.actor.num_bytes for member in group.members)  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def run(mirroring: Mirroring, steps: range, copy_s: float, step_s: float) -> lis
     mirrored = []
     for step in steps:
         if mirroring.due(step):
-            mirroring.begun(step)
+            mirroring.last = step
             mirroring.observe([[copy_s], [copy_s / 2]], step_s)
             mirrored.append(step)
     return mirrored
