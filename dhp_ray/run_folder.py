@@ -6,20 +6,11 @@ import re
 
 CONFIG_FILE, CLUSTER_FILE = "config.yaml", "cluster.json"
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE = "metrics.jsonl", "ledger.jsonl", "skipped.jsonl", "events.jsonl"
-COST_FILE, COST_PICTURE = "cost.yaml", "cost.png"
-"""The costs that planner.cost=measure has found."""
-PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER = (
-    "plans",
-    "trace",
-    "checkpoints",
-    "tensorboard",
-    "model",
-)
-EXPORTS_FOLDER = "exports"
-LEASE_FOLDER = "lease"
-"""Which process writes into the folder."""
-MANIFEST_FILE = "manifest.json"
-"""A file in the folder of a checkpoint, which is whole once it has one."""
+COST_FILE, COST_PICTURE = "cost.yaml", "cost.png"  # what planner.cost=measure has found
+PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER = "plans", "trace", "checkpoints"
+TENSORBOARD_FOLDER, MODEL_FOLDER, EXPORTS_FOLDER = "tensorboard", "model", "exports"
+LEASE_FOLDER = "lease"  # which process writes into the folder
+MANIFEST_FILE = "manifest.json"  # a file in the folder of a checkpoint, which is whole once it has one
 
 WRITTEN = (CONFIG_FILE, CLUSTER_FILE, METRICS_FILE, LEDGER_FILE, SKIPPED_FILE, EVENTS_FILE, COST_FILE, COST_PICTURE,
            PLANS_FOLDER, TRACES_FOLDER, CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, MODEL_FOLDER, EXPORTS_FOLDER,

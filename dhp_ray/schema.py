@@ -45,17 +45,13 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-MONTH_S = 30 * 86400
-"""Longest time to wait for anything: the clocks below count nanoseconds."""
+MONTH_S = 30 * 86400  # longest time to wait for anything: the clocks below count nanoseconds
 
 MAX_MIRROR_STEPS = 1000
 """The most steps between mirrored states: workers remember those of all versions between the last two."""
 
-LARGEST = 1e30
-"""The largest of numbers that are computed with in 32 bits."""
-
-MEASURE = "measure"
-"""The `planner.cost` that is no file: costs are measured before the run's first step."""
+LARGEST = 1e30  # the largest of numbers that are computed with in 32 bits
+MEASURE = "measure"  # the `planner.cost` that is no file: costs are measured before the run's first step
 
 FORMATS = ("llava", "parquet", "webdataset", "huggingface", "synthetic")
 
@@ -85,8 +81,8 @@ class Data:
     format: str = key("synthetic", "format of the samples", choices=FORMATS)
     path: str = key("", "file or folder of the samples", path="file or folder")
     image_root: str = key("", "folder that image names are relative to; empty: the folder of data.path", path="folder")
-    sources: list[Source] = key([],
-                                "several sources mixed by weight, instead of data.path: [{path: a, weight: 1}, ...]")
+    sources: list[Source] = key([], "several sources mixed by weight, instead of data.path: "
+                                "[{path: a, weight: 1}, ...]")
     min_pixels: int = key(0, "an image or video with fewer pixels is scaled up to this many; 0: as the model's own "
                           "processor does", minimum=0, maximum=10**9)
     max_pixels: int = key(1003520, "an image with more pixels is scaled down to this many", minimum=1, maximum=10**9)
@@ -139,11 +135,8 @@ class Planner:
                     "the CPU take conf/cost/cpu.yaml", path="file")
     tokens_per_rank: str = key("auto", "most tokens of a pack on one rank: a number, or auto (what the device's memory "
                                "holds)", choices=("auto",), number="whole number", minimum=1)
-    max_sequence_tokens: int = key(
-        0,
-        "longest sequence allowed, fixed for the run; 0: tokens_per_rank x cluster.num_workers at its first start",
-        minimum=0,
-    )
+    max_sequence_tokens: int = key(0, "longest sequence allowed, fixed for the run; 0: tokens_per_rank x "
+                                   "cluster.num_workers at its first start", minimum=0)
 
 
 @dataclass(kw_only=True)
@@ -179,23 +172,14 @@ class Elastic:
     hang_s: float = key(
         10.0, "replace a rank that computes without progress after so many seconds, or after 60 times the predicted "
         "seconds of a layer, if longer", above=0, maximum=MONTH_S)
-    evict_below: float = key(
-        0.2,
-        "replace a worker, once in its place, if it is slower than this share of the others' speed for 20 steps; "
-        "0: never",
-        minimum=0,
-        below=1,
-    )
+    evict_below: float = key(0.2, "replace a worker, once in its place, if it is slower than this share of the others' "
+                             "speed for 20 steps; 0: never", minimum=0, below=1)
 
 
 @dataclass(kw_only=True)
 class Watch:
-    every_steps: int = key(
-        20,
-        "draw the plan and what really happened for TensorBoard and trace/ at step 1 and every so many steps; "
-        "0: never",
-        minimum=0,
-    )
+    every_steps: int = key(20, "draw the plan and what really happened for TensorBoard and trace/ at step 1 and every "
+                           "so many steps; 0: never", minimum=0)
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-NOBODY_READS = (errno.EPIPE, errno.EIO)
-"""A closed pipe, and a terminal that is gone."""
+NOBODY_READS = (errno.EPIPE, errno.EIO)  # a closed pipe, and a terminal that is gone
 
 
 class LastingFile(io.RawIOBase):

@@ -46,8 +46,7 @@ def words_of(error: BaseException) -> str:
 
 
 def death_of(error: BaseException) -> str:
-    """Return Ray's words for the death of an actor in one line: what its constructor raised, or why its process ended.
-    """
+    """Return in one line what Ray says of an actor's death: what its constructor raised, or why its process ended."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # what follows the indented lines: the constructor's frames, the last of which raised, or the actor's properties
     found = [line for before, line in pairwise(lines) if before[0].isspace() and not line[0].isspace()] or lines
@@ -62,8 +61,7 @@ class StoppingError(Exception):
 class Membership:
     """A rank's place in one generation, and the address of the rendezvous store. `replica_ranks`: who holds each rank's
     replica (empty: none). `pool_groups`: process groups that every rank keeps (0: as many as this device holds).
-    `mode`: how ranks train where the configuration says auto (None: plainly, in `step`). `nodes`: of each rank, by any
-    name (empty: one).
+    `mode`: for keys that are auto (None: PLAIN). `nodes`: of each rank, by any name (empty: one).
     """
 
     rank: int
@@ -89,9 +87,8 @@ class Membership:
 
 
 class StepOrder(NamedTuple):
-    """The order to all ranks to run a step's plan, which they have prefetched. `placeholders`: samples whose labels are
-    all masked, with reasons. `schedule_step` of `total_steps`: where the learning rate's schedule is. `mirrors`: the
-    state is copied afterwards.
+    """The order to run a step's plan, which all ranks have prefetched. `placeholders`: samples whose labels are all
+    masked, with reasons. `schedule_step`: the learning rate's. `mirrors`: the state is copied afterwards.
     """
 
     step: int
@@ -127,8 +124,7 @@ class HeldShards:
     versions: Mapping[int, Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Ran:
+class Ran(NamedTuple):
     """A step that a worker ran."""
 
     result: StepResult
@@ -137,11 +133,10 @@ class Ran:
 
 @dataclass(frozen=True)
 class Status:
-    """A worker's report on itself; without one it is `dead`, or has not `answered`. `generation`: it is in, or
-    entering. `call`: of its training thread (empty: idle); `last_mark`: passed last, in words; `mark_id`: the call with
-    that mark's number (idle: the images that it has decoded). `error`: it raised, unless a peer's loss was the cause,
-    or why it is dead. Only of an idle one: `held`; `ran`: its last steps; `steps`: the last step that left each state
-    version.
+    """A worker's report on itself; without one it is `dead`, or has not `answered`. `call`: of its training thread
+    (empty: idle); `last_mark`: passed last, in words; `mark_id`: the call with that mark's number (idle: the images
+    that it has decoded). `error`: it raised, unless a peer's loss was the cause, or why it is dead. Only of an idle
+    one: `held`; `ran`: its last steps; `steps`: the last step that left each state version.
     """
 
     generation: int = 0

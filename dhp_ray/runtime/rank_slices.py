@@ -1,8 +1,5 @@
-"""How the ranks' slices of a plan are sent: in a form that stays fast with many ranks.
-
-Ray's cloudpickle calls Python for every object, and a frozen dataclass with slots once more: most of the cost of
-sending a step. So a slice is bytes that the C pickler writes; references to blocks go beside it, because Ray has to
-count them.
+"""How the ranks' slices of a plan are sent: as bytes that the C pickler writes, since Ray's cloudpickle calls Python
+for every object. References to blocks go beside them, because Ray has to count them.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ import ray
 
 from dhp_ray.data.blocks import UNKNOWN, BlockOrigin, BlockRows
 from dhp_ray.planner.plan.types import MicroBatch, Pack, RankPlan, Sample, SplitImage, VisionPlan, planned_samples
-
-PROTOCOL = 5
 
 Packed = tuple[bytes, list[ray.ObjectRef]]
 """The arguments of a call: the pickled bytes, and the references to the blocks that belong to them."""
@@ -60,7 +55,7 @@ def packed_slice(plan: RankPlan, blocks: Sequence[BlockRows]) -> Packed:
     described = [(block.rows, block.origin.node, block.origin.item, block.origin.rows, place[block.origin.source])
                  for block in blocks]
     stream = BytesIO()
-    pickler = pickle.Pickler(stream, PROTOCOL)
+    pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _REDUCERS
     pickler.dump((plan, described))
     return stream.getvalue(), [*(block.reference[0] for block in blocks), *sources]

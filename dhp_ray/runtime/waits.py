@@ -14,8 +14,7 @@ from time import monotonic
 
 from dhp_ray.runtime.messages import Notice
 
-LONG_S = 10.0
-"""A wait of this many seconds is long: it is reported and recorded."""
+LONG_S = 10.0  # a wait of this many seconds is long: it is reported and recorded
 
 LOOK_S = 1.0
 

@@ -93,8 +93,8 @@ class Commits:
             self.save(step, cursor)
 
     def save(self, step: int, cursor: Cursor) -> None:
-        """Have all ranks stage their state after `step`; they write it in the background. Waits for a checkpoint that
-        is still being written: a rank that waited for it within the next step would count as stuck.
+        """Have all ranks stage their state after `step`; they write it in the background. Waits for the save before: a
+        rank that waited for it within the next step would count as stuck.
         """
         session = self.session
         if self._unsealed:
@@ -179,10 +179,8 @@ class Commits:
             speed, place = session.current.meter.measured[rank], session.group.members[rank].place
             session.records.event("slow" if slow else "no_longer_slow", rank=rank, step=finished.step,
                                   speed=round(speed, 2))
-            session.tell(Notice(
-                f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of the others' "
-                "speed; plans follow"
-            ))
+            session.tell(Notice(f"rank {rank} ({place}) {'is slow' if slow else 'is no longer slow'}: {speed:.2f} of "
+                                "the others' speed; plans follow"))
 
 
 def makespan_s(results: Sequence[StepResult]) -> float:
@@ -198,9 +196,7 @@ def measured_idle_fraction(results: Sequence[StepResult]) -> float:
 
 
 def cost_error(plan: Plan, work: Work, results: Sequence[StepResult]) -> float | None:
-    """Return the median error of the seconds of packs and images predicted at the plan's speeds; None: nothing
-    measured.
-    """
+    """Return the median error of predicted seconds of packs and images; None: nothing measured."""
     measured_s = busy_s_of(work, results)
     cost = CostModel.from_json(plan.inputs["cost"])
     once_s = work.seconds(cost, PAID_ONCE)
@@ -247,8 +243,8 @@ def step_metrics(
 
 
 def encoder_metrics(plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return, for a step with images apart from its packs, the slowest rank's seconds before and after them, without
-    waiting, the longest sum of both over the mean sum, and the bytes of features sent to other ranks.
+    """Return, if images are apart from packs, the slowest rank's seconds before and after these, without waiting, the
+    longest sum of both over the mean sum, and the bytes of features sent to other ranks.
     """
     if not plan.vision.apart:
         return {}

@@ -33,7 +33,7 @@ from dhp_ray.runtime.driver.commit import Commits
 from dhp_ray.runtime.driver.dispatch import DispatchedStep, RunningStep
 from dhp_ray.runtime.driver.elastic import Condition
 from dhp_ray.runtime.driver.group import WorkerGroup, WorkerHandle
-from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure, report_pending
+from dhp_ray.runtime.driver.recovery import DrainingNodes, PendingWorkers, leaving_ranks, reconfigure
 from dhp_ray.runtime.driver.session import Session
 from dhp_ray.runtime.driver.start import open_session, schedule_step
 from dhp_ray.runtime.messages import GroupError, Message, Notice, RunError, RunFinished, StepOrder, StoppingError, Tell
@@ -43,12 +43,9 @@ from dhp_ray.storage import Folder, StorageError
 from dhp_ray.train.results import StepResult
 
 MOST_SKIPPED = 20
-"""So many updates skipped in a row, because a gradient was not finite, end a run: it is no longer the batch. Even if
-every second batch had such a gradient by itself, so many in a row would come once in a million steps.
-"""
+"""So many updates skipped in a row, because a gradient was not finite, end a run: it is no longer the batch."""
 
-LONG_STEP = 3.0
-"""The driver reports a wait for a step that takes this many times as long as the slowest recent step."""
+LONG_STEP = 3.0  # the driver reports a wait for a step that takes this many times as long as the slowest recent step
 
 
 class Driver:
@@ -58,7 +55,7 @@ class Driver:
         self, config: Config, workers: dict[int, ActorHandle], store: tuple[str, int], takes_over: bool,
         lease: Lease | None = None,
     ) -> None:
-        """`workers` by slot; `takes_over`: they have the state of a run whose driver is lost. `lease`: its folder's."""
+        """`workers` by slot; `takes_over`: they have the state of a run whose driver is lost."""
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it would announce that its progress bars are off
         # when several ranks fail together, the driver asks one of them; Ray would print the tracebacks of the others
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
@@ -77,8 +74,7 @@ class Driver:
         self.counted_step = 0  # the last step whose rows have been counted
         self.num_skipped = 0  # the updates skipped in a row
         self.begun_after = -1  # the step that this start goes on from; -1: that of a lost driver
-        # calls that wait for copies of the state after a step
-        self.copies = 0, list[ray.ObjectRef]()
+        self.copies = 0, list[ray.ObjectRef]()  # calls that wait for copies of the state after a step
 
     def run(self) -> Iterator[Message]:
         """Train to the end; the last message says how it ended."""
@@ -173,8 +169,7 @@ class Driver:
             mirrored = running.mirrors and results[0].applied
             if mirrored:
                 session.mirroring.last = step
-            # If this step is mirrored, nothing is lost with the ranks that leave; but the rest of a drained node may
-            # follow.
+            # nothing of a mirrored step is lost with the ranks that leave; but the rest of a drained node may follow
             drained = Condition.DRAINED in self.leaving.values()
             endangered = drained or (bool(self.leaving) and not mirrored)
             self.commits.save_when_due(step, results, running.dispatched.batch.cursor,
@@ -220,7 +215,7 @@ class Driver:
 
     def _launch(self, session: Session, dispatched: DispatchedStep | None, waited_s: float = 0.0) -> RunningStep | None:
         """Start a dispatched step on all ranks, once each has reported the samples that it cannot decode; None if there
-        is none, or the run is to end. `waited_s`: how long the driver waited for its batch and plan.
+        is none, or the run is to end. `waited_s`: for its batch and plan.
         """
         if dispatched is None:
             return None
@@ -282,8 +277,7 @@ class Driver:
                 self.tell(Notice(
                     f"the state is copied to other ranks after {often} from now on: a copy takes {copy_s:.3g} s, a "
                     f"step {step_s:.3g} s; a lost worker costs the steps since the last copy once more (later changes "
-                    "are in events.jsonl)"
-                ))
+                    "are in events.jsonl)"))
 
     def _spares_slow(self, session: Session) -> bool:
         """Let slow workers stay if the last step was not mirrored and its save has failed: their state would be lost.
@@ -302,14 +296,13 @@ class Driver:
         if session.stopping:
             return ""
         newcomers = min(len(self.pending.ready()), session.max_workers - session.group.size)
-        report_pending(session, self.pending)
+        self.pending.report(session.records)
         if newcomers > 0:
             return f"{newcomers} worker{'s join' if newcomers > 1 else ' joins'}"
         return next((session.group.words(rank, condition) for rank, condition in self.leaving.items()), "")
 
 
-PICTURE_S = 0.5
-"""Seconds that a run that ends early waits for the picture of a step."""
+PICTURE_S = 0.5  # seconds that a run that ends early waits for the picture of a step
 
 
 def export(session: Session) -> None:

@@ -10,15 +10,14 @@
 from __future__ import annotations
 
 from bisect import bisect, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
 from dhp_ray.runtime.messages import HeldShards, Status
 
-MAX_FAILURES = 8
-"""Generations that may break in one and the same step before the run gives up."""
+MAX_FAILURES = 8  # generations that may break in one and the same step before the run gives up
 
 
 class Condition(StrEnum):
@@ -74,14 +73,11 @@ class Stop:
 
 def shortage(num_healthy: int, newcomers: int, min_ranks: int, max_ranks: int) -> Wait | Stop | None:
     """Return what keeps the run from going on with so many healthy workers and newcomers; None: nothing. `min_ranks`:
-    the largest of cluster.min_workers and of what the state and the longest waiting sequence need; `max_ranks`:
-    cluster.max_workers.
+    the most of cluster.min_workers and of what the state and the longest waiting sequence need.
     """
     if min_ranks > max_ranks:
-        return Stop(
-            f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} "
-            "(cluster.max_workers)"
-        )
+        return Stop(f"the next batch has a sequence that needs {min_ranks} ranks, and the run has at most {max_ranks} "
+                    "(cluster.max_workers)")
     have = num_healthy + max(0, min(newcomers, max_ranks - num_healthy))
     return Wait(min_ranks, have) if have < min_ranks else None
 
@@ -113,9 +109,9 @@ class SurvivingState:
 def surviving_state(
     held: Sequence[Sequence[HeldShards]], known: Collection[int] | None = None
 ) -> SurvivingState | None:
-    """Return the highest version of which every shard survives complete, from what each worker holds; None if there is
-    none. `known`: the versions that count, of which somebody knows the step that left them (None: all). Of several
-    workers with a shard, the one that supplies the fewest so far supplies it.
+    """Return the highest version of which every shard survives complete, from what each worker holds. `known`: the
+    versions that count, of which somebody knows the step that left them (None: all). Of several workers with a shard,
+    the one that supplies the fewest so far supplies it.
     """
     sizes = {shards.generation: shards.world_size for found in held for shards in found}
     best: SurvivingState | None = None
@@ -139,8 +135,8 @@ def surviving_state(
 
 
 def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return for each rank the rank that holds its shard's replica: on another node if there is one, spread evenly, so
-    that no loss of a rank or of one of several nodes takes both. Empty for one rank.
+    """Return for each rank the rank that holds its shard's replica: on another node if there is one, spread evenly.
+    Empty for one rank.
     """
     if len(nodes) < 2:
         return ()
@@ -149,15 +145,11 @@ def replica_ranks_of(nodes: Sequence[str]) -> tuple[int, ...]:
     found = []
     for rank in range(len(nodes)):
         number, index = next(
-            (number, index) for number, ranks in enumerate(keepers) for index in _from(bisect(ranks, rank), len(ranks))
+            (number, index) for number, ranks in enumerate(keepers) for begin in (bisect(ranks, rank),)
+            for index in chain(range(begin, len(ranks)), range(begin))  # from the next rank on, all around
             if places[ranks[index]] != places[rank])
         found.append(keepers[number].pop(index))
         if number + 1 == len(keepers):
             keepers.append([])
         insort(keepers[number + 1], found[-1])
     return tuple(found)
-
-
-def _from(begin: int, count: int) -> Iterator[int]:
-    """The indices of `count` things, from one of them on, around their end."""
-    return chain(range(begin, count), range(begin))

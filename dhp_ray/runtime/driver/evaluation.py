@@ -1,5 +1,4 @@
-"""Evaluation on held-out samples: passes over `eval.path`, planned and run like training batches, for loss and answers.
-"""
+"""Evaluation on held-out samples: passes over `eval.path`, planned and run like batches, for loss and answers."""
 
 from __future__ import annotations
 
@@ -70,9 +69,9 @@ class HeldOutEvaluation:
                 dispatcher.stop()
 
     def when_due(self, step: int, last: bool) -> dict[str, float]:
-        """After every `eval.every_steps` steps and after the `last` one return `eval_loss`, the mean over the valid
-        tokens of all held-out samples, and the mean scores if answers are generated. Either is missing if no sample
-        has any, a sample needs more ranks than there are, or the run is to end. Call it between two steps.
+        """After every `eval.every_steps` steps and after the `last` one return `eval_loss`, the mean over all valid
+        tokens, and the mean scores if answers are generated. Either is missing if no sample has any, a sample needs
+        more ranks than there are, or the run is to end. Call it between two steps.
         """
         self._number = 0
         if self.losses is None or not (last or step % self.config.eval.every_steps == 0):
@@ -99,12 +98,9 @@ class HeldOutEvaluation:
             self.tell(Notice(f"no scores of answers after step {step}: no held-out sample can be answered"))
         return found | scores
 
-    def _run_pass(
-        self, dispatcher: Dispatcher, step: int, method: str, what: str
-    ) -> list[tuple[list[str], Any]] | None:
-        """Run `method` of all ranks on all batches. Returns each batch's sample ids ("": unusable) and rank 0's result;
-        None: not complete.
-        """
+    def _run_pass(self, dispatcher: Dispatcher, step: int, method: str, what: str
+                  ) -> list[tuple[list[str], Any]] | None:
+        """Return each batch's sample ids ("": unusable) and rank 0's result of `method`; None: not complete."""
         reader = dispatcher.reader
         reader.stream.start_epoch(0)
         reader.batches.clear()

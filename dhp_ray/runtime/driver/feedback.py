@@ -35,18 +35,14 @@ from dhp_ray.planner.plan.types import Plan
 from dhp_ray.schema import MAX_MIRROR_STEPS
 from dhp_ray.train.results import StepResult
 
-SPEED_DECAY = 0.5
-"""The weight of the last step's sums in the next."""
-
-NOMINAL_FROM = 0.85
-"""At this speed and above, a rank counts as one of nominal speed, so that plans do not follow noise."""
+SPEED_DECAY = 0.5  # the weight of the last step's sums in the next
+NOMINAL_FROM = 0.85  # at this speed and above, a rank counts as one of nominal speed, so that plans do not follow noise
 
 GRAIN = 0.05
 """Lower speeds are rounded for the planner to multiples of this, from one half down of half of it, and so on."""
 
 SLOW_BELOW = 0.7
-SLOW_STEPS = 5
-"""A rank counts as slow, and is reported, after SLOW_STEPS steps in a row below SLOW_BELOW."""
+SLOW_STEPS = 5  # a rank counts as slow, and is reported, after SLOW_STEPS steps in a row below SLOW_BELOW
 
 FORGET_AFTER = 10
 """After this many steps without a pack, a rank counts as one of nominal speed: it gets a pack, and is measured."""
@@ -132,12 +128,9 @@ def busy_s(results: Sequence[StepResult], num_ranks: int) -> list[float]:
     return seconds
 
 
-WINDOW = 16
-"""The number of last steps whose packs are used."""
-REFIT_DECAY = 0.75
-"""The factor by which the weight of a step's packs falls with each later step."""
-MOST_ROWS = 512
-"""The most rows of a step that are kept; if it has more, only every second, third, ... one is kept."""
+WINDOW = 16  # the number of last steps whose packs are used
+REFIT_DECAY = 0.75  # the factor by which the weight of a step's packs falls with each later step
+MOST_ROWS = 512  # the most rows of a step that are kept; if it has more, only every second, third, ... one is kept
 
 HIGH, STEPS_TO_STAY = 0.1, 4
 """The typical error from which measured costs are refitted, and the steps that show it: the first ones pay for more."""
@@ -228,8 +221,7 @@ def _factors(terms: Terms, prior: CostModel) -> Terms:
     return found if all(1 / FAR <= factor <= FAR for factor in found.values()) else {}
 
 
-COPY_SHARE = 0.02
-"""The largest share of a step's time that copies may take."""
+COPY_SHARE = 0.02  # the largest share of a step's time that copies may take
 
 RECENT_COPIES = 8
 """The last copies of a rank of which the fastest counts: in slower ones, it waited for a peer or a core."""
@@ -304,11 +296,8 @@ class TimeScale:
             self.ratios = [*self.ratios, measured_s / predicted_s][-self.window :]
 
 
-LATE_S = 0.01
-"""The shortest time that the driver waits for a plan."""
-
-RECENT_PLANS = 50
-"""The number of plans whose distance from the lower bound predicts that of the next one."""
+LATE_S = 0.01  # the shortest time that the driver waits for a plan
+RECENT_PLANS = 50  # the number of plans whose distance from the lower bound predicts that of the next one
 
 
 @dataclass

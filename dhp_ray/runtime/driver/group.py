@@ -23,23 +23,12 @@ from dhp_ray.runtime.rank_slices import RowIndex, packed_slice
 from dhp_ray.runtime.strategy import Ranks
 from dhp_ray.runtime.waits import Waits
 
-SURVEY_S = 4.0
-"""How long the control thread of a worker may take to answer."""
-
-GATHER_S = 0.002
-"""Answers that arrive this soon after the first are taken with it: each wait scans all that are pending."""
-
-GRACE_S = 5.0
-"""When a rank is killed, its peers raise first; Ray learns of its death a little later."""
-
-AGAIN_S = 0.3
-"""Seconds that a worker has to answer before its node is looked at, or after it has failed to answer for SURVEY_S."""
-
-IDLE_LOOK_S = 1.0
-"""Seconds between health checks of workers that wait for data and have no call that would fail."""
-
-STOP_POLL_S = 0.2
-"""Seconds between two checks whether the run is to end, in a wait that ends with it."""
+SURVEY_S = 4.0  # how long the control thread of a worker may take to answer
+GATHER_S = 0.002  # answers this soon after the first are taken with it: each wait scans all that are pending
+GRACE_S = 5.0  # when a rank is killed, its peers raise first; Ray learns of its death a little later
+AGAIN_S = 0.3  # how long before its node is looked at, or after it has failed to answer for SURVEY_S
+IDLE_LOOK_S = 1.0  # seconds between health checks of workers that wait for data and have no call that would fail
+STOP_POLL_S = 0.2  # seconds between two checks whether the run is to end, in a wait that ends with it
 
 WORDS = {Condition.DEAD: "died", Condition.UNRESPONSIVE: "answers no more", Condition.STUCK: "is stuck",
          Condition.RAISED: "raised", Condition.SLOW: "is too slow",
@@ -68,11 +57,10 @@ def by_node(members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
 class WorkerGroup:
     """Worker actors, in rank order once described. Before a run trains, an error waits for the death that explains it.
     Once it trains (`look_s` is set), errors are raised at once, and health is checked after `look_s` seconds without a
-    result.
+    result. `waits`: where waits for the group are reported.
     """
 
     def __init__(self, members: Sequence[WorkerHandle], waits: Waits | None = None) -> None:
-        """`waits`: where waits for the group are reported."""
         self.members = list(members)
         self.look_s: float | None = None
         self.exchange_s = math.inf  # how long all ranks may wait for one another
@@ -95,13 +83,12 @@ class WorkerGroup:
     @property
     def memory_bytes(self) -> int:
         """The device memory in bytes that every rank has at least. On the CPU, the ranks of a node share its memory."""
-        found, sharing = [member.described for member in self.members], Counter(self.nodes)
-        return min(member["memory_bytes"] // (sharing[member["node_id"]] if member["device"] == "cpu" else 1)
-                   for member in found)
+        sharing = Counter(self.nodes)
+        return min(found["memory_bytes"] // (sharing[found["node_id"]] if found["device"] == "cpu" else 1)
+                   for found in (member.described for member in self.members))
 
     @property
     def ranks(self) -> Ranks:
-        """What the strategy of a run depends on."""
         described = [member.described for member in self.members]
         node_memory_bytes: dict[str, float] = {}
         for found in described:
@@ -163,9 +150,8 @@ class WorkerGroup:
 
         With `end_stuck`, a stuck worker is ended at once: the thread that is stuck may not be the training thread, the
         only one that a poll sees. GroupError: a rank died, raised, no longer answers, stands still for `stuck_s`
-        without waiting for others, or has no result `behind_s` after another has one; the message names it, with its
-        own error if it has one. Or all ranks wait for one another. StoppingError: `stopping` gives a reason to end the
-        run before all results have arrived.
+        without waiting for others, or has no result `behind_s` after another has one; or all ranks wait for one
+        another. StoppingError: `stopping` gives a reason to end the run before all results have arrived.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         look_s = look_s or self.look_s
@@ -273,15 +259,8 @@ def _values(references: Sequence[ray.ObjectRef]) -> list[Any]:
     """Return, for calls that have ended, in order, the result or the error that Ray raises."""
     try:
         return list(ray.get(list(references)))
-    except RayError:
-        return [_value(reference) for reference in references]
-
-
-def _value(reference: ray.ObjectRef) -> Any:
-    try:
-        return ray.get(reference)
     except RayError as error:
-        return error
+        return [error] if len(references) == 1 else [_values([reference])[0] for reference in references]
 
 
 def _died(value: Any) -> bool:

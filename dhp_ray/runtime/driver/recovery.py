@@ -52,21 +52,18 @@ from dhp_ray.runtime.messages import (
     Tell,
     death_of,
 )
+from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.waits import said_at_s
 
 POLL_S = 0.05
 CAPACITY_POLL_S = 0.5
-ENDING_S = 6.0
-"""Ray ends a stopped process only after about 5 s; its sockets stay open until then."""
-
-LONGEST_S = 300.0
-"""The most seconds until another worker is asked for in the place of one that failed before it joined."""
+ENDING_S = 6.0  # Ray ends a stopped process only after about 5 s; its sockets stay open until then
+LONGEST_S = 300.0  # the most seconds until another worker is asked for in the place of one that failed before it joined
 
 LOADS_LONG_S = 60.0
 """A newcomer that loads the model for this many seconds is reported, and again after 3, 6, 12, 30 times as many."""
 
-DRAINING_LOOK_S = 1.0
-"""Seconds between two queries to the head of the cluster for nodes that are being drained."""
+DRAINING_LOOK_S = 1.0  # seconds between two queries to the head of the cluster for nodes that are being drained
 
 
 @dataclass
@@ -100,7 +97,7 @@ def reconfigure(
     """Replace the current generation with the next one; returns the steps that are finished and not committed. `cause`:
     why, for the user; `broken`: collectives have failed; `leaving`: ranks to be replaced although they work;
     `unresponsive`: ranks that have just failed to answer. GroupError: the new generation broke too; call again.
-    RunError: the run cannot go on. StoppingError: it is to end, and all is saved.
+    StoppingError: the run is to end, and all is saved.
     """
     moments = {"begun": perf_counter()}
     if broken:
@@ -143,14 +140,14 @@ def reconfigure(
 
 
 def _end_where_saved(session: Session, step: int) -> None:
-    """Raise StoppingError if the run is to end and the newest checkpoint is already of `step` or later."""
+    """Raise StoppingError if the run is to end and a checkpoint is already of `step` or later."""
     if session.stopping and step <= session.checkpoints.newest_step():
         raise StoppingError
 
 
 def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Sequence[int]) -> list[WorkerHealth]:
     """Poll the health of every worker until all healthy ones have left their calls; end and replace the others. Blocks
-    on the nodes of those that are gone are made again, until a worker joins there.
+    on lost nodes are made again elsewhere.
     """
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
@@ -212,14 +209,12 @@ def _check_repetition(session: Session, workers: list[WorkerHealth], cause: str)
         raise RunError(f"step {step} has failed {session.history.failures.steps.count(step)} times; {why}")
 
 
-def _wait_for_capacity(
-    session: Session, pending: PendingWorkers, workers: list[WorkerHealth]
-) -> list[WorkerHealth]:
+def _wait_for_capacity(session: Session, pending: PendingWorkers, workers: list[WorkerHealth]) -> list[WorkerHealth]:
     """Wait until there are as many survivors and newcomers as the run needs."""
     told = False
     while True:
         ready = pending.ready()
-        report_pending(session, pending)
+        pending.report(session.records)
         # A run that is to end forms a new generation of whoever is left, to save what they hold.
         enough = max(session.config.cluster.min_workers, session.current.dispatcher.needed_ranks)
         needed = 1 if session.stopping else enough
@@ -239,11 +234,6 @@ def _wait_for_capacity(
         # the others are being replaced
         session.group.members = [worker.member for worker in workers if worker.healthy]
         workers = _settle(session, {}, ())
-
-
-def report_pending(session: Session, pending: PendingWorkers) -> None:
-    """Ask for replacements of newcomers that failed before they joined, and report those that load for long."""
-    pending.report(lambda slot, why: session.records.event("newcomer_lost", slot=slot, error=why))
 
 
 def _starting_point(session: Session, survivors: Sequence[WorkerHealth]) -> StartingPoint:
@@ -268,8 +258,8 @@ def _starting_point(session: Session, survivors: Sequence[WorkerHealth]) -> Star
 
 
 def _go_back(session: Session, step: int) -> None:
-    """Move the stream back to `step`, and the records too if later steps have been committed. The stream stays lost
-    until the new generation has taken over: if that breaks, it may be needed at another step.
+    """Move the stream back to `step`, and the records too if later steps have been committed. The stream counts as lost
+    until the new generation has taken over: that may break, and the next go on from another step.
     """
     session.history.stream_lost, committed = True, session.records.last_step
     if step < committed:
@@ -414,9 +404,9 @@ class PendingWorkers:
             self._waits_s.pop(member.slot, None)
         return taken
 
-    def report(self, on_failure: Callable[[int, str], object] = lambda slot, why: None) -> None:
+    def report(self, records: RunRecords | None = None) -> None:
         """Report newcomers that load for long, and ask for others in the slots of those that failed: at once, then
-        after 2, 4, 8, ... up to LONGEST_S seconds. Call it again and again. `on_failure` gets slot and reason.
+        after 2, 4, 8, ... up to LONGEST_S seconds. Call it again and again.
         """
         now = monotonic()
         for newcomer in self._coming:
@@ -429,7 +419,8 @@ class PendingWorkers:
             wait_s = self._waits_s.get(slot, 0.0)
             self._waits_s[slot] = min(max(2.0, 2 * wait_s), LONGEST_S)
             self._wanted.append((now + wait_s, slot))
-            on_failure(slot, why)
+            if records:
+                records.event("newcomer_lost", slot=slot, error=why)
             later = f" in {wait_s:g} s" if wait_s else ""
             self._tell(Notice(f"a new worker failed, another is asked for{later}: {why}"))
         due = [slot for at_s, slot in self._wanted if at_s <= now]

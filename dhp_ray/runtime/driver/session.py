@@ -28,11 +28,9 @@ from dhp_ray.runtime.records.run_records import RunRecords
 from dhp_ray.runtime.records.tensorboard import ScalarLog, StepPictures, cluster_text
 from dhp_ray.runtime.strategy import Choice, ResolvedRun, Strategy
 
-STUCK_SHARE = 0.75
-"""A rank counts as stuck after this share of the time within which it must be found: checks come now and then."""
+STUCK_SHARE = 0.75  # of the time within which a stuck rank must be found: checks come now and then
 HANG_LAYERS = 60  # a rank may stand still for as long as so many layers should take
-LOOKS_PER_HANG = 8
-"""The number of health checks in `elastic.hang_s` seconds while a step runs."""
+LOOKS_PER_HANG = 8  # the number of health checks in `elastic.hang_s` seconds while a step runs
 
 
 @dataclass
@@ -121,7 +119,7 @@ class Session:
         return ACCELERATORS[self.group.members[0].described["device"]].pool_groups(self.group.memory_bytes)
 
     def stuck_s(self, plan: Plan) -> float:
-        """Return how long a rank may stand still in a step: as many layers, or `comm.timeout_s` if unknown."""
+        """Return how long a rank may stand still in a step: HANG_LAYERS layers, `comm.timeout_s` if unknown."""
         scale = self.history.scale
         if not scale.ratios:
             return self.config.comm.timeout_s

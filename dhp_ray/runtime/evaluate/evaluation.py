@@ -29,8 +29,7 @@ from dhp_ray.runtime.messages import Notice, RunError, words_of
 from dhp_ray.runtime.waits import Waits
 from dhp_ray.schema import Evaluation
 
-MAX_RESTARTS = 3
-"""How often Ray restarts a worker that dies, and retries the sample that it was working on."""
+MAX_RESTARTS = 3  # how often Ray restarts a worker that dies, and retries the sample that it was working on
 
 
 def evaluate(config: Evaluation, signals: ShutdownSignals) -> int:

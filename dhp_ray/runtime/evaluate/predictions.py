@@ -91,8 +91,7 @@ def _mean_loss(loss_sum: float, num_valid_tokens: int) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-NUM_LINES = 20
-"""The maximum number of progress lines if the output is not a terminal."""
+NUM_LINES = 20  # the maximum number of progress lines if the output is not a terminal
 
 
 class Display:

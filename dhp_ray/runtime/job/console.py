@@ -26,7 +26,23 @@ class Console:
     def show(self, message: Message) -> None:
         """Show one message, on lines of its own. An error is left to the caller, who knows the exit status."""
         with self._lock:
-            self._show(message)
+            match message:
+                case RunStarted():
+                    self._total_steps = message.total_steps
+                    self._print(*message.lines)
+                    self._open_bar(message.first_step - 1)
+                case StepCommitted():
+                    self.steps += 1
+                    self._print(step_line(message.metrics, self._total_steps))
+                    if self._bar:
+                        self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"],
+                                         now=now_line(message.metrics))
+                case Notice():
+                    self._print(message.text)
+                case RunFinished():
+                    self.close()
+                    if message.text:
+                        self._print(message.text)
 
     def close(self) -> None:
         """Take the progress bar down; lines can still follow."""
@@ -35,25 +51,6 @@ class Console:
                 with suppress(OSError, ValueError):
                     self._bar.stop()
                 self._bar = None
-
-    def _show(self, message: Message) -> None:
-        match message:
-            case RunStarted():
-                self._total_steps = message.total_steps
-                self._print(*message.lines)
-                self._open_bar(message.first_step - 1)
-            case StepCommitted():
-                self.steps += 1
-                self._print(step_line(message.metrics, self._total_steps))
-                if self._bar:
-                    self._bar.update(self._bar.task_ids[0], completed=message.metrics["step"],
-                                     now=now_line(message.metrics))
-            case Notice():
-                self._print(message.text)
-            case RunFinished():
-                self.close()
-                if message.text:
-                    self._print(message.text)
 
     def _print(self, *lines: str) -> None:
         for line in lines:
@@ -85,8 +82,8 @@ def progress_bar(what: str, stream: TextIO | None, disable: bool = False) -> Pro
 def step_line(metrics: Mapping[str, Any], total_steps: int) -> str:
     """`step 12/60 loss 2.413 (lr 9.8e-4, norm 1.2) 3.1k tokens/s step 0.84 s plan 3 ms idle 18 % degrees 1x9 2x2`.
 
-    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)` says that the plan came too late and which
-    planner's plan ran instead. `total_steps` is 0 when it is not known.
+    `degrees` lists degree x number of packs; `plan 3 ms (late: dhp_quick)`: the planner whose plan ran instead of one
+    that came too late. `total_steps` 0: not known.
     """
     place = f"step {metrics['step']}/{total_steps}" if total_steps else f"step {metrics['step']}"
     counts = sorted((int(degree), count) for degree, count in metrics["degrees"].items())

@@ -55,10 +55,9 @@ def fit(overrides: Overrides = ()) -> Result:
 
     Returns `metrics` of the last committed step (its line in metrics.jsonl, also of an earlier start), `checkpoint` and
     `path`: the run's folder (the former opens it, also where its URI has credentials, which nothing shows), and
-    `error`, a RunError of one line if the run has ended early. ConfigError: a key or value in `overrides` is not
-    allowed. RunError: only in a trial, which has failed then: why the run has ended early.
+    `error`, a RunError of one line if the run has ended early; in a trial it is raised. ConfigError: a key or value in
+    `overrides` is not allowed.
     """
-    trial = None
     name = current_trial()
     with chdir(callers_folder(name)):
         config = config_of(overrides)
@@ -69,12 +68,10 @@ def fit(overrides: Overrides = ()) -> Result:
             refuse_relative_run(config)
         else:
             make_absolute(config)
-    if name:
-        trial = Trial(name, config)
+    trial = Trial(name, config) if name else None
     shown = Shown(trial)
-    waits = Waits(shown.show)
+    waits, joined = Waits(shown.show), not ray.is_initialized()
     lease = None
-    joined = not ray.is_initialized()
     error = ""
     try:
         # Ray Tune may start a trial again while the process that it has paused is still ending
@@ -110,7 +107,7 @@ def last_metrics(folder: Folder) -> dict[str, Any]:
 
 def resources(overrides: Overrides = ()) -> PlacementGroupFactory:
     """Return what a Ray Tune trial that calls `fit` with these overrides reserves, for `tune.with_resources`. Call it
-    in a process that has joined Ray. ConfigError: a key or value in `overrides` is not allowed; one line.
+    in a process that has joined Ray. ConfigError: as `fit`.
     """
     from ray.tune import PlacementGroupFactory
 
@@ -168,11 +165,8 @@ class Shown(Console):
 
 
 POINTER_FILE = "dhp_ray.json"
-ORIGINAL_FOLDER = "TUNE_ORIG_WORKING_DIR"
-"""The variable in which Ray Tune keeps the folder that a trial's process began in."""
-
-TRIAL_CPUS = 0.01
-"""CPUs of a trial's own process, which waits for its driver most of the time."""
+ORIGINAL_FOLDER = "TUNE_ORIG_WORKING_DIR"  # in which Ray Tune keeps the folder that a trial's process began in
+TRIAL_CPUS = 0.01  # CPUs of a trial's own process, which waits for its driver most of the time
 
 
 def bundles_of(config: Config) -> list[dict[str, float]]:

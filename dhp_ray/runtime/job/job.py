@@ -50,8 +50,8 @@ def train(config: Config, lease: Lease, signals: ShutdownSignals) -> int:
 
 def on_cluster(config: Config, say: Callable[[Notice], None], signals: ShutdownSignals, work: Callable[[Waits], int]
                ) -> int:
-    """Join the cluster, and return the exit status of `work`, or of a signal that ends it, or of an error, which is one
-    line on standard error. `say` shows waits.
+    """Join the cluster, and return the exit status of `work`, or of a signal or error that ends it; errors are one line
+    on standard error. `say` shows waits.
     """
     waits = Waits(say)
     try:
@@ -79,11 +79,13 @@ def run(
 ) -> RunFinished:
     """Train on the cluster that this process has joined; return how the run ended. `lent`: see `WorkerPool`. `leaves`:
     this process leaves the cluster, which ends the workers, without the traceback of one that still imports.
-    ConfigError, RunError: one line.
     """
     with waits.on("the index of the data", shows_itself=True):
         index_ahead(config.data)
-    pool = WorkerPool(config, resolve_device(config), waits, lent)
+    accelerator = device_of(config.cluster.device, ray.cluster_resources())
+    config.cluster.device = accelerator.name
+    check_device(config)
+    pool = WorkerPool(config, accelerator, waits, lent)
     host = ray.util.get_node_ip_address()
     stores: list[TCPStore] = []
     try:
@@ -91,8 +93,7 @@ def run(
             pool.replace(slot)
         lost = 0
         while lost < MAX_DRIVERS:
-            # Each driver has its own store: it may use numbers of generations that a lost driver has tried. Existing
-            # groups keep using their own store.
+            # each driver has its own: it may use numbers of generations that a lost driver has tried
             stores.append(rendezvous_store(host))
             steps = console.steps
             last = _drive(config, lease, pool, (host, stores[-1].port), console, waits, signals,
@@ -110,7 +111,7 @@ def run(
 
 
 def rendezvous_store(host: str) -> TCPStore:
-    """Return a new store on a free port of `host`, and only there; by default, TCPStore listens on every interface."""
+    """Return a store on a free port of `host`, and only there: by default, TCPStore listens on every interface."""
     from torch.distributed import TCPStore  # seconds to import: after the configuration has been checked
 
     try:
@@ -164,14 +165,6 @@ def _drive(config: Config, lease: Lease, pool: WorkerPool, store: tuple[str, int
         starting_driver.close()
         ray.kill(driver)
     raise RunError("the driver ended without a word")
-
-
-def resolve_device(config: Config) -> Accelerator:
-    """Return the device of the workers, or the cluster's best kind; refuse one that cannot do what is asked."""
-    accelerator = device_of(config.cluster.device, ray.cluster_resources())
-    config.cluster.device = accelerator.name
-    check_device(config)
-    return accelerator
 
 
 def start_driver(config: Config, workers: dict[int, Any], store: tuple[str, int], takes_over: bool, lease: Lease

@@ -22,8 +22,7 @@ from typing import Any
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-END_S = 10.0
-"""How long the program may take to end what it has started."""
+END_S = 10.0  # how long the program may take to end what it has started
 
 
 def start_cluster() -> subprocess.Popen[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import ray
 
-from dhp_ray.comm.device import CPU, Accelerator, choose
+from dhp_ray.comm.device import CPU, choose
 from dhp_ray.config import Config, ConfigError, check_device
 from dhp_ray.measure.cost_file import Measured, MeasuredSession, measured_cost
 from dhp_ray.measure.rounds import MAX_TOKENS, PARTS
@@ -55,7 +55,12 @@ def measure_here(
         num_ranks = request.ranks or min(devices_here(accelerator), config.cluster.num_workers)
         config = replace(config, cluster=replace(config.cluster, num_workers=num_ranks),
                          planner=replace(config.planner, tokens_per_rank="auto"))
-        strategy = Strategy(config, ranks_here(config, accelerator))
+        size, memory_bytes = state_size(config), accelerator.memory_bytes()
+        strategy = Strategy(config, Ranks(
+            kind=accelerator.name, shape=size.shape, adapters=size.adapters, nodes=("here",) * num_ranks,
+            memory_bytes=memory_bytes // num_ranks if accelerator is CPU else memory_bytes,
+            node_memory_bytes={"here": CPU.memory_bytes()}, device_names=(accelerator.model_name(),),
+            fused=operators_of(accelerator.name) is not None))
         modes = allowed_modes(config.planner.sync, config.train.activation_checkpointing)
         strategy.check_memory(modes[0])
         memory, known = strategy.memory(modes[0]), strategy.cost(modes[0])
@@ -90,11 +95,3 @@ def measure_here(
     origin = strategy.origin(modes[0])
     origin = replace(origin, settings=dict(origin.settings) | {"sync": [mode.sync for mode in modes]})
     return measured_cost(sessions, origin, memory, known, request.name)
-
-
-def ranks_here(config: Config, accelerator: Accelerator) -> Ranks:
-    size, num_ranks, memory_bytes = state_size(config), config.cluster.num_workers, accelerator.memory_bytes()
-    return Ranks(kind=accelerator.name, shape=size.shape, adapters=size.adapters, nodes=("here",) * num_ranks,
-                 memory_bytes=memory_bytes // num_ranks if accelerator is CPU else memory_bytes,
-                 node_memory_bytes={"here": CPU.memory_bytes()}, device_names=(accelerator.model_name(),),
-                 fused=operators_of(accelerator.name) is not None)

@@ -19,17 +19,16 @@ from typing import Any
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
-LEAVE_S = 3.0
-"""How long the main thread may take to clean up. Ray ends the workers of a job that is gone."""
+LEAVE_S = 3.0  # how long the main thread may take to clean up. Ray ends the workers of a job that is gone
 
 
 class ShutdownSignals:
     """What the signals to this process ask for, and who is told. Both the main thread and one that reads them from a
-    pipe receive them: foreign code may block the main thread for minutes.
+    pipe receive them: foreign code may block the main thread for minutes. `before`: when a run that ends at once ends.
     """
 
     def __init__(self, before: str = "before the first step") -> None:
-        self.before = before  # words for when a run that ends at once was stopped
+        self.before = before
         self.reason = ""
         self.say: Callable[[str], None] = partial(print, flush=True)
         self._stop: Callable[[str], object] | None = None
@@ -73,14 +72,9 @@ class ShutdownSignals:
         """Print the error line of a run that ended at once; only the first call does."""
         if not self._told:
             self._told = True
-            # Within ray.init the handler is Ray's; it may raise SystemExit before the thread has read which signal it
-            # was.
-            what = (
-                f"stopped {self.before}: {self.reason or 'SIGTERM'}"
-                if self._stop is None
-                else "ended at once: Ctrl-C"
-            )
-            way_back = "" if self._stop is None else " to go on from the newest checkpoint"
+            # Ray's handler within ray.init may raise SystemExit before the thread has read which signal it was
+            what, way_back = ((f"stopped {self.before}: {self.reason or 'SIGTERM'}", "") if self._stop is None
+                              else ("ended at once: Ctrl-C", " to go on from the newest checkpoint"))
             print(f"error: {what}; start the same command again{way_back}", file=sys.stderr, flush=True)
 
     def _listen(self) -> None:

@@ -24,15 +24,9 @@ from dhp_ray.run_folder import LEASE_FOLDER
 from dhp_ray.runtime.messages import RunError
 from dhp_ray.storage import Folder, StorageError
 
-RENEW_S = 1.0
-"""How often a run renews its lease. Another host sees that the run goes on by the change, not by comparing clocks."""
-
-EXPIRES_S = 20.0
-"""A lease that has not been renewed for this long is that of a dead run, or of one that will notice that it is lost."""
-
-
-GIVING_WAY_S = 0.3
-"""How long a start of the same moment may take to give way."""
+RENEW_S = 1.0  # another host sees by the change that the run goes on, not by comparing clocks
+EXPIRES_S = 20.0  # not renewed for this long, a lease is that of a dead run, or of one that will notice that it is lost
+GIVING_WAY_S = 0.3  # how long a start of the same moment may take to give way
 
 
 def take_lease(run_dir: str, say: Callable[[str], None], patience_s: float = 0.0) -> Lease:
@@ -66,7 +60,6 @@ class Lease:
     def __init__(self, folder: Folder, start: Start | None = None) -> None:
         self.folder, self.start = folder, start or Start(0, "")
         self._begun = monotonic()
-        self._renewals = 0
         self._ended = Event()
         self._renewing: Thread | None = None
 
@@ -170,7 +163,6 @@ class Lease:
         while not self._ended.wait(RENEW_S):
             try:
                 self.check()
-                self._renewals += 1
                 self._write("running")
             except StorageError:
                 continue  # tried again; what is wrong is reported by what the run itself writes
@@ -178,7 +170,7 @@ class Lease:
     def _write(self, state: str) -> None:
         line = {"state": state, "host": socket.gethostname(), "pid": os.getpid(), "place": _place(),
                 "born": _born(os.getpid()), "held_s": round(monotonic() - self._begun, 3),
-                "clock_s": monotonic(), "renewals": self._renewals}
+                "clock_s": monotonic()}
         self.folder.write(self.start.file, json.dumps(line).encode())
 
     def _read(self, start: Start) -> dict[str, Any]:

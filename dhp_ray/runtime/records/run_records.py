@@ -49,8 +49,7 @@ ADMITTING = ("data.on_error", "data.max_file_mb")
 counts rows, bad ones too. So a run goes on with the same row as before; those before it that were left out stay so.
 """
 
-UPLOAD_INTERVAL_S = 10.0
-"""How old the logs on an object store grow while steps commit, unless they take long to upload."""
+UPLOAD_INTERVAL_S = 10.0  # how old the logs on an object store grow while steps commit, unless they take long to upload
 
 
 class RunRecords:

@@ -32,8 +32,7 @@ from dhp_ray.storage import Folder, append_whole, retry_when_full, storage_error
 from dhp_ray.train.results import StepResult
 
 UPLOAD_INTERVAL_S = 30.0
-MAX_CURVES = 16
-"""With up to this many ranks, every rank and every degree has its own curve."""
+MAX_CURVES = 16  # with up to this many ranks, every rank and every degree has its own curve
 HYPERPARAMETERS = ("seed", "batch", "model", "cluster", "planner", "comm", "train")
 """Keys and sections whose numbers, words and switches the HPARAMS page compares between runs."""
 

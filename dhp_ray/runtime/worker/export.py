@@ -34,6 +34,8 @@ from dhp_ray.storage import Folder, StorageError, storage_errors, sync_folder
 from dhp_ray.train.engine import Engine
 from dhp_ray.train.state.checkpoint import StoredValues
 
+UNFINISHED = ".export"  # the folder in run.dir in which the ranks write the model
+
 
 def save_folder(config: Config) -> Path:
     """Return where this node writes checkpoints: run.dir, or a folder for temporary files, to be uploaded."""
@@ -43,21 +45,16 @@ def save_folder(config: Config) -> Path:
     return folder
 
 
-def export_place(config: Config) -> Path:
-    """Return where the ranks of a run write its model, if run.dir is a folder."""
-    return save_folder(config) / ".export"
-
-
 @contextmanager
 def export_folder(config: Config) -> Iterator[Path]:
-    """Yield an empty folder for a model that goes to the run folder. On an object store it is on this node; else always
-    the same one inside run.dir: an export removes what a killed one has left.
+    """Yield an empty folder for the model: on this node if run.dir is on an object store; else always the same one in
+    run.dir, so that an export removes what a killed one has left.
     """
     if Folder(config.run.dir).local_path() is None:
         with tempfile.TemporaryDirectory(prefix="dhp_ray_", dir=save_folder(config)) as scratch:
             yield Path(scratch)
         return
-    folder = export_place(config)
+    folder = save_folder(config) / UNFINISHED
     with storage_errors(f"run.dir: {folder}", "cannot be made"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -82,11 +79,10 @@ def export_model(
     smallest_bytes: int = SMALLEST_FILE_BYTES,
 ) -> None:
     """Write the model of all ranks with its processor to the folder `name` of the run. Every rank calls this; `group`
-    is over host memory (None: one rank). ModelError, DataError, StorageError, AbortedError (another rank failed): one
-    line.
+    is over host memory (None: one rank). AbortedError: another rank failed.
     """
     store, all_ranks = Folder(config.run.dir), AllRanks(rank, group, engine.progress)
-    local, place = store.local_path(), export_place(config)
+    local, place = store.local_path(), save_folder(config) / UNFINISHED
     files: list[ModelFile] = []
     with ExitStack() as stack:
         def begin() -> None:
@@ -124,12 +120,10 @@ def export_checkpoint(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Write the model of the checkpoint of `step` with its processor to `out`, a folder that is empty or does not exist
-    and that appears whole or not at all; returns the bytes of its tensors. `config` is the run's, with the `model`
-    section that says where to read the model now. `on_progress` is called with the numbers of files written and of all
-    files.
+    and that appears whole or not at all; returns the bytes of its tensors. `config`: the run's; its `model` section
+    says where to read the model now. `on_progress`: called with the numbers of files written and of all files.
 
-    ValueError: the model cannot be built, or the checkpoint is damaged or of another model. StorageError: something
-    cannot be read or written. One line each.
+    ValueError: the model cannot be built, or the checkpoint is damaged or of another model.
     """
     name = Checkpoints(run, config.checkpoint.keep).manifest(step).files
     adapter = build_adapter(replace(config, cluster=replace(config.cluster, device=CPU.name)))

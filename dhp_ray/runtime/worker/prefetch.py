@@ -27,11 +27,9 @@ from dhp_ray.train.step_inputs import IDLE, StepInputs, packs_of
 
 Patches = list[np.ndarray | None]
 """For each grid of an image or video, float32 of shape (P, patch_dim); None if another rank encodes it."""
-
 Decoding = Callable[[], Patches]
 
-DECODED_AHEAD = 2
-"""The images and videos that each decoder may be ahead of the pack that is collated: one under way, and a next one."""
+DECODED_AHEAD = 2  # images that each decoder may be ahead of the pack that is collated: one under way, and a next one
 
 
 def num_decoders(config: Config) -> int:
@@ -47,8 +45,8 @@ def load_inputs(
     """Return the inputs of a plan's packs, and why samples that are placeholders here cannot be used. `rows`: those of
     the plan's samples, in any order. RunError: one is missing, or there is no memory to decode one.
 
-    Images are decoded by `num_decoders` threads, in the order of the plan, while the pack before is collated, up to
-    DECODED_AHEAD; a pack's decoded patches are not held after that. `on_decoded` is called after each image or video.
+    Images are decoded by `num_decoders` threads, in the order of the plan, while the pack before is collated; decoded
+    patches are not held after that. `on_decoded` is called after each image or video.
     """
     row_of = {row["id"]: row for row in rows}
     for sample in planned_samples(plan):
@@ -76,8 +74,7 @@ def load_inputs(
             check_payload(sample, payload, adapter, here)
         except MemoryError as error:  # of the machine, not of the sample
             raise RunError(f"step {plan.step}: no memory to decode sample {sample.id}: {named_line(error)}") from None
-        # whatever decoders raise on foreign bytes: the sample is bad, and its reason is reported
-        except Exception as error:
+        except Exception as error:  # whatever decoders raise on foreign bytes: the sample is bad, and reported
             failures[sample.id] = shown(first_line(error).removeprefix(f"sample {sample.id}: "))
             return placeholder(sample)
         return payload

@@ -55,13 +55,8 @@ class Rank:
     """
 
     def __init__(
-        self,
-        config: Config,
-        membership: Membership,
-        accelerator: Accelerator,
-        adapter: LanguageModel | None = None,
-        keeps_state: bool = False,
-        progress: Progress | None = None,
+        self, config: Config, membership: Membership, accelerator: Accelerator, adapter: LanguageModel | None = None,
+        keeps_state: bool = False, progress: Progress | None = None,
     ) -> None:
         self.config, self.membership, self.accelerator = config, membership, accelerator
         rank, world_size = membership.rank, membership.world_size
@@ -157,8 +152,7 @@ class Rank:
         return seconds
 
     def renew_state_group(self) -> None:
-        """Replace the group of checkpoints after a failed save, which breaks it. Every rank calls this, between steps.
-        """
+        """Replace the group of checkpoints, which a failed save breaks. Every rank calls this, between steps."""
         dist.destroy_process_group(self.state_group)
         self.state_group = self._new_state_group()
         self.checkpointer.renew(self.state_group)
@@ -189,7 +183,6 @@ class Rank:
         return learning_rate_factor(step, total_steps, train.warmup_steps, train.min_learning_rate_ratio)
 
     def export(self, name: str, save_processor: Callable[[Path], None]) -> None:
-        """Write the model to the folder `name` of the run (all ranks call this). See `export_model`."""
         export_model(self.config, self.adapter, self.engine, self.membership.rank, self.membership.world_size,
                      self.state_group, save_processor, name)
 

@@ -1,7 +1,7 @@
 """The Ray actor of one rank: it trains in one thread, makes the next step's inputs in another, and answers in others.
 
-A worker outlives generations. When a call fails, it keeps the state that it holds, leaves the generation at once, so
-that closed sockets free its peers, and waits to be told to join the next.
+A worker outlives generations. When a call fails, it keeps its state, leaves the generation at once, so that closed
+sockets free its peers, and waits to be told to join the next.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
     from dhp_ray.train.step_inputs import StepInputs
 
 
-CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}
-"""Threads in addition to the one that trains."""
-
+CONCURRENCY_GROUPS = {"prefetch": 1, "control": 4}  # threads in addition to the one that trains
 RESULTS_KEPT = 3  # the steps that a lost driver may be behind, and one more
-VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2
-"""The state versions whose last step is remembered: those since the last mirrored one but one, and more."""
+VERSIONS_KEPT = 3 * MAX_MIRROR_STEPS + 2  # whose last step is known: those since the last mirrored but one, and more
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -184,18 +181,17 @@ class Worker:
     @training
     def run(self, packed: bytes) -> StepResult:
         """Run a prefetched plan of a step: a `StepOrder`, pickled."""
-        assert self.rank is not None
         step, plan_id, placeholders, schedule_step, total_steps, mirrors = pickle.loads(packed)
-        wait, factor = perf_counter(), self.rank.learning_rate_factor(schedule_step, total_steps)
+        wait, factor = perf_counter(), self.member.learning_rate_factor(schedule_step, total_steps)
         inputs = self._take(step, plan_id, placeholders)
-        result = self.rank.run(inputs, factor, perf_counter() - wait, mirrors)
+        result = self.member.run(inputs, factor, perf_counter() - wait, mirrors)
         self.kept.clear()  # every rank has its copies of this generation: the previous one's are not needed
         self.ran[step] = Ran(result, placeholders)
         self.ran.pop(step - RESULTS_KEPT, None)
         self.steps[result.state_version] = step
         if len(self.steps) > VERSIONS_KEPT:
             del self.steps[min(self.steps)]
-        saved, error = self.rank.checkpointer.poll()
+        saved, error = self.member.checkpointer.poll()
         return result._replace(saved_steps=tuple(saved), save_error=error)
 
     @ray.method(concurrency_group="control")
@@ -207,17 +203,21 @@ class Worker:
         rank.finish_mirror()
         return rank.mirror_seconds()
 
+    @property
+    def member(self) -> Rank:
+        """This worker, while it is in a generation."""
+        assert self.rank is not None
+        return self.rank
+
     @training
     def evaluate(self, number: int, plan_id: str, placeholders: dict[str, str]) -> tuple[float, int]:
         """Return the loss sum and the valid tokens, over all ranks, of a prefetched batch of held-out samples."""
-        assert self.rank is not None
-        return self.rank.stepper.evaluate(self._take(number, plan_id, placeholders))
+        return self.member.stepper.evaluate(self._take(number, plan_id, placeholders))
 
     @training
     def answer(self, number: int, plan_id: str, placeholders: dict[str, str], sample_ids: list[str]) -> list[str]:
         """Return greedy answers to a prefetched batch of held-out prompts, `sample_ids`; every rank has all of them."""
-        assert self.rank is not None
-        return self.rank.answer(self._take(number, plan_id, placeholders), sample_ids, self.processor)
+        return self.member.answer(self._take(number, plan_id, placeholders), sample_ids, self.processor)
 
     def _take(self, step: int, plan_id: str, placeholders: dict[str, str]) -> StepInputs:
         """Return the inputs of the plan that all ranks are told to run; drops those of other plans of this step."""
@@ -234,31 +234,26 @@ class Worker:
     @training
     def measure(self, part: str, tokens_per_rank: int) -> MeasuredPart:
         """Measure a part of what packs cost, with all ranks; the state is useless afterwards."""
-        assert self.rank is not None
-        return self.rank.measure(part, tokens_per_rank)
+        return self.member.measure(part, tokens_per_rank)
 
     @training
     def save(self, step: int) -> None:
         """Stage the state and write it in the background; `run` and `finish_save` report when it is whole."""
-        assert self.rank is not None
-        self.rank.checkpointer.begin(step)
+        self.member.checkpointer.begin(step)
 
     @training
     def finish_save(self) -> tuple[list[int], str]:
-        assert self.rank is not None
-        self.rank.checkpointer.finish()
-        return self.rank.checkpointer.poll()
+        self.member.checkpointer.finish()
+        return self.member.checkpointer.poll()
 
     @training
     def renew_state_group(self) -> None:
-        assert self.rank is not None
-        self.rank.renew_state_group()
+        self.member.renew_state_group()
 
     @training
     def export(self, name: str) -> None:
         """Write the trained model, its tokenizer and processor to the run folder (all ranks write, and call this)."""
-        assert self.rank is not None
-        self.rank.export(name, self.processor.save)
+        self.member.export(name, self.processor.save)
 
     @training
     def leave(self) -> None:

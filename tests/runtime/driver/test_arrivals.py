@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,7 +135,8 @@ def test_the_places_of_those_that_fail_in_a_row_are_filled_later_and_later(monke
     found, told = PendingWorkers("cpu", TOLD.put), []
     for wait_s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, LONGEST_S, LONGEST_S):
         found.failed.append((3, "no such file"))
-        [notice, *due] = reported(found, lambda slot, why: told.append((slot, why)))
+        records = SimpleNamespace(event=lambda kind, slot, error: told.append((slot, error)))
+        [notice, *due] = reported(found, records)
         later = f" in {wait_s:g} s" if wait_s else ""
         assert notice == Notice(f"a new worker failed, another is asked for{later}: no such file")
         assert due == ([] if wait_s else [Replace(3)])

@@ -60,7 +60,7 @@ def test_nodes_are_lost_however_long_the_run_waits_for_others(told: list[Message
             gone.add(2)
         return [0] * polls.pop(0)
 
-    pending: Any = SimpleNamespace(ready=ready, report=lambda on_failure: None)
+    pending: Any = SimpleNamespace(ready=ready, report=lambda records: None)
     workers = recovery._settle(session, {}, ())
     assert blocks.lost == {"1"}
     workers = recovery._wait_for_capacity(session, pending, workers)
