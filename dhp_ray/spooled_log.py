@@ -16,13 +16,12 @@ from typing import Any
 
 from dhp_ray.storage import Folder, StorageError, append_whole, replacing, retry_when_full, storage_errors, sync_folder
 
-UPLOADING_SHARE = 0.05
-"""The most of the time that uploads of growing files may take, beside those before a checkpoint is sealed."""
+UPLOADING_SHARE = 0.05  # the most of the time that uploads may take, beside those before a checkpoint is sealed
 
 
 class UploadTimer:
     """Tells when files that grow are to be uploaded again: after `interval_s`, or later if uploads would take more than
-    UPLOADING_SHARE of the time. (After 100,000 steps with 512 ids of 40 bytes a ledger has 2 GB.)
+    UPLOADING_SHARE of the time: a ledger may have gigabytes.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -44,10 +43,9 @@ class UploadTimer:
 
 
 class SpooledLog:
-    """A log of JSON objects, one per line, in `name` of a folder.
-
-    On a local folder a line is on the disk when `append` returns. An object store cannot append: lines are spooled in a
-    temporary file, which `flush` uploads whole. A last line that a crash cut short is dropped when the log is opened.
+    """A log of JSON objects, one per line, in `name` of a folder. On a local folder a line is on the disk when `append`
+    returns; else lines are spooled in a temporary file, which `flush` uploads whole. A last line that a crash cut short
+    is dropped when the log is opened.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -167,9 +165,7 @@ def mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
 
 
 def lines_backwards(text: bytes | mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """The whole lines, the last one first, each with the byte that it begins at; behind them is what a crash cut
-    short.
-    """
+    """The whole lines, the last one first, each with the byte that it begins at."""
     end = text.rfind(b"\n")
     while end >= 0:
         begin = text.rfind(b"\n", 0, end) + 1
@@ -178,9 +174,7 @@ def lines_backwards(text: bytes | mmap.mmap) -> Iterator[tuple[int, bytes]]:
 
 
 def last_line(folder: Folder, name: str) -> bytes:
-    """The last whole line of a log, empty if it has none. On this machine only the end of the file is read, which may
-    have gigabytes.
-    """
+    """The last whole line of a log, empty if it has none. Of a file on this machine only the end is read."""
     if not folder.exists(name):
         return b""
     local = folder.local_path()

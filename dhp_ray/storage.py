@@ -1,8 +1,6 @@
-"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs. Logs
-that grow are in spooled_log.py.
-
-Other file systems that pyarrow.fs reaches (`hdfs://`) show a file before it is complete: a crash may leave a run there
-that cannot be resumed.
+"""Files of a run, on a local path or in an object store behind a URI (`s3://`, `gs://`, ...), through pyarrow.fs. Other
+file systems that it reaches (`hdfs://`) show a file before it is complete: a crash may leave a run there that cannot be
+resumed.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
 """Ending of a file that is being written; a crash may leave one behind, and no listing shows it."""
 
 ROOM_PATIENCE_S = 20.0
-
-STORAGE_TIMEOUT_S = 2 * 3600.0
-"""Seconds that ranks wait for one another's files: a disk may be slow, and `comm.timeout_s` is about networks."""
+STORAGE_TIMEOUT_S = 2 * 3600.0  # that ranks wait for one another's files; `comm.timeout_s` is about networks
 
 
 class StorageError(OSError):
@@ -42,11 +38,9 @@ class StorageError(OSError):
 
 
 class Folder:
-    """A folder that is named by a local path or a URI; it exists once something has been written into it.
-
-    Names are relative, with `/` between their parts. Every method raises StorageError, with the file's full name.
-    `uri`, as which it is pickled, shows no credentials. `before_writing` is called before each change, and may raise
-    StorageError.
+    """A folder that is named by a local path or a URI; it exists once something has been written into it. Names are
+    relative, with `/` between their parts. Every method raises StorageError, with the file's full name. `uri`, as which
+    it is pickled, shows no credentials. `before_writing` is called before each change, and may raise StorageError.
     """
 
     def __init__(self, uri: str) -> None:
@@ -81,9 +75,9 @@ class Folder:
         return Folder(f"{base.rstrip('/')}/{_checked(name)}{mark}{options}")
 
     def read(self, name: str) -> bytes:
-        with storage_errors(self._full(name),
-                            "cannot be read"), self._files.open_input_stream(self._at(name)) as stream:
-            return bytes(stream.read())
+        with storage_errors(self._full(name), "cannot be read"):
+            with self._files.open_input_stream(self._at(name)) as stream:
+                return bytes(stream.read())
 
     def write(self, name: str, content: bytes) -> None:
         """Put the whole file in place at once: a reader, or a crash, finds the old content or the new, never a part."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def cache_folders() -> list[Path]:
     """Where to look for a kept file, and to keep it, in this order: DHP_RAY_CACHE alone if it is set; else dhp_ray in
-    the user's cache folder, and a folder of this user's among temporary files, where the home cannot be written.
+    the user's cache folder, and a folder of this user's among temporary files.
     """
     named = os.environ.get("DHP_RAY_CACHE")
     if named:

@@ -1,10 +1,7 @@
-"""What happens before the first step: the run folder is opened, the workers join, the data stream moves to its
-position.
+"""What happens before the first step: the run folder is opened, the workers join, the data stream moves to its place.
 
-With `planner.cost=measure` the workers first measure what packs cost there, and the run keeps the result:
-
-    first start   join a generation of their own | part after part | leave      run.dir/cost.yaml, cost.png
-    later starts  run.dir/cost.yaml, if it is of the same model, devices and settings; else measured again
+With `planner.cost=measure` the workers first measure, in a generation of their own, what packs cost. The run keeps the
+result in cost.yaml for later starts with the same model, devices and settings.
 """
 
 from __future__ import annotations
@@ -109,9 +106,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
     return session
 
 
-def _first_batch(
-    config: Config, group: WorkerGroup, records: RunRecords, stream: Stream, compiled: Future[float]
-) -> Sequence[Sample]:
+def _first_batch(config: Config, group: WorkerGroup, records: RunRecords, stream: Stream, compiled: Future[float]
+                 ) -> Sequence[Sample]:
     """Return the samples of the run's first batch, once modes can be compared by it."""
     with group.waits.on("the planner's loops, which are being compiled"):
         compiled.result()
@@ -167,8 +163,8 @@ def _begin(session: Session, newest: Manifest | None) -> None:
 
 
 def covered_checkpoint(records: RunRecords, checkpoints: Checkpoints, tell: Tell) -> Manifest | None:
-    """Return the newest checkpoint that the ledger covers, from which a run goes on; None if there are no checkpoints.
-    Says so if there are newer ones, or none for the steps of the ledger; refuses a folder that has newer ones alone.
+    """Return the newest checkpoint that the ledger covers; the run goes on from it. Says so if there are newer ones, or
+    none for the steps of the ledger; refuses a folder that has newer ones alone.
     """
     whole = checkpoints.complete()
     covered = [step for step in whole if step <= records.last_step]
@@ -200,7 +196,7 @@ def batches_of(num_rows: int, config: Config) -> int:
 
 def schedule_step(step: int, cursor: Cursor, config: Config) -> float:
     """Return where the learning rate's schedule is at a step, whose batch ends at `cursor`: with `run.epochs` as far as
-    in the rows, so that it ends with the run though some cannot be used. If all can, it is the step itself.
+    in the rows, so that it ends with the run though some cannot be used.
     """
     if config.run.steps:
         return step
@@ -249,11 +245,10 @@ def saves_ahead(done: int, total: int, every: int) -> int:
     return (total // every - done // every + (total % every > 0)) if every else 1
 
 
-def check_room(
-    members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int, num_ahead: int
-) -> None:
-    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold at a time,
-    beyond the `num_present` whole ones; without it, each node needs room for its parts of one, in TMPDIR.
+def check_room(members: Sequence[WorkerHandle], config: Config, run_folder: Path | None, num_present: int,
+               num_ahead: int) -> None:
+    """Refuse a run that could not save. `run_folder` needs room for as many checkpoints as it will hold beyond the
+    `num_present` whole ones; without it, each node needs room for its parts of one, in TMPDIR.
     """
     if not num_ahead:
         return
@@ -328,8 +323,8 @@ def measured_session(
     group: WorkerGroup, store: tuple[str, int], generation: int, pool_groups: int, mode: Mode, tokens_per_rank: int,
     parts: Sequence[str] = PARTS, tell: Callable[[str, int], object] = lambda part, done: None,
 ) -> cost_file.MeasuredSession:
-    """Let the workers measure in a generation of their own; their state is useless afterwards. `tell` is called with
-    each part that begins, and the number of those before it.
+    """Let the workers measure in a generation of their own; their state is useless afterwards. `tell` gets each part
+    that begins, and the number of those before it.
     """
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))

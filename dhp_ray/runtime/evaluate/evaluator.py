@@ -41,14 +41,12 @@ from dhp_ray.schema import Evaluation
 from dhp_ray.train.sharded_engine import first_element, narrow_frozen, read_shards
 
 KEPT_FRAGMENTS = 2
-NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())
-"""Two tokens without a valid label."""
+NOTHING = Encoded(np.zeros(2, np.int32), np.full(2, IGNORE, np.int32), (), 0, (), ())  # tokens without a valid label
 
 
 class Evaluator:
-    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU, else bf16. One that Ray has restarted loads
-    it with its first sample. Actors that `join` a group each hold a shard of every layer and run in lockstep; those
-    without a sample, or that end early, take part in the others' passes.
+    """A Ray actor that holds the model of `model.path`, in fp32 on the CPU, else bf16. Actors that `join` a group each
+    hold a shard of every layer and run in lockstep; those without a sample take part in the others' passes.
     """
 
     def __init__(self, config: Evaluation, image_root: str) -> None:
@@ -210,7 +208,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 def load_part(path: str, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> Any:
     """Load the model of a folder; this rank of `group` reads only its own rows. All ranks of the group must call this,
-    and then the model, in the same way. ModelError: one line on what is missing or not supported.
+    and then the model, in the same way.
     """
     quieten()
     model, weights = without_weights(path)

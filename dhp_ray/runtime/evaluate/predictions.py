@@ -16,9 +16,7 @@ from dhp_ray.runtime.messages import RunError
 
 @dataclass(frozen=True)
 class Answer:
-    """The result for sample `number`; `loss_sum` is over the valid tokens of all assistant turns. `error`: why there is
-    none.
-    """
+    """The result for sample `number`, of all assistant turns. `error`: why there is none."""
 
     number: int
     id: str

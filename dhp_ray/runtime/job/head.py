@@ -20,12 +20,9 @@ LOCAL_SETTINGS = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "
 dashboard, metrics, task events, and a new process where an idle one ends after a second, take time from ranks.
 """
 
-HEAD_PATIENCE_S = 5.0
-"""How long a head may take to accept a connection. Ray itself tries for ten minutes to reach one that is gone."""
+HEAD_PATIENCE_S = 5.0  # until a head accepts a connection; Ray tries for ten minutes to reach one that is gone
 
-
-_started: list[subprocess.Popen[str]] = []
-"""The program that runs the cluster which `begin` has started, if it has."""
+_started: list[subprocess.Popen[str]] = []  # the program of the cluster that `begin` has started, if it has
 
 
 def named_head() -> tuple[str, str]:
@@ -59,8 +56,8 @@ def begin() -> None:
 
 
 def connect() -> None:
-    """Join the cluster that RAY_ADDRESS or a running head names, else a local one, which is started if `begin` has not,
-    and which `disconnect` ends. RunError, within seconds: no cluster answers at the address.
+    """Join the cluster that RAY_ADDRESS or a running head names, else a local one, which `disconnect` ends. RunError,
+    within seconds: no cluster answers at the address.
     """
     begin()
     import ray

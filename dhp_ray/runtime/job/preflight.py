@@ -1,5 +1,5 @@
 """Checks that refuse a run before Ray starts: all that this machine alone can tell, within a second, without Ray, torch
-or transformers. Every node must reach the paths, so they are checked here, but for object stores.
+or transformers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,11 @@ from dhp_ray.runtime.records.run_records import check_run, last_committed
 from dhp_ray.schema import MEASURE, Data, Evaluation
 from dhp_ray.storage import Folder, StorageError, check_writable
 
-STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""Schemes of URIs behind which only the driver looks: it may take seconds."""
-
-OVERRIDE = "RAY_OVERRIDE_RESOURCES"
-"""The variable that gives the resources of a cluster that Ray starts, in place of what the machine has."""
+STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")  # only the driver looks there: it may take seconds
 
 
 def check_here(config: Config, joined: bool = False) -> None:
-    """Refuse a run that cannot start, by a ConfigError with the key, its value and what is allowed. `joined`: this
-    process is in a cluster already, which says itself what it has room for.
+    """Refuse a run that cannot start. `joined`: this process is in a cluster, which says itself what it has room for.
     """
     if not joined:
         check_address()
@@ -70,7 +65,13 @@ def check_here(config: Config, joined: bool = False) -> None:
         with _refusing("eval.path"):
             check_form(held_out(config.data, config.eval.path))
     if config.planner.cost not in ("", MEASURE):
-        _check_cost(config.planner.cost)
+        from dhp_ray.planner.cost.origin import CostFile  # numpy and more take a while to import
+        from dhp_ray.planner.errors import PlanError
+
+        try:
+            CostFile.load(config.planner.cost)
+        except PlanError as error:
+            raise ConfigError(f"planner.cost: {error}") from None
     if config.run.dir.partition("://")[0] not in STORES:
         _check_run_folder(config)
 
@@ -151,10 +152,10 @@ def _refusing(key: str) -> Iterator[None]:
 
 
 def resources_here() -> dict[str, float]:
-    """Return the most that a cluster of this machine alone would have, by Ray's resource names."""
+    """Return the most that a cluster that Ray starts on this machine would have, by Ray's resource names."""
     here: dict[str, float] = {kind.resource or "CPU": kind.num_devices() for kind in ACCELERATORS.values()}
     try:
-        given = json.loads(os.environ.get(OVERRIDE, "{}"))
+        given = json.loads(os.environ.get("RAY_OVERRIDE_RESOURCES", "{}"))
     except ValueError:
         given = {}  # Ray reports what is wrong with it
     given = given if isinstance(given, dict) else {}
@@ -234,16 +235,6 @@ def _check_output(output: str, samples: str) -> None:
         check_writable(Path(output))
     except OSError as error:
         raise ConfigError(f"eval.output: {output} cannot be written: {error.strerror}") from None
-
-
-def _check_cost(path: str) -> None:
-    from dhp_ray.planner.cost.origin import CostFile
-    from dhp_ray.planner.errors import PlanError
-
-    try:
-        CostFile.load(path)
-    except PlanError as error:
-        raise ConfigError(f"planner.cost: {error}") from None
 
 
 def _check_run_folder(config: Config) -> None:

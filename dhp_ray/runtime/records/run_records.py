@@ -45,17 +45,14 @@ FIXED = ("model.", "data.", "batch.", "seed", "train.precision", "train.freeze",
 """Keys (or prefixes of keys) that cannot change during the life of a run: they decide what its steps compute."""
 
 ADMITTING = ("data.on_error", "data.max_file_mb")
-"""Keys of `data` that may change: they say which rows are used, not in which order rows come. A checkpoint's cursor
-counts rows, bad ones too. So a run goes on with the same row as before; those before it that were left out stay so.
-"""
+"""Keys of `data` that may change: they say which rows are used, not in which order rows come."""
 
 UPLOAD_INTERVAL_S = 10.0  # how old the logs on an object store grow while steps commit, unless they take long to upload
 
 
 class RunRecords:
     """The files of one run, for its one writer, the driver. A commit writes the metrics first and the ledger, which
-    counts, last; opening the folder drops a metrics line that the ledger lacks. StorageError: a file fails, or both
-    contradict each other.
+    counts, last; opening the folder drops a metrics line that the ledger lacks.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -205,8 +202,8 @@ def last_committed(folder: Folder) -> int:
 
 def check_run(folder: Folder, config: Config, last_step: int) -> None:
     """Refuse a start in a folder where it would destroy what is there, or cannot go on with the run that is there.
-    `last_step`: the last committed one. Without a committed step and a whole checkpoint, no run is there, whatever
-    config.yaml says: a start that failed has left it.
+    Without a committed step (`last_step` 0) and a whole checkpoint, no run is there, whatever config.yaml says: a start
+    that failed has left it.
     """
     _refuse_own_files(folder, config)
     stored, saved = stored_config(folder), Checkpoints(folder, config.checkpoint.keep).complete()

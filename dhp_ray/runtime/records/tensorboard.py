@@ -1,5 +1,5 @@
-"""What a user can look at while a run goes on: curves in groups, configuration and cluster as text, hyperparameters and
-pictures of plans in TensorBoard, and traces of steps for Perfetto. Written without torch.
+"""What a user can look at while a run goes on: TensorBoard's curves, texts, hyperparameters and pictures of plans, and
+traces of steps for Perfetto. Written without torch.
 
 Events are appended by us, not by tensorboard's writer: its thread ends with the first write that a full disk refuses.
 """
