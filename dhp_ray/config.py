@@ -212,9 +212,7 @@ def in_upload(folder: Path) -> bool:
 
 
 def upload_warning(key: str, folder: str, working_folder: Path) -> str:
-    """Return a warning if a key's folder is inside the upload of a submitted job, which Ray deletes, as this process's
-    folder shows; else "".
-    """
+    """Return a warning if a key's folder lies in the upload of a submitted job, which Ray deletes; else ""."""
     if in_upload(working_folder) and "://" not in folder and not os.path.isabs(os.path.expanduser(folder)):
         return (f"warning: {key}={folder} is relative: it lies in {working_folder}, which Ray deletes with the job; "
                 "give an absolute path or a URI that every node reaches")

@@ -24,15 +24,8 @@ NUMBERS = {"whole number": r"-?\d{1,17}", "share": r"\d(\.\d{1,17})?"}
 
 
 def key(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    number: str = "",
+    default: Any, text: str, *, choices: tuple[str, ...] = (), minimum: float | None = None,
+    above: float | None = None, maximum: float | None = None, below: float | None = None, number: str = "",
     path: str = "",
 ) -> Any:
     """A field of the schema: its default, its line in `--help`, and its allowed values. `number`: a choice or such a

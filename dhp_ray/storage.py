@@ -118,7 +118,10 @@ class Folder:
         """Copy the local file or folder to `name`; each file appears whole, and files already there are replaced."""
         self.before_writing()
         source = Path(local_path)
-        for file, target in _pairs(source, name):
+        for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if file.is_dir():
+                continue
+            target = f"{name}/{file.relative_to(source).as_posix()}" if file != source else name
             with storage_errors(self._full(target), f"cannot be copied from {file}"):
                 if self._local is None:
                     fs.copy_files(str(file), self._at(target), fs.LocalFileSystem(), self._files)
@@ -157,14 +160,6 @@ class Folder:
 def _cut(uri: str) -> tuple[str, str, str]:
     """A URI before its options, the question mark, and the options; a local path may have question marks of its own."""
     return uri.partition("?") if "://" in uri else (uri, "", "")
-
-
-def _pairs(source: Path, name: str) -> list[tuple[Path, str]]:
-    """(local file, name in the folder) of one file, or of every file below a local folder."""
-    if not source.is_dir():
-        return [(source, name)]
-    return [(file, f"{name}/{file.relative_to(source).as_posix()}") for file in sorted(source.rglob("*"))
-            if file.is_file()]
 
 
 def check_writable(file: Path) -> None:
@@ -240,7 +235,7 @@ def _checked(name: str) -> str:
 
 @contextmanager
 def storage_errors(place: str, problem: str) -> Iterator[None]:
-    """Turns what pyarrow and the operating system raise into one line that names the file."""
+    """Turn what pyarrow and the operating system raise into one line that names the file."""
     try:
         yield
     except StorageError:

@@ -62,11 +62,11 @@ def _lasting(name: str) -> LastingFile:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < {"stdout": 1, "stderr": 2}[name]:
             pass
         os.set_inheritable(descriptor, True)
-        file = LastingFile(descriptor, f"<{name}>")
-        text = io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace")
+        options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
     else:
-        file = LastingFile(stream.fileno(), f"<{name}>")
-        text = io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, stream.errors,
-                                line_buffering=stream.line_buffering, write_through=stream.write_through)
-    setattr(sys, name, text)
+        descriptor = stream.fileno()
+        options = {option: getattr(stream, option)
+                   for option in ("encoding", "errors", "line_buffering", "write_through")}
+    file = LastingFile(descriptor, f"<{name}>")
+    setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), **options))
     return file

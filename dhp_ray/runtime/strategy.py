@@ -218,9 +218,7 @@ class Strategy:
         return memory.tokens_that_fit(self.limit_bytes, self.moved_share)
 
     def rank_tokens(self, memory: MemoryModel) -> int:
-        """Return the tokens of a pack that each rank holds, at least 1. On the CPU, packs are in the node's memory,
-        with all that its ranks keep there.
-        """
+        """The tokens of a pack that each rank holds, at least 1. On the CPU, packs are in the memory of the node."""
         device_tokens, share = self.device_tokens(memory), self.moved_share
         if memory.settings.device != "cpu":
             return max(1, device_tokens)

@@ -104,16 +104,14 @@ class Commits:
         self._saves = session.group.start("save", step)  # ranks run it between this step and the next
 
     def finish_saves(self) -> None:
-        """Wait for the saves under way. After one that failed all ranks replace its group: no rank is in another
-        collective here. A rank that is STORAGE_TIMEOUT_S behind another raises GroupError.
-        """
+        """Wait for the saves under way. GroupError: a rank is STORAGE_TIMEOUT_S behind another."""
         group = self.session.group
         with group.waits.on(f"the checkpoint of step {max(self._unsealed, default=0)}"):
             group.collect(self._saves)
             saves = group.collect(group.start("finish_save"), behind_s=STORAGE_TIMEOUT_S)
         for rank, (saved_steps, error) in enumerate(saves):
             self._note_saves(rank, saved_steps, error)
-        if self._unsealed:  # those that failed
+        if self._unsealed:  # those that failed broke their group; no rank is in another collective here
             self._unsealed.clear()
             group.call("renew_state_group")
 

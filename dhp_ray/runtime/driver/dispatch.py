@@ -118,9 +118,7 @@ class Planning:
     _lock: Lock = field(default_factory=Lock)
 
     def claim(self, ahead: bool = False) -> bool:
-        """Return whether the caller is the first to claim the planning: only the first may send a plan of this step (or
-        make sure that none is sent). `ahead`: the caller is the planning thread.
-        """
+        """Whether the caller is the first: it alone may send a plan of the step. `ahead`: it is the planning thread."""
         with self._lock:
             first, self.claimed = not self.claimed, True
             self.sends_ahead = self.sends_ahead or (first and ahead)

@@ -280,9 +280,7 @@ class Driver:
                     "are in events.jsonl)"))
 
     def _spares_slow(self, session: Session) -> bool:
-        """Let slow workers stay if the last step was not mirrored and its save has failed: their state would be lost.
-        Returns whether any stays.
-        """
+        """Let slow workers stay whose state neither a mirror nor a checkpoint has; returns whether any stays."""
         step = session.records.last_step
         slow = [rank for rank, condition in self.leaving.items() if condition is Condition.SLOW]
         if not slow or step in (session.mirroring.last, session.checkpoints.newest_step()):
@@ -335,9 +333,7 @@ def untrained(session: Session) -> RunFinished:
 
 
 def failed(session: Session | None, error: str, goes_on: bool = True) -> RunFinished:
-    """End the run with an error, after closing what it writes, if that can still be written. `goes_on`: its newest
-    checkpoint is worth going on from.
-    """
+    """End the run with an error. `goes_on`: its newest checkpoint is worth going on from."""
     try:
         if session:
             session.close(PICTURE_S)

@@ -110,14 +110,8 @@ class WorkerGroup:
                 for rank, member in enumerate(self.members)]
 
     def join(
-        self,
-        generation: int,
-        store: tuple[str, int],
-        replica_ranks: Sequence[int],
-        pool_groups: int,
-        mode: Mode,
-        origins: Sequence[Any],
-        step: int,
+        self, generation: int, store: tuple[str, int], replica_ranks: Sequence[int], pool_groups: int, mode: Mode,
+        origins: Sequence[Any], step: int,
     ) -> list[ray.ObjectRef]:
         """Let all workers enter a generation after `step` in `mode`; the calls return their state versions."""
         return [
@@ -138,13 +132,8 @@ class WorkerGroup:
                 for member, plan in zip(self.members, slices, strict=True)]
 
     def collect(
-        self,
-        calls: Sequence[ray.ObjectRef],
-        look_s: float | None = None,
-        stuck_s: float = math.inf,
-        end_stuck: bool = False,
-        behind_s: float = math.inf,
-        stopping: Callable[[], str] | None = None,
+        self, calls: Sequence[ray.ObjectRef], look_s: float | None = None, stuck_s: float = math.inf,
+        end_stuck: bool = False, behind_s: float = math.inf, stopping: Callable[[], str] | None = None,
     ) -> list[Any]:
         """Return the results by rank. While all workers make progress, they may take as long as they need.
 

@@ -146,9 +146,7 @@ def _end_where_saved(session: Session, step: int) -> None:
 
 
 def _settle(session: Session, leaving: Mapping[int, Condition], unresponsive: Sequence[int]) -> list[WorkerHealth]:
-    """Poll the health of every worker until all healthy ones have left their calls; end and replace the others. Blocks
-    on lost nodes are made again elsewhere.
-    """
+    """Poll the health of every worker until all healthy ones have left their calls; end and replace the others."""
     group = session.group
     stuck_s = max(session.config.elastic.hang_s, session.history.stuck_s)
     watchdog = ProgressWatchdog(group.size, stuck_s, monotonic())
@@ -339,9 +337,7 @@ def take_over(
 
 
 def _part(group: WorkerGroup, pending: PendingWorkers, tell: Tell) -> None:
-    """Drop workers that are dead, hang or have raised; if others are in a generation, offer those that are in none as
-    newcomers.
-    """
+    """Drop workers that are not healthy; those that are in no generation, unlike others, become newcomers."""
     seen = list(zip(group.members, group.poll_health()))
     begun = any(status.generation for _, status in seen)
     for member, status in seen:

@@ -323,9 +323,7 @@ def measured_session(
     group: WorkerGroup, store: tuple[str, int], generation: int, pool_groups: int, mode: Mode, tokens_per_rank: int,
     parts: Sequence[str] = PARTS, tell: Callable[[str, int], object] = lambda part, done: None,
 ) -> cost_file.MeasuredSession:
-    """Let the workers measure in a generation of their own; their state is useless afterwards. `tell` gets each part
-    that begins, and the number of those before it.
-    """
+    """Measure in a generation of its own, after which the state is useless. `tell` gets each part, and its number."""
     with group.waits.on("the workers to load the model and to meet"):
         group.collect(group.join(generation, store, (), pool_groups, mode, [FromCheckpoint()] * group.size, 0))
     results: dict[str, Sequence[PartResult]] = {}

@@ -131,9 +131,7 @@ class Evaluator:
 
     @torch.no_grad()
     def generate(self, prompt: Encoded, media: list[Medium]) -> str:
-        """Return what the model's own `generate` produces with greedy decoding and its generation_config.json, up to
-        the end of the turn.
-        """
+        """Return what the model's own `generate` produces with greedy decoding, up to the end of the turn."""
         inputs, named = self._inputs(prompt, media), self.module.generation_config.eos_token_id
         found = self.module.generate(**inputs, max_new_tokens=self.config.eval.max_new_tokens, do_sample=False,
                                      num_beams=1, temperature=None, top_p=None, top_k=None,
