@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.scale_cases import Case, opened  # noqa: E402
 from dhp_ray.planner import warm_up  # noqa: E402
 from dhp_ray.planner.cost.model import SYNCS  # noqa: E402
-from dhp_ray.planner.mode import Candidate, Offer, allowed_modes, candidates_of, choose  # noqa: E402
+from dhp_ray.planner.mode import Offer, allowed_modes, choose, timed  # noqa: E402
 from dhp_ray.planner.problem import problem_of  # noqa: E402
 from dhp_ray.simulate.step import simulate_step  # noqa: E402
 
@@ -39,7 +39,7 @@ SURCHARGES = (1.0, 1.02, 1.04, 1.1)
 class Found(NamedTuple):
     """A mode that holds the batch: as `auto` sees it, and what `dhp` takes there, as predicted and with errors."""
 
-    candidate: Candidate
+    offer: Offer
     exact_s: float
     spread_s: float
 
@@ -54,27 +54,27 @@ def found_in(case: Case) -> list[Found]:
             plan, limits = one.planned("dhp").plans[0], one.place.limits
             offer = Offer(one.place.mode, limits.tokens, one.cost, one.cost.gather_s, limits.offload,
                           limits.recomputation)
-            [candidate] = candidates_of([offer], 1, plan.samples, one.cluster.nodes)
+            [offer] = timed([offer], 1, plan.samples, one.cluster.nodes)
             problem = problem_of(plan.samples, plan.cluster, one.cost, plan.sync)
             drawn = np.random.default_rng(0).normal(0.0, SPREAD, (DRAWS, len(plan.groups)))
             spread_s = statistics.median(simulate_step(plan, problem, stretch=np.exp(row)).time_s for row in drawn)
-            found.append(Found(candidate, plan.predicted_time_s, spread_s))
+            found.append(Found(offer, plan.predicted_time_s, spread_s))
     return found
 
 
 def taken(found: Sequence[Found], surcharge: float = 1.0) -> Found:
     """As `choose` takes one, where lockstep costs so many times its prediction."""
-    charged = [replace(one.candidate, step_s=one.candidate.step_s * (
-        surcharge if one.candidate.mode.sync == "micro_batch" else 1.0)) for one in found]
+    charged = [replace(one.offer, step_s=one.offer.step_s * (
+        surcharge if one.offer.mode.sync == "micro_batch" else 1.0)) for one in found]
     return found[charged.index(choose(charged, 0))]
 
 
 def row(case: Case, found: Sequence[Found]) -> str:
     chosen, least_s = taken(found), min(one.exact_s for one in found)
-    by_mode = {one.candidate.mode: one for one in found}
+    by_mode = {one.offer.mode: one for one in found}
     cells = [f"{by_mode[mode].exact_s:.3g}" if mode in by_mode else "-"
              for mode in allowed_modes("auto", "auto")]
-    return (f"| {case.model}, {case.device}, {case.workload} | {' | '.join(cells)} | {chosen.candidate.mode} | "
+    return (f"| {case.model}, {case.device}, {case.workload} | {' | '.join(cells)} | {chosen.offer.mode} | "
             f"{chosen.exact_s / least_s:.3f} | {chosen.spread_s / min(one.spread_s for one in found):.3f} |")
 
 

@@ -78,24 +78,11 @@ def allowed_modes(sync: str, recomputes: str, sharing: Sequence[int] = (1,)) -> 
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A mode, the most tokens that each rank holds in it (with layers moved or recomputed if that is allowed), and the
-    seconds of the batch by which modes are compared.
-    """
-
-    mode: Mode
-    tokens_per_rank: int
-    step_s: float
-
-    def holds(self, tokens_per_rank: int) -> bool:
-        return self.tokens_per_rank >= max(1, tokens_per_rank)
-
-
-@dataclass(frozen=True)
 class Offer:
     """What ranks have in a mode: tokens of a pack (more with `offload` or `recomputation`), costs, and the seconds to
     gather and reduce for a pack's (or micro-batch's) layers, which compute cannot shorten; 0 if a rank has all
-    parameters. `has_image_room`: whether ranks have room for the largest image of the run.
+    parameters. `has_image_room`: whether ranks have room for the largest image of the run. `step_s`: of the batch by
+    which modes are compared; infinite: it is not held, or not known yet.
     """
 
     mode: Mode
@@ -105,6 +92,7 @@ class Offer:
     offload: Offload = NO_OFFLOAD
     recomputation: Recomputation = NO_RECOMPUTATION
     has_image_room: bool = True
+    step_s: float = math.inf
 
     @property
     def most_tokens(self) -> int:
@@ -116,7 +104,7 @@ class Offer:
     def holds(self, tokens_per_rank: int) -> bool:
         return self.has_image_room and self.tokens_per_rank >= 1 and self.most_tokens >= tokens_per_rank
 
-    def step_s(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
+    def seconds_of(self, samples: Sequence[Sample], nodes: Sequence[int]) -> float:
         """Seconds of a batch that ranks on these nodes hold."""
         cluster = ClusterSpec.of_nodes(nodes, self.tokens_per_rank, offload=self.offload,
                                        recomputation=self.recomputation)
@@ -135,11 +123,9 @@ def held_samples(samples: Sequence[Sample], limit_tokens: int) -> list[Sample]:
     return [sample for sample in samples if sample.num_tokens <= limit_tokens]
 
 
-def candidates_of(
-    offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample], nodes: Sequence[int]
-) -> list[Candidate]:
-    """The modes with the seconds of a batch on ranks of these nodes; infinite if a mode does not hold `needed_tokens` a
-    rank or the batch's longest sequence on all of them, or has no room for the largest image.
+def timed(offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample], nodes: Sequence[int]) -> list[Offer]:
+    """The offers with the seconds of a batch on ranks of these nodes; infinite if a mode does not hold `needed_tokens`
+    a rank or the batch's longest sequence on all of them, or has no room for the largest image.
     """
     longest = max(sample.num_tokens for sample in samples)
     needed = max(1, needed_tokens, math.ceil(longest / len(nodes)))
@@ -151,8 +137,8 @@ def candidates_of(
         count = math.ceil(len(samples) * num_ranks / len(nodes))
         part.sort(key=lambda sample: -sample.num_tokens)
         part = [part[place * len(part) // count] for place in range(count)]  # the longest among them
-    return [Candidate(offer.mode, offer.most_tokens,
-                      offer.step_s(part, nodes[:num_ranks]) if offer in holding else math.inf) for offer in offers]
+    return [replace(offer, step_s=offer.seconds_of(part, nodes[:num_ranks]) if offer in holding else math.inf)
+            for offer in offers]
 
 
 def _gathering_s(plan: Plan, gather_s: float) -> float:
@@ -167,28 +153,27 @@ def _gathering_s(plan: Plan, gather_s: float) -> float:
     return float(waits_s.max())
 
 
-def choose(candidates: Sequence[Candidate], needed_tokens: int) -> Candidate:
-    """The fastest candidate that holds this many tokens a rank, the first of several within `TIE`; otherwise the last
-    one with the most room. Candidates are ordered by the memory that they need, most first.
+def choose(offers: Sequence[Offer], needed_tokens: int) -> Offer:
+    """The fastest offer that holds this many tokens a rank, the first of several within `TIE`; otherwise the last one
+    with the most room. Offers are `timed`, and ordered by the memory that they need, most first.
     """
-    holding = [candidate for candidate in candidates
-               if candidate.holds(needed_tokens) and candidate.step_s < math.inf]
+    holding = [offer for offer in offers if offer.holds(needed_tokens) and offer.step_s < math.inf]
     if holding:
-        least_s = min(candidate.step_s for candidate in holding)
-        return next(candidate for candidate in holding if candidate.step_s <= (1 + TIE) * least_s)
-    return max(reversed(candidates), key=lambda candidate: candidate.tokens_per_rank)
+        least_s = min(offer.step_s for offer in holding)
+        return next(offer for offer in holding if offer.step_s <= (1 + TIE) * least_s)
+    return max(reversed(offers), key=lambda offer: offer.most_tokens)
 
 
-def reason(candidates: Sequence[Candidate], needed_tokens: int, samples: Sequence[Sample]) -> str:
-    """Why `choose` takes its candidate: what each holds and its seconds for a batch, in one line."""
+def reason(offers: Sequence[Offer], needed_tokens: int, samples: Sequence[Sample]) -> str:
+    """Why `choose` takes its offer: what each holds and its seconds for a batch, in one line."""
     parts = []
-    for candidate in candidates:
-        if not candidate.holds(needed_tokens):
-            parts.append(f"{candidate.mode} holds {candidate.tokens_per_rank:,}")
-        elif candidate.step_s == math.inf:
-            parts.append(f"{candidate.mode} has no room for the largest image")
+    for offer in offers:
+        if offer.most_tokens < max(1, needed_tokens):
+            parts.append(f"{offer.mode} holds {offer.most_tokens:,}")
+        elif offer.step_s == math.inf:
+            parts.append(f"{offer.mode} has no room for the largest image")
         else:
-            parts.append(f"{candidate.mode} takes {candidate.step_s:.3g} s")
+            parts.append(f"{offer.mode} takes {offer.step_s:.3g} s")
     lengths = sorted({sample.num_tokens for sample in samples})
     tokens = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}"
     return (f"a rank is to hold {max(1, needed_tokens):,} tokens, and a batch of {len(samples)} sequences of {tokens} "

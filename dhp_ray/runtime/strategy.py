@@ -30,11 +30,11 @@ from dhp_ray.planner.mode import (
     Mode,
     Offer,
     allowed_modes,
-    candidates_of,
     choose,
     equal_samples,
     held_samples,
     reason,
+    timed,
 )
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, NO_RECOMPUTATION, LayerShare, Offload, Recomputation
 from dhp_ray.planner.plan.types import Sample
@@ -322,8 +322,8 @@ class Strategy:
         samples = held_samples(self.first_batch, limit) or equal_samples(
             images, min(self.largest_image or least, limit), shape.merge_area if shape.vision else 0)
         nodes = [rank * self.ranks.num_nodes // num_ranks for rank in range(num_ranks)]
-        candidates = candidates_of(offers, needed, samples, nodes)
-        return Choice(choose(candidates, needed).mode, keys, reason(candidates, needed, samples))
+        offers = timed(offers, needed, samples, nodes)
+        return Choice(choose(offers, needed).mode, keys, reason(offers, needed, samples))
 
     def _modes(self, sync: str = "") -> list[Mode]:
         """Return the modes that the configuration allows, ordered by what they need, most first."""

@@ -13,14 +13,13 @@ from dhp_ray.planner.cost.derived import Device, derived_cost, gather_s
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings
 from dhp_ray.planner.mode import (
     COMPARED_RANKS,
-    Candidate,
     Mode,
     Offer,
     allowed_modes,
-    candidates_of,
     choose,
     equal_samples,
     reason,
+    timed,
 )
 from dhp_ray.planner.plan.types import Sample
 from tests.published_configs import shape_of
@@ -32,8 +31,8 @@ COST = CostModel(0.0, linear_s=1e-3, comm_bytes_per_token=0.0, fixed_s=2.0, band
                  vision_linear_s=1e-4)
 
 
-def candidates(*pairs: tuple[int, float]) -> list[Candidate]:
-    return [Candidate(mode, tokens, seconds) for mode, (tokens, seconds) in zip(MODES, pairs)]
+def candidates(*pairs: tuple[int, float]) -> list[Offer]:
+    return [Offer(mode, tokens, COST, step_s=seconds) for mode, (tokens, seconds) in zip(MODES, pairs)]
 
 
 def test_the_fastest_of_those_that_hold_the_tokens() -> None:
@@ -65,7 +64,7 @@ def test_the_reason_is_one_line_with_what_each_holds_or_takes() -> None:
 def step_s(sync: str, tokens: int, num_ranks: int, gathering_s: float = 0.0) -> float:
     """5 sequences of 1,000 vision tokens, of 4 patches, a rank."""
     offer = Offer(Mode(sync), tokens, COST, gathering_s)
-    return candidates_of([offer], 1, equal_samples(5 * num_ranks, 1000, 4), [0] * num_ranks)[0].step_s
+    return timed([offer], 1, equal_samples(5 * num_ranks, 1000, 4), [0] * num_ranks)[0].step_s
 
 
 def test_a_step_by_hand() -> None:
@@ -87,14 +86,14 @@ def test_many_ranks_are_compared_by_a_part_of_the_batch() -> None:
     few, many = ([0] * num_ranks for num_ranks in (COMPARED_RANKS, 4 * COMPARED_RANKS))
     roomy, narrow = (Offer(Mode("step", again), tokens, COST) for again, tokens in (("true", 9000), ("false", 1999)))
     batch = equal_samples(2 * len(many), 1000, 4)
-    whole, part = (candidates_of([roomy, narrow], 1, samples, nodes)
+    whole, part = (timed([roomy, narrow], 1, samples, nodes)
                    for samples, nodes in ((batch, many), (batch[:2 * len(few)], few)))
     assert whole == part
     longest = Sample("longest", 1999 * 2 * len(few))
-    found = candidates_of([roomy, narrow], 1, [*batch, longest], many)
+    found = timed([roomy, narrow], 1, [*batch, longest], many)
     assert all(COST.linear_s * longest.num_tokens / len(many) < one.step_s < math.inf for one in found)
-    assert [one.step_s for one in candidates_of([narrow], 1, [longest], few)] == [math.inf]
-    assert candidates_of([roomy, narrow], 2000, batch, many)[1].step_s == math.inf  # does not hold what is needed
+    assert [one.step_s for one in timed([narrow], 1, [longest], few)] == [math.inf]
+    assert timed([roomy, narrow], 2000, batch, many)[1].step_s == math.inf  # does not hold what is needed
 
 
 @pytest.mark.parametrize(("gather_s", "longer_s"), [(6.0, 0.0), (7.5, 0.5)])
@@ -105,7 +104,7 @@ def test_parameters_travel_while_a_micro_batch_encodes_and_while_it_runs_the_res
     cost = CostModel(0.0, 1.0, 0.0, 0.5, {2: 1e9}, vision_linear_s=1.0, latency_s=9.0)
     samples = [Sample("images", 0, 2, ((1, 1, 2), (1, 1, 1))), Sample("text", 4)]
     plain, gathering = (Offer(Mode("micro_batch"), 4, cost, seconds) for seconds in (0.0, gather_s))
-    assert gathering.step_s(samples, [0, 0]) - plain.step_s(samples, [0, 0]) == pytest.approx(longer_s)
+    assert gathering.seconds_of(samples, [0, 0]) - plain.seconds_of(samples, [0, 0]) == pytest.approx(longer_s)
 
 
 @pytest.mark.parametrize(("name", "device", "gigabytes", "num_ranks", "expected"), [
@@ -128,5 +127,5 @@ def test_published_models_on_described_devices(
         tokens, cost = memory.tokens_that_fit(0.9 * gigabytes * 2**30), derived_cost(memory, described, num_nodes)
         offers.append(Offer(mode, tokens, cost, gather_s(memory, described, num_nodes)))
     samples = equal_samples(8 * num_ranks, 4096, shape.merge_area)
-    found = candidates_of(offers, 1280, samples, nodes)
+    found = timed(offers, 1280, samples, nodes)
     assert choose(found, 1280).mode == expected, reason(found, 1280, samples)
