@@ -278,7 +278,6 @@ class Dispatcher:
 
     def failures(self, dispatched: DispatchedStep) -> dict[str, str]:
         """Collect the samples that cannot be used, with reasons. StoppingError: the run is to end."""
-        merged: dict[str, str] = {}
         wait([dispatched.answers], timeout=ANSWERS_S)
         if dispatched.answers.done() and not dispatched.answers.exception():
             found = dispatched.answers.result()
@@ -286,9 +285,7 @@ class Dispatcher:
             with self.group.waits.on(self._named("the images", dispatched.step)):
                 found = self.group.collect(dispatched.prefetches, stuck_s=self.config.comm.timeout_s, end_stuck=True,
                                            stopping=self.stopping)
-        for failed in found:
-            merged |= failed
-        return dict(sorted(merged.items()))
+        return dict(sorted({name: reason for failed in found for name, reason in failed.items()}.items()))
 
     def end_planning(self) -> None:
         """Stop planning, after a plan that is being sent: its file would replace that of the step's next plan. A batch

@@ -263,7 +263,10 @@ def _go_back(session: Session, step: int) -> None:
     if step < committed:
         session.records.event("rollback", step=step, committed=committed)
         session.tell(Notice(f"the state after step {committed} is lost: going back to step {step}"))
-        session.roll_back(step)
+        session.watch.close()
+        session.records.truncate(step)
+        session.note_not_deleted(session.checkpoints.discard_after(step))
+        session.scalars.restart(step + 1)
     if session.stopping:
         return  # the stream may still be being read, and no step will use it
     if step in session.checkpoints.complete():  # also of a run whose plan files are not here

@@ -192,9 +192,3 @@ class Session:
         self.watch.close(pictures_s)
         self.scalars.close()
         self.records.close()
-
-    def roll_back(self, step: int) -> None:
-        self.watch.close()
-        self.records.truncate(step)
-        self.note_not_deleted(self.checkpoints.discard_after(step))
-        self.scalars.restart(step + 1)

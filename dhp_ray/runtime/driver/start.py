@@ -57,9 +57,8 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         folder.probe()
     if not takes_over:
         check_run(folder, config, last_committed(folder))  # before anything is opened there
-    records, checkpoints, newest = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep), None
-    if not takes_over:
-        newest = covered_checkpoint(records, checkpoints, tell)
+    records, checkpoints = RunRecords(folder), Checkpoints(folder, config.checkpoint.keep)
+    newest = None if takes_over else covered_checkpoint(records, checkpoints, tell)
     last_step = records.last_step if takes_over else newest.step if newest else 0
     with group.waits.on("the index of the data"):
         stream = Stream(config.data, config.model, config.seed, drop_last=config.batch.drop_last)
@@ -112,7 +111,7 @@ def _first_batch(config: Config, group: WorkerGroup, records: RunRecords, stream
     with group.waits.on("the planner's loops, which are being compiled"):
         compiled.result()
     with group.waits.on("the first batch"):
-        planned = of_json(records.planned_samples(1), tuple[Sample, ...])
+        planned = of_json(records.planned_inputs(1).get("samples", []), tuple[Sample, ...])
         return planned or first_samples(stream, config.batch.global_samples)
 
 
@@ -120,7 +119,7 @@ def _go_on(session: Session) -> None:
     """Continue with the workers of a lost driver, which still are in the generation that it has left them."""
     records, group = session.records, session.group
     session.history.stream_lost = True
-    session.history.refits.restore(records.planned_cost())
+    session.history.refits.restore(records.planned_inputs(records.last_step + 1, records.last_step).get("cost", {}))
     if not stored_config(records.folder):  # the driver was lost before the first step
         records.write_config(session.config, session.resolved.image_limit)
     session.current.number = records.membership()["generation"]

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -58,11 +59,9 @@ def _run(config: Evaluation, waits: Waits) -> int:
         raise RunError(str(error).replace("data.path", "eval.path")) from None
     accelerator = device_of(config.cluster.device, ray.cluster_resources())
     config.cluster.device = accelerator.name
-    room = reserve(config, bundle_of(config, accelerator), waits)
-    predictions = display = None
-    workers: list[Any] = []
-    stores = []  # they listen until the end
-    try:
+    with ExitStack() as stack:
+        room = reserve(config, bundle_of(config, accelerator), waits)
+        stack.callback(remove_placement_group, room)
         from dhp_ray.runtime.evaluate.evaluator import Evaluator  # transformers takes seconds to import
 
         size = config.eval.ranks_per_model
@@ -70,27 +69,21 @@ def _run(config: Evaluation, waits: Waits) -> int:
         actor: Any = ray.remote(max_restarts=restarts, max_task_retries=restarts)(Evaluator)
         workers = [actor.options(**actor_options(config, accelerator, room, place)).remote(config, root)
                    for place in range(config.cluster.num_workers)]
+        for worker in workers:
+            stack.callback(ray.kill, worker)
         groups = [workers[first : first + size] for first in range(0, len(workers), size)]
         with waits.on("the workers to load the model"):
             if size > 1:
-                host = ray.util.get_node_ip_address()
-                stores.append(rendezvous_store(host))
-                _collect([worker.join.remote(number, rank, (host, stores[-1].port))
+                store = rendezvous_store(ray.util.get_node_ip_address())  # it listens until the end
+                _collect([worker.join.remote(number, rank, (store.host, store.port))
                           for number, group in enumerate(groups) for rank, worker in enumerate(group)])
             _collect([worker.load.remote() for worker in workers])
         predictions = Predictions(config.eval.output, fragments.num_rows)
+        stack.callback(predictions.close)
         display = Display(sys.stdout, fragments.num_rows)
+        stack.callback(display.close)
         for answer in _answers(groups, fragments):
             _take(answer, config, predictions, display)
-    finally:
-        if display:
-            display.close()
-        if predictions:
-            predictions.close()
-        for worker in workers:
-            ray.kill(worker)
-        remove_placement_group(room)
-    assert predictions
     _report(predictions, config, time.monotonic() - started)
     return 0
 

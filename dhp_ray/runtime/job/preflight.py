@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 from dhp_ray.comm.device import ACCELERATORS, CPU, Accelerator, cores
@@ -165,9 +165,7 @@ def resources_here() -> dict[str, float]:
 def check_workers(config: Config, here: dict[str, float]) -> None:
     """Refuse workers for which these resources do not suffice, or whose device cannot do what is asked for."""
     check_room(config, here)
-    resolved = deepcopy(config)
-    resolved.cluster.device = device_of(config.cluster.device, here).name
-    check_device(resolved)
+    check_device(replace(config, cluster=replace(config.cluster, device=device_of(config.cluster.device, here).name)))
 
 
 def check_room(config: Config, here: dict[str, float]) -> None:

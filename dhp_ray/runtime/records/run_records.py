@@ -106,18 +106,9 @@ class RunRecords:
     def read_plan(self, step: int) -> dict[str, Any]:
         return json.loads(self.folder.read(plan_file(step)))
 
-    def planned_cost(self) -> dict[str, Any]:
-        """Return the cost constants of the newest step that is planned or committed; empty if there is none."""
-        for step in (self.last_step + 1, self.last_step):
-            if step and self.folder.exists(plan_file(step)):
-                return self.read_plan(step)["inputs"]["cost"]
-        return {}
-
-    def planned_samples(self, step: int) -> list[dict[str, Any]]:
-        """Return the samples of a step from its plan file; empty if there is no such file."""
-        if not self.folder.exists(plan_file(step)):
-            return []
-        return self.read_plan(step)["inputs"]["samples"]
+    def planned_inputs(self, *steps: int) -> dict[str, Any]:
+        """Return the planner's inputs for the first of these steps that has a plan file; empty if none has."""
+        return next((self.read_plan(step)["inputs"] for step in steps if self.folder.exists(plan_file(step))), {})
 
     def cluster(self, generation: int, ranks: Sequence[Mapping[str, Any]]) -> None:
         """Replace the membership: for each rank its rank, pid, node_id and device."""

@@ -56,7 +56,7 @@ def test_a_worker_that_is_lost_meanwhile_does_not_end_a_run_that_is_taken_over(
     group.look_s = 0.01
     monkeypatch.setattr("dhp_ray.runtime.driver.group.IDLE_LOOK_S", 0.01)
     monkeypatch.setattr(group, "poll_health", lambda: [Status(), Status(dead=True)])
-    records: Any = SimpleNamespace(planned_samples=lambda step: [])
+    records: Any = SimpleNamespace(planned_inputs=lambda step: {})
     stream: Any = SimpleNamespace(next_batch=lambda size: SimpleNamespace(samples=[Sample("a", 8)]),
                                   start_epoch=lambda epoch: None)
     Timer(0.2, compiled.set_result, [1.0]).start()
