@@ -279,13 +279,9 @@ class TimeScale:
         self.window = window
         self.ratios: list[float] = []
 
-    @property
-    def value(self) -> float:
-        return statistics.median(self.ratios) if self.ratios else 1.0
-
     def known(self) -> float | None:
         """The median, None before the first observation."""
-        return self.value if self.ratios else None
+        return statistics.median(self.ratios) if self.ratios else None
 
     def rescale(self, factor: float) -> None:
         """Note that predictions are from now on `factor` times what they were."""

@@ -120,13 +120,13 @@ class Session:
 
     def stuck_s(self, plan: Plan) -> float:
         """Return how long a rank may stand still in a step: HANG_LAYERS layers, `comm.timeout_s` if unknown."""
-        scale = self.history.scale
-        if not scale.ratios:
+        scale = self.history.scale.known()
+        if scale is None:
             return self.config.comm.timeout_s
         longest_s = max((group.predicted_time_s for group in plan.groups), default=0.0)
         if apart := apart_timeline(plan):
             longest_s = max(longest_s, float(apart.encoded_s.max()), float((apart.end_s - apart.backward_s).max()))
-        layer_s = scale.value * longest_s / self.group.num_layers
+        layer_s = scale * longest_s / self.group.num_layers
         return STUCK_SHARE * max(self.config.elastic.hang_s, HANG_LAYERS * layer_s)
 
     def choose_mode(self) -> Mode:
