@@ -232,18 +232,13 @@ class Dispatcher:
         planning = self._planning
         assert planning is not None
         assert planning.step == step
-        with self.group.waits.on(self._named("the batch", step)):
-            self.group.wait(planning.reading, self._ends)
-        if self._ends():
+        if not self._awaited(self._named("the batch", step), planning.reading):
             return None
         batch = planning.reading.result()
         if batch is None or self.needed_ranks > self.cluster.num_ranks:
             return None
-        if self.compiled:
-            with self.group.waits.on("the planner's loops, which are being compiled"):
-                self.group.wait(self.compiled, self._ends)
-            if self._ends():
-                return None
+        if self.compiled and not self._awaited("the planner's loops, which are being compiled", self.compiled):
+            return None
         if self._failure:
             raise self._failure
         if planning.ahead.done():
@@ -252,9 +247,7 @@ class Dispatcher:
         last_resort = self._plan(planning, batch, LAST_RESORT)
         expected_s = self._expectation.makespan_s(last_resort.lower_bound_s)
         until_s = begun_s + patience_s(last_resort.predicted_time_s, expected_s, self.scale())
-        with self.group.waits.on(self._named("the plan", step)):
-            self.group.wait(planning.ahead, lambda: monotonic() >= until_s or self._ends())
-        if self._ends():
+        if not self._awaited(self._named("the plan", step), planning.ahead, lambda: monotonic() >= until_s):
             return None
         if planning.ahead.done() or not planning.claim():  # the thread has sent its plan, is sending it, or has failed
             return planning.ahead.result()
@@ -302,11 +295,14 @@ class Dispatcher:
         while not pending.done() and not self.stopping():
             wait([pending], timeout=STOP_POLL_S)
 
-    def _ends(self) -> bool:
-        """Whether the run is to end; no further plan is sent then."""
-        if self.stopping():
+    def _awaited(self, what: str, pending: Future[Any], enough: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until `pending` is done, or `enough`; False if the run is to end: no further plan is sent then."""
+        with self.group.waits.on(what):
+            self.group.wait(pending, lambda: enough() or bool(self.stopping()))
+        ends = bool(self.stopping())
+        if ends:
             self.drop()
-        return bool(self.stopping())
+        return not ends
 
     def _named(self, what: str, step: int) -> str:
         return f"{what} of step {step}" if step > 0 else f"{what} of the held-out samples"
