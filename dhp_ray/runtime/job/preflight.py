@@ -52,8 +52,7 @@ def check_here(config: Config, joined: bool = False) -> None:
         check_workers(config, resources_here())
     for name, section, item in places(config):
         check_place(name, getattr(section, item.name), item.metadata["path"])
-    if config.model.path:
-        _check_model(config.model.path)
+    _check_model(config.model.path)
     family = _family(config)
     for source in data_sources(config.data):
         if source.format == "synthetic" and not family.marks:
@@ -97,9 +96,7 @@ def check_measurement_here(config: Config, ranks: int) -> None:
     """Refuse a measurement (jobs/measure.py) that this machine cannot make, on so many ranks; 0: on any number."""
     if config.train.activation_checkpointing == "auto":
         raise ConfigError("train.activation_checkpointing: got auto; allowed here: the value that is to be measured")
-    if config.model.path:
-        check_place("model.path", config.model.path, "folder")
-        _check_model(config.model.path)
+    _check_model(config.model.path)
     _family(config)
     here = {str(kind.resource): float(kind.num_devices()) for kind in ACCELERATORS.values()}
     kind = device_of(config.cluster.device, here)
@@ -135,9 +132,7 @@ def refuse_export(config: Config, out: Path) -> None:
     if out.is_symlink() or (out.exists() and (not out.is_dir() or next(out.iterdir(), None) is not None)):
         raise ConfigError(f"out: {out} exists and is not an empty folder; allowed: one that is empty or new")
     check_writable(out.with_name(f".{out.name}.unfinished") / "config.json")
-    if config.model.path:
-        check_place("model.path", config.model.path, "folder")
-        _check_model(config.model.path)
+    _check_model(config.model.path)
 
 
 @contextmanager
@@ -198,6 +193,10 @@ def device_of(name: str, resources: dict[str, float]) -> Accelerator:
 
 
 def _check_model(path: str) -> None:
+    """Refuse a folder that holds no model, or no processor; empty: the model is a preset."""
+    if not path:
+        return
+    check_place("model.path", path, "folder")
     with _refusing("model.path"):
         check_model_folder(path)
         check_processor_files(Path(path))

@@ -75,10 +75,9 @@ class Rank:
             rendezvous(store, membership.generation, rank, world_size, config.comm.timeout_s, lambda: progress.aborted)
             init_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
-        everyone = list(range(world_size))
         self.state_group = self._new_state_group()
         mirrors = world_size > 1 and bool(membership.replica_ranks)
-        mirror_group = make_group(everyone, "gloo", timeout) if mirrors else None
+        mirror_group = make_group(range(world_size), "gloo", timeout) if mirrors else None
         capacity = membership.pool_groups or accelerator.pool_groups(accelerator.memory_bytes())
         transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = self._engine(world, not keeps_state, progress)
