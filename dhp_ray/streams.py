@@ -14,27 +14,18 @@ from typing import Any
 NOBODY_READS = (errno.EPIPE, errno.EIO)  # a closed pipe, and a terminal that is gone
 
 
-class LastingFile(io.RawIOBase):
+class LastingFile(io.FileIO):
     """The open file `descriptor`, for writing. Writes never fail; `error` keeps the first one that did."""
 
     def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
         self.name = name
-        self._file = io.FileIO(descriptor, "w", closefd=False)
         self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
 
     def write(self, content: Any) -> int:
         size = memoryview(content).nbytes
         try:
-            written = self._file.write(content)
+            written = super().write(content)
         except OSError as error:
             self.error = self.error or error
             return size

@@ -17,7 +17,6 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import chdir, nullcontext
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -191,21 +190,17 @@ def callers_folder(trial: str) -> Path:
     return Path(os.environ.get(ORIGINAL_FOLDER, ".") if trial else ".")
 
 
-@dataclass
 class Trial:
     """The trial `name` and its run with `config`, whose `run.dir` becomes the trial's folder."""
 
-    name: str
-    config: Config
-
-    def __post_init__(self) -> None:
-        self._sweep = Folder(self.config.run.dir)
-        self.config.run.dir = self._sweep.child(self.name).uri
-        self.run = Folder(self.config.run.dir)
-        if self.config.cluster.max_workers > self.config.cluster.num_workers:
-            raise ConfigError(f"cluster.max_workers: got {self.config.cluster.max_workers} in a trial of Ray Tune, "
-                              "whose reservation cannot grow; allowed: 0")
-        self._checkpoints = Checkpoints(self.run, self.config.checkpoint.keep)
+    def __init__(self, name: str, config: Config) -> None:
+        self.config, self._sweep = config, Folder(config.run.dir)
+        config.run.dir = self._sweep.child(name).uri
+        self.run = Folder(config.run.dir)
+        if config.cluster.max_workers > config.cluster.num_workers:
+            raise ConfigError(f"cluster.max_workers: got {config.cluster.max_workers} in a trial of Ray Tune, whose "
+                              "reservation cannot grow; allowed: 0")
+        self._checkpoints = Checkpoints(self.run, config.checkpoint.keep)
         self._reported = self._checkpoints.newest_step()
 
     @property
