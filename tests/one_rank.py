@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.kernels import npu
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Sample
@@ -24,7 +24,7 @@ VIDEO = Film(1.5, ((2, 4, 4), (1, 4, 4)))
 
 
 def link_of_one_rank() -> PackCommunicator:
-    return open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
+    return Transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
 
 
 def loss_of(adapter: LanguageModel, sample: Sample, payload: Payload) -> Tensor:

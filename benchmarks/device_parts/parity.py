@@ -20,7 +20,7 @@ from benchmarks.device_parts.settings import Settings
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.train.collate import collate
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.pack import pack_loss
@@ -110,7 +110,7 @@ def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, p
     engine = FlatEngine(adapter.module, settings, None, 1, 0, precision)  # its gradients are summed over ranks below
     found, progress = [], Progress(device)
     for name in TRANSPORTS:
-        transport = open_transport(name, rank, num_ranks, accelerator, 16, timeout, progress)
+        transport = Transport(name, rank, num_ranks, accelerator, 16, timeout, progress)
         transport.prepare([tuple(range(degree)) for degree in range(2, num_ranks + 1)])
         for degree in range(1, num_ranks + 1):
             pack = make_pack(degree, range(degree), [sample for sample, _ in made])

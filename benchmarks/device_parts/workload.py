@@ -14,7 +14,7 @@ from transformers.utils import logging
 from benchmarks.device_parts.settings import SettingsError
 from dhp_ray.comm.device import ACCELERATORS
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
 from dhp_ray.model.fused import Operators
 from dhp_ray.model.language_model import LanguageModel
@@ -131,7 +131,7 @@ class OwnStep:
                                      eps=1e-6, clip_norm=1.0)
         self.engine = FlatEngine(self.adapter.module, settings, None, 1, 0, precision, progress=progress)
         self.marks = LayerMarks(layers_by_name(self.adapter), progress, gathered=False)
-        transport = open_transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
+        transport = Transport("parent", 0, 1, accelerator, 1, timedelta(seconds=60), progress)
         self.step = RankStep(self.adapter, self.engine, transport, None, accelerator.torch_device())
         self.precision, self._number = precision, 0
 

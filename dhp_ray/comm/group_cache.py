@@ -46,9 +46,6 @@ class GroupCacheState:
             self._keys[key] = None
             yield "create", key
 
-    def clear(self) -> None:
-        self._keys.clear()
-
 
 def key_of(ranks: Sequence[int]) -> Key:
     """Return the key of a group. Packs that pass the same ranks in another ring order share a group."""

@@ -1,15 +1,14 @@
 """One generation of the group: its torch world over a rendezvous store that outlives the ranks.
 
-    store       one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
-    rendezvous  every rank says that it is there and waits for the others; they stop waiting when the generation is
-                aborted
-    world       the default process group, and the groups that are made from it
+    store    one TCPStore for the whole run, in a process that is no rank; keys begin with the generation
+    world    the default process group, and the groups that are made from it
 
 The keys of a group are deleted once its members are connected, those of a generation when the ranks of the next one
 have met: in a run of weeks, groups come and go without end.
 
-A rank may arrive late, at the rendezvous and at any later group: the others wait for it as long as a collective may
-take. They do not wait for a rank that has died: the process that finds out frees them.
+The ranks of a world or a group meet before they make it. A rank may come late: the others wait for it as long as a
+collective may take. They do not wait for a rank that has died: the process that finds out closes their connections to
+the store, which ends the wait.
 
 Over gloo, the collectives of a rank raise when a peer has died. The rank leaves at once: its closed sockets free the
 ranks that wait for it. Over NCCL and HCCL nothing raises, so a control thread aborts the groups.
@@ -24,7 +23,6 @@ import os
 import socket
 import stat
 import struct
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -38,10 +36,6 @@ from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.progress import AbortedError
 from dhp_ray.comm.ranks import own_rank, torch_ranks
 
-POLL_S = 1.0
-"""How often a rank that waits for the others looks whether its generation is aborted; an abort that closes its
-connection to the store ends the wait at once.
-"""
 _ABORTING = Lock()
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """The timeout of connections to the store, and of connections in gloo groups whose members are all there; a member that
@@ -79,41 +73,27 @@ def close_store_connections(host: str, port: int) -> None:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
-def rendezvous(
-    store: dist.Store,
-    generation: int,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    aborted: Callable[[], bool] = lambda: False,
-) -> None:
-    """Return once all ranks of a generation have called this. RendezvousError: the generation was aborted, or not all
-    arrived within `timeout_s`.
+def meet(store: dist.Store, place: str, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Return once all of `ranks` have called this, each for itself. `place`: where their keys are; `name`: what errors
+    call them. RendezvousError: not all came within `timeout`.
     """
-    place = f"generation-{generation}"
     store.set(f"{place}/here-{rank}", "1")
-    if store.add(f"{place}/here", 1) == world_size:
+    if store.add(f"{place}/here", 1) == len(ranks):
         store.set(f"{place}/complete", "1")
-    deadline = time.monotonic() + timeout_s
-    while not aborted():
-        try:
-            store.wait([f"{place}/complete"], timedelta(seconds=min(POLL_S, timeout_s)))
-            return
-        except dist.DistStoreError:  # not yet
-            if time.monotonic() > deadline:
-                absent = [other for other in range(world_size) if not store.check([f"{place}/here-{other}"])]
-                raise RendezvousError(
-                    f"generation {generation}: ranks {absent} did not come within {timeout_s:g} s") from None
-    raise RendezvousError(f"generation {generation} has been aborted")
+    try:
+        store.wait([f"{place}/complete"], timeout)
+    except dist.DistStoreError:
+        absent = [other for other in ranks if not store.check([f"{place}/here-{other}"])]
+        raise RendezvousError(f"{name}: ranks {absent} did not come within {timeout.total_seconds():g} s") from None
 
 
 def init_world(
     store: dist.Store, generation: int, rank: int, world_size: int, accelerator: Accelerator, timeout: timedelta
 ) -> None:
-    """Make the default process group of a generation. Every rank calls this after `rendezvous`, and waits `timeout` for
-    the others. RendezvousError: not all of them arrived.
+    """Make the default process group of a generation. Every rank calls this, and waits `timeout` for the others.
+    RendezvousError: not all of them came.
     """
-    _gather(dist.PrefixStore(f"generation-{generation}", store), "world", tuple(range(world_size)), timeout)
+    meet(store, f"generation-{generation}", f"generation {generation}", rank, range(world_size), timeout)
     if rank == 0:  # no rank is in an earlier generation any more
         earlier = {f"generation-{number}" for number in range(generation)}
         _delete_keys(store, lambda key: key.partition("/")[0] in earlier)
@@ -145,14 +125,14 @@ def make_group(
     them.
 
     Members wait `timeout` for one another, and in collectives `collective_timeout` (None: as long). `options`: those
-    of the backend. RendezvousError: not all of its ranks arrived.
+    of the backend. RendezvousError: not all of its ranks came.
     """
     members = torch_ranks(ranks)
     member = own_rank() in ranks
     if member:
         world = dist.distributed_c10d
         place = f"group-{world._world.group_count}"  # alike on all ranks: torch numbers groups by it, too
-        _gather(world._get_default_store(), place, members, timeout)
+        meet(world._get_default_store(), place, f"process group {tuple(ranks)}", own_rank(), ranks, timeout)
     group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=_connecting(backend, timeout),
                                               pg_options=options)
     if member:
@@ -176,20 +156,6 @@ def _delete_keys(store: dist.Store, unused: Callable[[str], bool]) -> None:
     for key in store.list_keys():
         if unused(key):
             store.delete_key(key)
-
-
-def _gather(store: dist.Store, place: str, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait until all of `ranks` are about to make a group. However many there are, each asks twice at most."""
-    come = store.add(f"{place}/here", 1)
-    if come == len(ranks):
-        store.set(f"{place}/complete", "1")
-        return
-    try:
-        store.wait([f"{place}/complete"], timeout)
-    except dist.DistStoreError:
-        come = store.add(f"{place}/here", 0)
-        came = f"{come} of {len(ranks)} ranks came within {timeout.total_seconds():g} s"
-        raise RendezvousError(f"process group {tuple(ranks)}: {came}") from None
 
 
 def _connecting(backend: str, timeout: timedelta) -> timedelta:

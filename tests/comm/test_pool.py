@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.comm.transport import GroupPool
+from dhp_ray.comm.transport import Transport
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -27,18 +28,16 @@ STEPS: list[tuple[list[Ranks], State]] = [
 
 
 def walk_steps(rank: int) -> list[State]:
-    pool = GroupPool(3, TIMEOUT)
+    transport = Transport("pool", rank, 4, CPU, 3, TIMEOUT)
     states: list[State] = []
     for plan, _ in STEPS:
-        pool.prepare(plan)
-        states.append((pool._state.held(), tuple(pool.counters.values())))
+        transport.prepare(plan)
+        assert transport._pool is not None
+        states.append((transport._pool.held(), tuple(transport.counters().values())))
         for ranks in plan:
-            group = pool.get(ranks)
-            if rank in ranks and group is not None:
-                assert sum_over(PackCommunicator(ranks, rank, group)) == sum(ranks)
-    pool.clear()
-    assert pool._state.held() == []
-    assert pool.get((0, 1)) is None
+            if rank in ranks:
+                assert sum_over(transport.link(ranks, 0)) == sum(ranks)
+    transport.close()
     return states
 
 
@@ -58,14 +57,14 @@ def test_all_ranks_keep_the_same_state() -> None:
 
 def cycle_groups(rank: int) -> list[int]:
     """Open files and threads after each of many evictions."""
-    pool = GroupPool(2, TIMEOUT)
+    transport = Transport("pool", rank, 3, CPU, 2, TIMEOUT)
     pairs = [(0, 1), (0, 2), (1, 2), (0, 1, 2)]
     counts = []
     for step in range(24):
-        pool.prepare([pairs[step % 4]])
+        transport.prepare([pairs[step % 4]])
         dist.barrier()
         counts.append(len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")))
-    assert pool.counters["evictions"] == 22
+    assert transport.counters()["evictions"] == 22
     return counts
 
 
@@ -76,14 +75,13 @@ def test_evicted_groups_give_back_sockets_and_threads() -> None:
 
 def timeout_of_a_new_group(rank: int) -> str:
     """The pool's timeout holds for its groups, whatever the world's is."""
-    pool = GroupPool(1, timedelta(seconds=3))
-    pool.prepare([(0, 1)])
+    transport = Transport("pool", rank, 2, CPU, 1, timedelta(seconds=3))
+    transport.prepare([(0, 1)])
     if rank == 1:
         dist.barrier()
         return ""
-    group = pool.get((0, 1))
     try:
-        PackCommunicator((0, 1), 0, group).exchange([], [(torch.empty(1), 1)]).wait()
+        transport.link((0, 1), 0).exchange([], [(torch.empty(1), 1)]).wait()
     except RuntimeError as error:
         message = str(error)
     dist.barrier()
@@ -93,8 +91,3 @@ def timeout_of_a_new_group(rank: int) -> str:
 @pytest.mark.gloo("a device's watchdog ends the process")
 def test_groups_have_the_pools_timeout() -> None:
     assert "timed out" in run_ranks(timeout_of_a_new_group, 2)[0].lower()
-
-
-def test_a_negative_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a pool of -1 groups"):
-        GroupPool(-1, TIMEOUT)

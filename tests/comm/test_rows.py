@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import PackCommunicator, exchange_rows, return_rows, send_rows
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -33,7 +33,7 @@ def random_needs(num_members: int, seed: int) -> tuple[list[Tensor], list[list[T
 def errors_of_exchange(rank: int, transport_name: str, recompute: bool) -> list[float]:
     """Errors of the result and of the rows' gradient against indexing the whole matrix."""
     world = dist.get_world_size()
-    transport = open_transport(transport_name, rank, world, CPU, 2, TIMEOUT)
+    transport = Transport(transport_name, rank, world, CPU, 2, TIMEOUT)
     ranks = tuple(reversed(range(world)))
     transport.prepare([ranks])
     errors = []
@@ -92,7 +92,7 @@ def exact_ways(rank: int, transport_name: str, dtype: torch.dtype, num_seeds: in
     neither map. Returns the kinds of part that this rank had: (sends to others, receives of others).
     """
     world, kinds = dist.get_world_size(), set()
-    transport = open_transport(transport_name, rank, world, CPU, 2, TIMEOUT)
+    transport = Transport(transport_name, rank, world, CPU, 2, TIMEOUT)
     ranks = tuple((place + 1) % world for place in range(world))
     transport.prepare([ranks])
     for seed in range(num_seeds):
@@ -133,7 +133,7 @@ def test_both_ways_equal_indexing_the_whole_bit_for_bit(
 
 def two_of_three(rank: int) -> list[float]:
     """Rank 2 is in no map of the others, nor they in its own: it does not call, and nobody waits for it."""
-    transport = open_transport("parent", rank, 3, CPU, 2, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 2, TIMEOUT)
     received = torch.zeros(0, WIDTH)
     if rank < 2:
         link, index = transport.link(range(3), 0), {1 - rank: torch.tensor([1, 1])}

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -14,7 +14,7 @@ PLAN = [((0, 1), 0), ((1, 2), 1), ((2, 0), 2), ((0, 1, 2), 3), ((1, 0), 4)]
 
 def run_plan(rank: int, name: str, capacity: int) -> tuple[list[float], dict[str, int]]:
     """Walk the plan twice; in each pack everyone sends its rank to the next member."""
-    transport = open_transport(name, rank, 3, CPU, capacity, TIMEOUT)
+    transport = Transport(name, rank, 3, CPU, capacity, TIMEOUT)
     found = []
     for _ in range(2):
         transport.prepare([ranks for ranks, _ in PLAN])
@@ -45,7 +45,7 @@ def test_packs_reach_their_members(name: str, capacity: int, counters: dict[str,
 
 def parent_beside_collectives(rank: int) -> float:
     """A reduction over the world is under way while the packs of the parent exchange."""
-    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 0, TIMEOUT)
     total = torch.ones(100_000)
     if rank < 2:
         link = transport.link((0, 1), 0)
@@ -65,7 +65,7 @@ def test_the_parent_is_a_group_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["pool", "parent"])
 def test_a_world_of_one_rank_needs_no_group(name: str) -> None:
-    transport = open_transport(name, 0, 1, CPU, 4, TIMEOUT)
+    transport = Transport(name, 0, 1, CPU, 4, TIMEOUT)
     transport.prepare([])
     assert transport.link((0,), 7).size == 1
     transport.close()

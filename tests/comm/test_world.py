@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm import world
 from dhp_ray.comm.device import CPU, Accelerator
-from dhp_ray.comm.transport import GroupPool
+from dhp_ray.comm.transport import Transport
 from dhp_ray.comm.world import (
     RendezvousError,
     close_store_connections,
@@ -22,8 +22,8 @@ from dhp_ray.comm.world import (
     init_world,
     is_peer_loss,
     make_group,
+    meet,
     open_store,
-    rendezvous,
 )
 from tests.ranks import run_processes
 
@@ -76,15 +76,13 @@ def test_a_group_is_made_by_its_members_alone() -> None:
 
 
 def late_for_a_group(rank: int, port: int, late_s: float, connect_s: float) -> float:
-    """Rank 1 comes late to the pool's first group."""
+    """Rank 1 comes late to a group."""
     world.CONNECT_TIMEOUT = timedelta(seconds=connect_s)
     init_world(open_store("127.0.0.1", port, TIMEOUT), 1, rank, 2, CPU, TIMEOUT)
-    pool = GroupPool(2, TIMEOUT)
     if rank == 1:
         time.sleep(late_s)
-    pool.prepare([(0, 1)])
     total = torch.ones(1)
-    dist.all_reduce(total, group=pool.get((0, 1)))
+    dist.all_reduce(total, group=make_group([0, 1], "gloo", TIMEOUT))
     return total.item()
 
 
@@ -138,7 +136,7 @@ def never_comes(rank: int, port: int) -> list[str]:
 
 
 def test_whoever_waits_for_a_rank_that_never_comes_can_be_let_go() -> None:
-    assert run_processes(never_comes, 2)[0] == ["process group (0, 1): 1 of 2 ranks came within 0.5 s"]
+    assert run_processes(never_comes, 2)[0] == ["process group (0, 1): ranks [1] did not come within 0.5 s"]
 
 
 def keys_of_generations(rank: int, port: int) -> list[list[str]]:
@@ -150,19 +148,19 @@ def keys_of_generations(rank: int, port: int) -> list[list[str]]:
         dist.barrier()
         found.append(sorted(store.list_keys()))
         dist.barrier()
-        pool = GroupPool(3, TIMEOUT)
+        transport = Transport("pool", rank, 4, CPU, 3, TIMEOUT)
         for number in range(40):
-            pool.prepare([members[number % len(members)]])
+            transport.prepare([members[number % len(members)]])
         for number in range(40):
             group = make_group(members[number % len(members)], "gloo", TIMEOUT)
             dist.barrier()  # who leaves while others connect breaks their connections
             if rank in members[number % len(members)]:
                 dist.destroy_process_group(group)
-        assert pool.counters["evictions"] == 37
+        assert transport.counters()["evictions"] == 37
         dist.barrier()
         found.append(sorted(store.list_keys()))
         dist.barrier()
-        destroy_world(pool.clear, CPU, broken=False)
+        destroy_world(transport.close, CPU, broken=False)
     return found
 
 
@@ -204,7 +202,7 @@ class CountingStore:
 def calls_of_a_meeting(rank: int, port: int) -> int:
     store = CountingStore(open_store("127.0.0.1", port, TIMEOUT))
     time.sleep(1.5 if rank == 0 else 0.0)
-    rendezvous(store, 1, rank, 3, 20.0)  # type: ignore[arg-type]
+    meet(store, "generation-1", "generation 1", rank, range(3), TIMEOUT)  # type: ignore[arg-type]
     return store.calls
 
 
@@ -215,7 +213,7 @@ def test_ranks_that_wait_for_one_another_hardly_ask() -> None:
 def absent_ranks(rank: int, port: int) -> str:
     store = open_store("127.0.0.1", port, TIMEOUT)
     with pytest.raises(RendezvousError) as error:
-        rendezvous(store, 1, 2 * rank, 4, 0.5)
+        meet(store, "generation-1", "generation 1", 2 * rank, range(4), timedelta(seconds=0.5))
     return str(error.value)
 
 

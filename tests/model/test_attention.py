@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.attention import PackContext, register, ring_attention
 from dhp_ray.model.layout import PackLayout, TokenInterval
 from tests.ranks import run_ranks
@@ -66,7 +66,7 @@ def run_pack(context: PackContext, recompute: bool = False, dtype: torch.dtype =
 
 def ring_of_all_ranks(rank: int, transport_name: str, recompute: bool) -> list[float]:
     world = dist.get_world_size()
-    transport = open_transport(transport_name, rank, world, CPU, 4, TIMEOUT)
+    transport = Transport(transport_name, rank, world, CPU, 4, TIMEOUT)
     ranks = tuple((place + 1) % world for place in range(world))  # ring order is the plan's, not the ranks' order
     transport.prepare([ranks])
     errors = []
@@ -91,7 +91,7 @@ def test_ring_recomputed_in_the_backward_equals_one_rank(degree: int) -> None:
 
 
 def ring_in_bf16(rank: int) -> float:
-    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 0, TIMEOUT)
     return run_pack(PackContext(PackLayout((40, 9), 3), transport.link((0, 1, 2), 0)), dtype=torch.bfloat16)
 
 
@@ -107,7 +107,7 @@ def ring_over_other_layout(rank: int) -> float:
               (TokenInterval(0, 0, 2), TokenInterval(0, 8, 12), TokenInterval(1, 4, 5)),
               (TokenInterval(0, 2, 4),))
     assert PackLayout((31, 5), 3, shards).blocks(0, 1).keys == (slice(0, 2), slice(0, 6))
-    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 0, TIMEOUT)
     return run_pack(PackContext(PackLayout((31, 5), 3, shards), transport.link((2, 0, 1), 0)))
 
 
@@ -121,7 +121,7 @@ WALKS = [((0, 1, 2), (90, 31)), ((3,), (12,)), ((1, 2), (40,)), ((0,), (25, 3)),
 
 def walk_plan(rank: int, transport_name: str, capacity: int, num_steps: int) -> tuple[float, dict[str, int]]:
     """Each rank walks its own packs in plan order, at a pace of its own; nothing else keeps them in step."""
-    transport = open_transport(transport_name, rank, 4, CPU, capacity, TIMEOUT)
+    transport = Transport(transport_name, rank, 4, CPU, capacity, TIMEOUT)
     worst = 0.0
     for step in range(num_steps):
         transport.prepare([ranks for ranks, _ in WALKS])
@@ -148,7 +148,7 @@ def test_free_running_ranks_share_overlapping_groups(transport_name: str, capaci
 
 def one_member_requires_no_gradient(rank: int) -> float:
     """Only member 1's keys are trainable; the others' backward must run all the same, or member 1 waits for ever."""
-    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 0, TIMEOUT)
     context = PackContext(PackLayout((20,), 3), transport.link((0, 1, 2), 0))
     index = context.layout.index(rank)
     inputs = packed_inputs((20,))
@@ -178,7 +178,7 @@ def test_a_gradient_without_memory_of_its_own() -> None:
 
 
 def forward_without_gradient(rank: int) -> bool:
-    transport = open_transport("parent", rank, 2, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 2, CPU, 0, TIMEOUT)
     context = PackContext(PackLayout((9,), 2), transport.link((0, 1), 0), differentiable=False)
     q, k, v = (x[context.layout.index(rank)].transpose(0, 1)[None] for x in packed_inputs((9,))[:3])
     return ring_attention(q, k, v, SCALE, context).requires_grad
@@ -196,7 +196,7 @@ def decoder_layers(rank: int, recompute: bool) -> list[float]:
     register()
     lengths = (21, 2, 13)
     world = dist.get_world_size()
-    transport = open_transport("pool", rank, world, CPU, 2, TIMEOUT)
+    transport = Transport("pool", rank, world, CPU, 2, TIMEOUT)
     ranks = tuple(range(world))
     transport.prepare([ranks])
     config = Qwen2_5_VLTextConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

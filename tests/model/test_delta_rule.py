@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.delta_rule import gated_delta_rule
 from dhp_ray.model.layout import PackLayout, zigzag, zigzag_of_all
 from dhp_ray.model.pieces import pieces_of
@@ -77,7 +77,7 @@ def worst_error(layout: PackLayout, member: int, link: object, wanted: list[Tens
 
 def all_packs(rank: int, transport_name: str, packs: dict[tuple[int, ...], list[Tensor]]) -> list[float]:
     world = dist.get_world_size()
-    transport = open_transport(transport_name, rank, world, CPU, 4, TIMEOUT)
+    transport = Transport(transport_name, rank, world, CPU, 4, TIMEOUT)
     ranks = tuple((place + 1) % world for place in range(world))
     transport.prepare([ranks])
     errors = []
@@ -140,7 +140,7 @@ def without_gradients(rank: int) -> float:
     """An evaluation: nobody's backward pass runs."""
     lengths = (130, 9)
     wanted = reference(lengths)[0]
-    transport = open_transport("parent", rank, 2, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 2, CPU, 0, TIMEOUT)
     link, layout = transport.link((0, 1), 0), PackLayout(lengths, 2)
     index = layout.index(link.index)
     mine = (tensor.detach()[index] for tensor in inputs_of(lengths)[:-1])
@@ -155,7 +155,7 @@ def test_an_evaluation_has_no_backward_pass() -> None:
 
 def bytes_sent(rank: int, length: int) -> int:
     """By a member, for the states of one sequence, forward and backward."""
-    transport = open_transport("parent", rank, 3, CPU, 0, TIMEOUT)
+    transport = Transport("parent", rank, 3, CPU, 0, TIMEOUT)
     link, layout, total = transport.link((0, 1, 2), 0), PackLayout((length,), 3), 0
     exchange = link.exchange
 

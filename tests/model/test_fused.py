@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dhp_ray.comm.device import CPU
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of
 from dhp_ray.model.kernels import cuda, npu
 from dhp_ray.train.collate import collate
@@ -56,7 +56,7 @@ def fused(rank: int, kind: str, recomputes: bool) -> tuple[float, dict[str, floa
     if recomputes:
         adapter.set_activation_checkpointing()
     sample, payload = make_sample("images", [3, (1, 4, 4), 8, (1, 12, 6), (2, 4, 4), 20])
-    link = open_transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
+    link = Transport("pool", 0, 1, CPU, 4, timedelta(seconds=30)).link((0,), 0)
     loss = pack_loss(adapter, collate(make_pack(0, [0], [sample]), {"images": payload}, 0, adapter), link)
     loss.backward()
     mean, count = plain_loss(plain, payload)

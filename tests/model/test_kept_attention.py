@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model import delta_rule
 from dhp_ray.model.kernels import cpu
 from dhp_ray.train.collate import collate
@@ -35,7 +35,7 @@ def passes_of(rank: int, degree: int, preset: str) -> dict[str, Any]:
     adapter, pack = rough_model(preset=preset), make_pack(0, list(range(degree)), [sample for sample, _ in made])
     adapter.freeze(["vision"])  # without a backward pass, so that attention of the language model alone runs again
     inputs = collate(pack, own_payloads(pack, {sample.id: payload for sample, payload in made}, rank), rank, adapter)
-    transport = open_transport("parent", rank, degree, choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport("parent", rank, degree, choose("cpu"), 16, timedelta(seconds=30))
     counts: Counter[str] = Counter()
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
 

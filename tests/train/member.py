@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.comm.world import abort_groups, destroy_world
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.types import Plan
@@ -99,7 +99,7 @@ class Member:
                                 "fp32", 200_000, initialize=supplies is None, progress=self.progress)
         if supplies is not None:
             engine.load_state(reshard(supplies, engine.pieces, engine.shard_size, rank, save_group))
-        transport = open_transport("pool", rank, size, choose("cpu"), 16, TIMEOUT, self.progress)
+        transport = Transport("pool", rank, size, choose("cpu"), 16, TIMEOUT, self.progress)
         self.marks = LayerMarks(layers_by_name(self.adapter), self.progress, gathered=sync == "micro_batch")
         self.stepper = (MicroBatchStep if sync == "micro_batch"
                         else RankStep)(self.adapter, engine, transport, world if size > 1 else None, CPU)

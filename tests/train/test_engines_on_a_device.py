@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import CUDA, Accelerator
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.train.flat_engine import FlatEngine
 from dhp_ray.train.rank_step import MicroBatchStep, RankStep
@@ -59,7 +59,7 @@ def train(rank: int, port: int, world_size: int, backend: str, sync: str, recomp
     adapter = rough_model()
     adapter.set_activation_checkpointing(recomputes)
     engine = own_engine(adapter, sync, rank, world, world_size, accelerator, progress)
-    transport = open_transport("pool", rank, world_size, accelerator, 16, TIMEOUT, progress)
+    transport = Transport("pool", rank, world_size, accelerator, 16, TIMEOUT, progress)
     kind = MicroBatchStep if sync == "micro_batch" else RankStep
     step = kind(adapter, engine, transport, world, device)
     layout = PACKS if world_size > 1 else [[([0], samples, None)] for groups in PACKS for _, samples, _ in groups]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.build import build_model
 from dhp_ray.model.files import ModelError
 from dhp_ray.model.language_model import LanguageModel
@@ -62,7 +62,7 @@ def flat_engine(
 
 
 def step_of(adapter: LanguageModel, engine: FlatEngine, rank: int, size: int) -> RankStep:
-    transport = open_transport("parent", rank, size, choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport("parent", rank, size, choose("cpu"), 16, timedelta(seconds=30))
     return RankStep(adapter, engine, transport, dist.group.WORLD if size > 1 else None, CPU)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.device import choose
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.planner.plan.types import Plan
 from dhp_ray.storage import Folder
 from dhp_ray.train.collate import Payload
@@ -39,7 +39,7 @@ def save_and_load(
     else:
         world = dist.group.WORLD if num_ranks > 1 else None
         engine = FlatEngine(adapter.module, settings(adapter), world, num_ranks, rank, "fp32", 2**16)
-        stepper = RankStep(adapter, engine, open_transport("parent", rank, num_ranks, choose("cpu"), 16,
+        stepper = RankStep(adapter, engine, Transport("parent", rank, num_ranks, choose("cpu"), 16,
                                                            timedelta(seconds=30)), world, CPU)
     save_group = dist.new_group(list(range(num_ranks)), backend="gloo")
     checkpointer = Checkpointer(stepper.engine, rank, save_group, Path(run_dir) / f"scratch_{rank}",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.planner.plan.types import Pack
 from dhp_ray.train.collate import Payload, collate
 from dhp_ray.train.pack import pack_loss
@@ -51,7 +51,7 @@ def walk(
     adapter.freeze(freeze)
     if checkpointing:
         adapter.set_activation_checkpointing()
-    transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
     transport.prepare(list(dict.fromkeys(pack.ranks for pack in packs if len(pack.ranks) > 1)))
     for parameter in adapter.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -198,7 +198,7 @@ def run_in_bf16(rank: int, pack: Pack, payloads: dict[str, Payload]) -> dict[str
     plain = plain_copy(adapter)
     for parameter in adapter.module.parameters():
         parameter.data = parameter.data.bfloat16()  # as the engine does; the rotary tables stay fp32
-    transport = open_transport("parent", rank, len(pack.ranks), choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport("parent", rank, len(pack.ranks), choose("cpu"), 16, timedelta(seconds=30))
     loss = pack_loss(adapter, collate(pack, own_payloads(pack, payloads, rank), rank, adapter),
                      transport.link(pack.ranks, pack.index))
     loss.backward()
@@ -227,7 +227,7 @@ def test_bf16_stays_near_fp32() -> None:
 
 def evaluate(rank: int, pack: Pack, payloads: dict[str, Payload]) -> tuple[float, bool, float]:
     adapter = rough_model()
-    transport = open_transport("pool", rank, 3, choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport("pool", rank, 3, choose("cpu"), 16, timedelta(seconds=30))
     transport.prepare([pack.ranks])
     with torch.no_grad():
         loss = pack_loss(adapter, collate(pack, payloads, rank, adapter), transport.link(pack.ranks, pack.index))

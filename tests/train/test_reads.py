@@ -13,7 +13,7 @@ from benchmarks.device_parts.reads import Place, counted
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.expert_group import open_expert_group
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.experts import BalanceLosses
 from dhp_ray.model.kernels import cpu, cuda
 from dhp_ray.planner.plan.types import Plan
@@ -53,7 +53,7 @@ def reads_of(
     if recomputes:
         adapter.set_activation_checkpointing()
     assert dist.group.WORLD is not None
-    opened = open_transport(transport, rank, 3, choose("cpu"), 16, timedelta(seconds=30), progress)
+    opened = Transport(transport, rank, 3, choose("cpu"), 16, timedelta(seconds=30), progress)
     step: RankStep
     if sync == "step":
         flat = FlatEngine(adapter.module, settings(adapter, 1.0), dist.group.WORLD, 3, rank, progress=progress)

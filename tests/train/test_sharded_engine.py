@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dhp_ray.comm.device import choose
 from dhp_ray.comm.expert_group import open_expert_group
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Pack, Plan, Sample
@@ -78,7 +78,7 @@ def make_step(adapter: LanguageModel, rank: int, num_ranks: int, transport_name:
                if sharing > 1 else None)
     engine = ShardedEngine(adapter, settings(adapter, clip_norm), dist.group.WORLD, rank, CPU, precision,
                            expert_group=experts)
-    transport = open_transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
+    transport = Transport(transport_name, rank, num_ranks, choose("cpu"), 16, timedelta(seconds=30))
     return MicroBatchStep(adapter, engine, transport, dist.group.WORLD, CPU)
 
 

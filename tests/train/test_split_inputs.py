@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import return_rows, send_rows
-from dhp_ray.comm.transport import open_transport
+from dhp_ray.comm.transport import Transport
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, encoded_images
@@ -156,7 +156,7 @@ def exchanged(rank: int, preset: str, sync: str) -> bool:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(len(numbers), adapter.feature_width, generator=generator)
     gradients = torch.randn(len(numbers), adapter.feature_width, generator=generator)
-    transport = open_transport("parent", rank, 4, CPU, 0, timedelta(seconds=30))
+    transport = Transport("parent", rank, 4, CPU, 0, timedelta(seconds=30))
     link = transport.link(range(dist.get_world_size()), 0)
     rows = torch.tensor(rows_encoded(plan, own, numbers, adapter, ""))
     mine = torch.where((rows >= 0)[:, None], whole[rows.clamp_min(0)], 0.0)

@@ -19,8 +19,8 @@ from torch.nn import Module
 from dhp_ray.comm.device import Accelerator
 from dhp_ray.comm.expert_group import ExpertGroup, open_expert_group
 from dhp_ray.comm.progress import Progress
-from dhp_ray.comm.transport import Transport, open_transport
-from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store, rendezvous
+from dhp_ray.comm.transport import Transport
+from dhp_ray.comm.world import destroy_world, init_world, make_group, open_store
 from dhp_ray.config import Config
 from dhp_ray.data.processor import Processor
 from dhp_ray.measure.member import Member
@@ -72,14 +72,13 @@ class Rank:
         progress = progress or Progress(self.device)
         progress.stage = f"generation {membership.generation}"
         with progress.waiting("the other ranks"):
-            rendezvous(store, membership.generation, rank, world_size, config.comm.timeout_s, lambda: progress.aborted)
             init_world(store, membership.generation, rank, world_size, accelerator, timeout)
         world = dist.group.WORLD if world_size > 1 else None
         self.state_group = self._new_state_group()
         mirrors = world_size > 1 and bool(membership.replica_ranks)
         mirror_group = make_group(range(world_size), "gloo", timeout) if mirrors else None
         capacity = membership.pool_groups or accelerator.pool_groups(accelerator.memory_bytes())
-        transport = open_transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
+        transport = Transport(config.comm.transport, rank, world_size, accelerator, capacity, timeout, progress)
         self.engine = self._engine(world, not keeps_state, progress)
         try:
             self._equip(mirror_group, transport, world, progress)
