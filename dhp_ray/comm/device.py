@@ -41,16 +41,12 @@ class Accelerator:
         """Return the most devices of this machine, by their files: a library takes seconds to import."""
         if not self.files:
             return os.cpu_count() or 1
-        found, shown = len(glob.glob(self.files)), self._shown()
-        return found if shown is None else min(found, len(shown))
-
-    def _shown(self) -> list[str] | None:
-        """Return the devices that the environment shows, up to the first entry that names none; None: all."""
-        listed = os.environ.get(self.visible)
+        found, listed = len(glob.glob(self.files)), os.environ.get(self.visible)
         if listed is None:
-            return None
-        return list(takewhile(lambda entry: entry not in ("", "NoDevFiles") and not entry.startswith("-"),
-                              (entry.strip() for entry in listed.split(","))))
+            return found
+        shown = takewhile(lambda entry: entry not in ("", "NoDevFiles") and not entry.startswith("-"),
+                          (entry.strip() for entry in listed.split(",")))  # the first that names none hides the rest
+        return min(found, len(list(shown)))
 
     def torch_device(self) -> torch.device:
         """Return the torch device, the only one that a rank sees, because Ray shows it no other."""
