@@ -82,7 +82,6 @@ def all_well(well: bool, group: dist.ProcessGroup | None) -> bool:
     """Return whether all ranks are `well`; waits for the slowest. `group` is of gloo; None: there is one rank."""
     if group is None:
         return well
-    failed, options = torch.tensor(int(not well)), dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([failed], options).wait()
+    failed = torch.tensor(int(not well))
+    sum_over_ranks(failed, group)
     return not failed.item()

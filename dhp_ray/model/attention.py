@@ -78,10 +78,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
 
     q: (1, H, L, D), k and v: (1, Hk, L, D): this member's L local tokens, in the order of `layout.index(member)`; L may
     be 0. H is a multiple of Hk. scale: factor of the products of queries and keys, commonly D ** -0.5. Returns
-    (1, L, H, D). All members must call this, forward and backward; docs/parts.md has an example.
-
-    Raises:
-        ValueError: q, k or v do not have this member's number of tokens.
+    (1, L, H, D). All members must call this, forward and backward; docs/parts.md has an example. ValueError: q, k or v
+    do not have this member's number of tokens.
     """
     num_tokens = context.layout.num_tokens(context.member)
     if q.shape[0] != 1 or q.shape[2] != num_tokens or k.shape[2] != num_tokens:

@@ -35,7 +35,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from dhp_ray.comm.progress import AbortedError, Progress
-from dhp_ray.comm.ranks import all_well
 from dhp_ray.errors import first_line
 from dhp_ray.model.files import (
     ADAPTER_FILE,
@@ -98,9 +97,7 @@ class ModelFile(NamedTuple):
 
 def entries(adapter: LanguageModel) -> list[Entry]:
     """All tensors of an adapter's export, in the module's order, followed by tensors that the module does not have.
-
-    Raises:
-        ModelError: transformers stores the model in a form that is not its parameters under other names.
+    ModelError: transformers stores the model in a form that is not its parameters under other names.
     """
     parameters = dict(adapter.module.named_parameters())
     if adapter.lora is not None:
@@ -173,10 +170,8 @@ def on_meta(adapter: LanguageModel) -> PreTrainedModel:
 
 
 def stored_forms(module: PreTrainedModel) -> dict[str, StoredForm]:
-    """What `save_pretrained` of transformers stores of the module's parameters, by key, in their order.
-
-    Raises:
-        ModelError: transformers stores a parameter in a form that is not known here.
+    """What `save_pretrained` of transformers stores of the module's parameters, by key, in their order. ModelError: it
+    stores one in a form that is not known here.
     """
     state = {name: parameter.detach() for name, parameter in module.named_parameters()}
     stored = revert_weight_conversion(module, dict(state))
@@ -215,11 +210,7 @@ def tensors(file: ModelFile, values: dict[str, Tensor], weights: StoredWeights |
 
 
 def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of the export to `folder` and flush it to disk.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a file of the export to `folder` and flush it to disk. StorageError: it cannot be written."""
     path = folder / file.name
     with storage_errors(str(path), "cannot be written"):
         write_tensors(path, tensors, file.metadata)
@@ -229,11 +220,8 @@ def write_file(folder: Path, file: ModelFile, tensors: Mapping[str, Tensor]) -> 
 
 def write_description(adapter: LanguageModel, files: Sequence[ModelFile], folder: Path) -> None:
     """Write config.json, generation_config.json (a folder's own ones as they are, since other versions of transformers
-    read them too) and, if there are several files, the index; for adapters only adapter_config.json.
-
-    Raises:
-        ModelError: the folder has no config.json any more.
-        StorageError: a file cannot be read or written.
+    read them too) and, if there are several files, the index; for adapters only adapter_config.json. ModelError: the
+    folder has no config.json any more. StorageError: a file cannot be read or written.
     """
     if adapter.lora is not None:
         with storage_errors(str(folder), "cannot be written"):
@@ -274,28 +262,23 @@ class AllRanks:
         self.rank, self.group, self.progress = rank, group, progress
 
     def run(self, action: Callable[[], object]) -> None:
-        """Call `action` on this rank, and wait for the others. Every rank calls this.
-
-        Raises:
-            Exception: what this rank's `action` has raised.
-            AbortedError: the action of another rank failed, and this rank's did not; one line.
+        """Call `action` on this rank, and wait for the others. Every rank calls this. Raises what this rank's `action`
+        has raised; AbortedError, one line: another rank's failed, and this one's did not.
         """
         failure: Exception | None = None
         try:
             action()
         except Exception as error:
             failure = error
-        with self.progress.waiting("the other ranks' files of the model"):
-            well = all_well(failure is None, self.group)
-        if well:
-            return
-        lines = [""] * dist.get_world_size(self.group) if self.group is not None else []
+        lines = [""] * (self.group.size() if self.group is not None else 0)
         if lines:
-            dist.all_gather_object(lines, first_line(failure) if failure else "", group=self.group)
+            with self.progress.waiting("the other ranks' files of the model"):
+                dist.all_gather_object(lines, first_line(failure) if failure else "", group=self.group)
         if failure is not None:
             raise failure
-        rank = next(rank for rank, line in enumerate(lines) if line)
-        raise AbortedError(f"rank {rank}: {lines[rank]}")
+        for rank, line in enumerate(lines):
+            if line:
+                raise AbortedError(f"rank {rank}: {line}")
 
 
 def write_files(

@@ -10,7 +10,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,12 +51,18 @@ class ModelError(ValueError):
         super().__init__(shown(message, MOST_OF_ERROR))
 
 
-def check_model_folder(path: str) -> None:
-    """Refuse a folder without a model of a known family, or with settings or safetensors that are missing, truncated or
-    of another format.
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Put this around the reading of a file of safetensors. ModelError: `what` cannot be read."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{what} cannot be read: {first_line(error)}") from None
 
-    Raises:
-        ModelError: one line on what is missing or not supported.
+
+def check_model_folder(path: str) -> None:
+    """Refuse (ModelError) a folder without a model of a known family, or with settings or safetensors that are missing,
+    truncated or of another format.
     """
     config_tree(path)
     if (generation := Path(path) / GENERATION_FILE).is_file():
@@ -128,29 +135,23 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: str, file: str) -> dict[str, StoredTensor]:
-    """The tensors in one of a folder's safetensors files, by name.
-
-    Raises:
-        ModelError: the file cannot be read, or its header does not fit its size.
+    """The tensors in one of a folder's safetensors files, by name. ModelError: the file cannot be read, or its header
+    does not fit its size.
     """
-    try:
+    with reading(f"model.path: {path}: {file}"):
         with safe_open(Path(path) / file, framework="numpy"):
             pass  # checks the header, and says nothing of where values lie
         with open(Path(path) / file, "rb") as stored:
             length = int.from_bytes(stored.read(8), "little")
             header = json.loads(stored.read(length))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
     return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0],
                                entry["data_offsets"][1] - entry["data_offsets"][0])
             for name, entry in header.items() if name != "__metadata__"}
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> None:
-    """Write a safetensors file that is as readable as any new one: safetensors makes its owner's alone.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write a safetensors file that is as readable as any new one: safetensors makes its owner's alone. OSError: it
+    cannot be written.
     """
     from safetensors.torch import save_file  # imports torch
 
@@ -166,20 +167,14 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def fingerprint(path: str) -> str:
     """A digest that distinguishes weights of equal shapes: of names, shapes, types, and the first values of each
-    weight.
-
-    Raises:
-        ModelError: a file cannot be read.
+    weight. ModelError: a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     found = {(key, tensor): file for file in weight_files(path) for key, tensor in stored_tensors(path, file).items()}
     for (key, tensor), file in sorted(found.items()):
-        try:
-            with open(Path(path) / file, "rb") as stored:
-                stored.seek(tensor.offset)
-                values = stored.read(min(FIRST_BYTES, math.prod(tensor.shape)))
-        except OSError as error:
-            raise ModelError(f"model.path: {path}: {file} cannot be read: {first_line(error)}") from None
+        with reading(f"model.path: {path}: {file}"), open(Path(path) / file, "rb") as stored:
+            stored.seek(tensor.offset)
+            values = stored.read(min(FIRST_BYTES, math.prod(tensor.shape)))
         digest.update(f"{key} {tensor.kind} {tensor.shape} ".encode() + values)
     return digest.hexdigest()
 

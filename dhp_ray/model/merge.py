@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from dhp_ray.errors import first_line
 from dhp_ray.model.files import (
@@ -28,6 +28,7 @@ from dhp_ray.model.files import (
     ModelError,
     check_model_folder,
     fingerprint,
+    reading,
     stored_tensors,
     weight_files,
     write_tensors,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = "lm_head"
-"""The output layer, as all families call it."""
 
 IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of the adapter that take the place of the base's."""
@@ -81,10 +81,8 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
     """Write the folder `out`, the base with the adapter in its weights, file by file: yields for each of the base's how
     many weights have changed in it. One file is in memory at a time; `out` is there once all are written.
 
-    Raises:
-        ModelError: a folder holds no adapter, or no model of a known family; the adapter has parts that find no place;
-        it is of another base; something in these folders cannot be read; `out` holds files, or is inside the base.
-        OSError: `out` cannot be written.
+    ModelError: a folder holds no adapter, or no model of a known family; the adapter has parts that find no place, or
+    another base; something cannot be read; `out` holds files, or is inside the base. OSError: `out` cannot be written.
     """
     from safetensors.torch import load_file  # torch takes seconds to import
 
@@ -103,12 +101,10 @@ def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
         for name in theirs:
             _copy("adapter", Path(adapter_path) / name, unfinished / name)
         for file in files:
-            try:
+            with reading(f"base: {Path(base_path) / file}"):
                 with safe_open(Path(base_path) / file, framework="pt") as stored:
                     described = stored.metadata()
                 tensors = load_file(Path(base_path) / file)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"base: {Path(base_path) / file} cannot be read: {first_line(error)}") from None
             changed = tensors.keys() & places.keys()
             for key in changed:
                 weight = tensors[key]
@@ -174,11 +170,7 @@ def _parts(key: str, file: Path) -> Iterator[bytes]:
 
 
 def base_of(adapter_path: str) -> str:
-    """The folder that an adapter says it was trained on.
-
-    Raises:
-        ModelError: it names none that is here.
-    """
+    """The folder that an adapter says it was trained on. ModelError: it names none that is here."""
     base = _settings(Path(adapter_path)).get("base_model_name_or_path")
     if not isinstance(base, str) or not base or not Path(base).is_dir():
         raise ModelError(f"base: the adapter in {adapter_path} names {base!r}, no folder here; allowed: base=FOLDER")
@@ -186,10 +178,8 @@ def base_of(adapter_path: str) -> str:
 
 
 def read_adapter(path: str) -> Adapter:
-    """The adapter in a folder that PEFT or a run of ours has written.
-
-    Raises:
-        ModelError: there is none, or one of a kind that is not merged so.
+    """The adapter in a folder that PEFT or a run of ours has written. ModelError: there is none, or one of a kind that
+    is not merged so.
     """
     from safetensors.torch import load_file
 
@@ -200,12 +190,10 @@ def read_adapter(path: str) -> Adapter:
             or bool in (type(rank), type(alpha))):
         raise ModelError(f"adapter: {folder / ADAPTER_SETTINGS} has r={rank!r} and lora_alpha={alpha!r}; allowed: "
                          "numbers, r at least 1")
-    try:
+    with reading(f"adapter: {path}: {ADAPTER_FILE}"):
         tensors = load_file(folder / ADAPTER_FILE)
         with safe_open(folder / ADAPTER_FILE, framework="pt") as stored:
             base = (stored.metadata() or {}).get(BASE_KEY, "")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"adapter: {path}: {ADAPTER_FILE} cannot be read: {first_line(error)}") from None
     pairs = {}
     for name in list(tensors):
         if name.startswith(ADAPTER_PREFIX) and name.endswith(".lora_A.weight"):

@@ -165,10 +165,8 @@ def segment_attention(
     """Each segment's queries attend to its keys: (L, H, D) for q (L, H, D), k and v (Lk, Hk, D), H a multiple of Hk.
 
     `segments` cover all L and Lk rows, one after the other, on the device of q. scale: what products of queries and
-    keys are multiplied with. kept: a layer that is recomputed may keep the results (`recomputation.py`).
-
-    Raises:
-        ValueError: the segments are of other rows than q and k have.
+    keys are multiplied with. kept: a layer that is recomputed may keep the results (`recomputation.py`). ValueError:
+    the segments are of other rows than q and k have.
     """
     if (segments.query_offsets[-1], segments.key_offsets[-1]) != (len(q), len(k)):
         raise ValueError(f"segment attention: {len(q)} queries and {len(k)} keys; the segments have "

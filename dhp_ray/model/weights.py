@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from dhp_ray.errors import first_line
-from dhp_ray.model.files import ModelError, fingerprint, stored_tensors
+from dhp_ray.model.files import ModelError, fingerprint, reading, stored_tensors
 
 STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
@@ -81,17 +81,11 @@ class StoredKey(NamedTuple):
 
 
 class StoredWeights:
-    """What the files of a folder hold for a module, found from their headers.
+    """What `files` of a folder hold for a module, found from their headers. The module gives names and shapes, and may
+    be on the meta device. A tied parameter is stored under one of its names or several. `renamed`: patterns of older
+    names and what takes their place, applied in order.
 
-    Args:
-        files: names of the folder's files.
-        module: gives names and shapes; its parameters may be on the meta device. A tied parameter is stored under one
-        of its names or several.
-        renamed: patterns of older names and what takes their place, applied in order.
-
-    Raises:
-        ModelError: one line on a file that cannot be read, or a parameter that is missing, quantized or of another
-        shape.
+    ModelError: a file cannot be read, or a parameter is missing, quantized or of another shape.
     """
 
     def __init__(
@@ -146,10 +140,8 @@ class StoredWeights:
 
     @torch.no_grad()
     def read(self, wanted: Iterable[Interval]) -> None:
-        """Fill every interval, in the type and on the device of where it goes. Not a collective.
-
-        Raises:
-            ModelError: a file is gone or damaged, or holds tied parameters that differ.
+        """Fill every interval, in the type and on the device of where it goes. Not a collective. ModelError: a file is
+        gone or damaged, or holds tied parameters that differ.
         """
         intervals: dict[str, list[Interval]] = {}
         for interval in wanted:
@@ -176,12 +168,12 @@ class StoredWeights:
 
     def tensor(self, stored: StoredKey) -> Tensor:
         """A tensor as it is stored, in memory of its own."""
-        try:
-            with safe_open(Path(self.path) / stored.file, framework="pt") as file:
-                found: Tensor = file.get_tensor(stored.key).clone()  # what it gives lies in the mapped file
-                return found
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
+        with self._reading(stored), safe_open(Path(self.path) / stored.file, framework="pt") as file:
+            found: Tensor = file.get_tensor(stored.key).clone()  # what it gives lies in the mapped file
+        return found
+
+    def _reading(self, stored: StoredKey) -> AbstractContextManager[None]:
+        return reading(f"model.path: {self.path}: {stored.file}")
 
     def _values(self, stored: StoredKey, interval: Interval, raw: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What a stored tensor has of an interval, part by part: where it goes, and its values, which lie in `raw`
@@ -193,19 +185,16 @@ class StoredWeights:
         if not into.numel():
             return
         # plain reads: memory that is mapped counts as this process's until the file is closed, and moves page by page
-        try:
-            with open(Path(self.path) / stored.file, "rb", buffering=0) as file:
-                if form.transposed:
-                    parts = self._transposed_parts(file, stored, begin - form.start, into)
-                else:
-                    file.seek(stored.offset + (begin - form.start) * kind.itemsize)
-                    parts = ((part, self._read(file, raw[: part.numel() * kind.itemsize]).view(kind))
-                             for part in into.split(len(raw) // kind.itemsize))
-                for part, values in parts:
-                    # rounded to fp32 first, whatever it goes to
-                    yield part, values.float() if kind == torch.float64 else values
-        except OSError as error:
-            raise ModelError(f"model.path: {self.path}: {stored.file} cannot be read: {first_line(error)}") from None
+        with self._reading(stored), open(Path(self.path) / stored.file, "rb", buffering=0) as file:
+            if form.transposed:
+                parts = self._transposed_parts(file, stored, begin - form.start, into)
+            else:
+                file.seek(stored.offset + (begin - form.start) * kind.itemsize)
+                parts = ((part, self._read(file, raw[: part.numel() * kind.itemsize]).view(kind))
+                         for part in into.split(len(raw) // kind.itemsize))
+            for part, values in parts:
+                # rounded to fp32 first, whatever it goes to
+                yield part, values.float() if kind == torch.float64 else values
 
     def _transposed_parts(
         self, file: FileIO, stored: StoredKey, first: int, into: Tensor

@@ -11,7 +11,7 @@ ZeRO: arXiv 1910.02054, section 5 (stage 1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -74,8 +74,7 @@ class FlatEngine(Engine):
                          device or next(iter(self.parameters.values())).device, progress)
         if weights is not None and self.frozen:
             moved_bytes = min(bucket_bytes, world_size * READ_BYTES)  # a rank reads its slice of a bucket at once
-            load_frozen(self.frozen, weights, self.compute_type, moved_bytes // 4, rank, self.group, self.device,
-                        self.progress)
+            self._load_frozen(weights, moved_bytes // 4)
         for parameter in self.frozen.values():
             parameter.data = parameter.data.to(self.device, self.compute_type)
         if initialize:
@@ -130,6 +129,39 @@ class FlatEngine(Engine):
                 mine.copy_(parameter.detach().reshape(-1)[piece.start : piece.stop])
         if weights is not None:
             weights.read(stored)
+
+    def _load_frozen(self, weights: StoredWeights, bucket_elements: int) -> None:
+        """Give frozen parameters their values in the computing type, on the ranks where they have none: on the meta
+        device, or one element in the place of all, as an engine leaves them that had them elsewhere. So many elements
+        are moved at a time. If this raises, parameters are as before.
+        """
+        has = all(not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
+                  for parameter in self.frozen.values())
+        having = numbers_of_ranks(torch.tensor(float(has)), self.group, self.progress)
+        if all(having):
+            return
+        shapes = {name: parameter.shape for name, parameter in self.frozen.items()}
+        layout = FlatLayout(shapes, self.world_size, bucket_elements)
+        whole = torch.empty(0 if has else layout.size, dtype=self.compute_type, device=self.device)
+        if any(having):
+            assert self.group is not None  # a single rank has all or nothing
+            source = having.index(1.0)
+            for name, parameter in self.frozen.items():
+                values = (parameter.data if has else whole[layout.interval(name)]).view(-1)
+                for part in values.split(bucket_elements):
+                    # not over valid values: an abort leaves garbage
+                    into = torch.empty_like(part) if has and self.rank != source else part
+                    with self.progress.waiting("frozen parameters of another rank"):
+                        copy_from_rank(into, source, self.group)
+        else:
+            pieces = deque(layout.pieces(self.rank))
+            for bucket in layout.buckets:
+                mine = _read_part(weights, pieces, bucket, whole)
+                self._wait(self._gather_into(whole[bucket.flat], mine))
+        self.progress.synchronize()
+        if not has:
+            for name, parameter in self.frozen.items():
+                place(parameter, whole[layout.interval(name)].view(layout.shapes[name]))
 
     def _take_over(self) -> None:
         """Give the parameters their places in the flat buffers; `all_gather_parameters` fills in their values."""
@@ -227,54 +259,6 @@ def place(parameter: nn.Parameter, value: Tensor) -> None:
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
     else:
         parameter.data = value
-
-
-def load_frozen(
-    frozen: Mapping[str, nn.Parameter],
-    weights: StoredWeights,
-    compute_type: torch.dtype,
-    bucket_elements: int,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    progress: Progress,
-) -> None:
-    """Give whole parameters their values in `compute_type`, on the ranks where they have none: on the meta device, or
-    one element in the place of all, as an engine leaves them that had them elsewhere.
-
-    Every rank calls this, with equal names and `bucket_elements`, the number of elements moved at a time. If it raises,
-    parameters are as before.
-    """
-    has = all(not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes
-              for parameter in frozen.values())
-    having = numbers_of_ranks(torch.tensor(float(has)), group, progress)
-    if all(having):
-        return
-    layout = FlatLayout({name: parameter.shape for name, parameter in frozen.items()}, len(having), bucket_elements)
-    whole = torch.empty(0 if has else layout.size, dtype=compute_type, device=device)
-    if any(having):
-        assert group is not None  # a single rank has all or nothing
-        source = having.index(1.0)
-        for name, parameter in frozen.items():
-            values = (parameter.data if has else whole[layout.interval(name)]).view(-1)
-            for part in values.split(bucket_elements):
-                # not over valid values: an abort leaves garbage
-                into = torch.empty_like(part) if has and rank != source else part
-                with progress.waiting("frozen parameters of another rank"):
-                    copy_from_rank(into, source, group)
-    else:
-        pieces = deque(layout.pieces(rank))
-        for bucket in layout.buckets:
-            mine = _read_part(weights, pieces, bucket, whole)
-            if group is None:
-                whole[bucket.flat].copy_(mine)
-                continue
-            with progress.waiting("frozen parameters of other ranks"):
-                all_gather_single(whole[bucket.flat], mine, group=group)
-    progress.synchronize()
-    if not has:
-        for name, parameter in frozen.items():
-            place(parameter, whole[layout.interval(name)].view(layout.shapes[name]))
 
 
 def _read_part(weights: StoredWeights, pieces: deque[Piece], bucket: Bucket, like: Tensor) -> Tensor:
