@@ -65,7 +65,7 @@ class ExpertGroup:
         self.group = self.holders = gone
 
     def _begin(self) -> float:
-        self.progress.mark("tokens of other ranks", waits_for_peers=True, timed=True)
+        self.progress.mark("tokens of other ranks", waits_for_peers=True)
         return perf_counter()
 
     def _end(self, begin: float) -> None:

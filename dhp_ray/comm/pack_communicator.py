@@ -1,8 +1,8 @@
-"""Point-to-point exchange among the members of one pack, with the time that a member is blocked in it.
+"""Point-to-point exchange among the members of one pack.
 
     post:  exchange(sends, receives) -> Pending      both directions at once, nothing blocks
            ... compute on what is already here ...
-    wait:  Pending.wait()                            what this costs is exposed communication: `waits`
+    wait:  Pending.wait()                            what this costs is exposed communication: `Progress.timed_waits`
 
 Vision features are exchanged by rows: the member that encoded an image owns its rows, the members that hold its tokens
 need them, and gradients go back by the same routes. Inside a pack autograd sends them back (`exchange_rows`); apart
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dhp_ray.comm.progress import Progress, StreamTimestamp, Wait
+from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import torch_peer
 
 
@@ -61,8 +61,6 @@ class PackCommunicator:
         self._group = group
         self._first_tag = pack_index * TAGS_PER_PACK
         self.progress = progress or Progress()
-        self.waits: list[Wait] = []
-        """All waits so far."""
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int = 0
@@ -78,27 +76,23 @@ class PackCommunicator:
             for tensor, member in messages if tensor.numel() > 0
         ]
         works = post_together(operations) if operations else []
-        return Pending(self, works, [operation.tensor for operation in operations])
-
-    def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of `works`, and count the time. Raises AbortedError after an abort."""
-        start = StreamTimestamp(device)
-        with self.progress.waiting("exchange of a pack"):
-            for work in works:
-                work.wait()
-        self.waits.append((start, StreamTimestamp(device)))
+        return Pending(self.progress, works, [operation.tensor for operation in operations])
 
 
 class Pending:
     """An exchange under way. It holds the tensors that it reads and writes until `wait` returns."""
 
-    def __init__(self, link: PackCommunicator, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        self._link, self._works, self._tensors = link, works, tensors
+    def __init__(self, progress: Progress, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._progress, self._works, self._tensors = progress, works, tensors
 
     def wait(self) -> None:
-        """Block until every tensor has been sent and received. A second call does nothing."""
+        """Block until every tensor has been sent and received. A second call does nothing. Raises AbortedError after an
+        abort.
+        """
         if self._works:
-            self._link.wait(self._works, self._tensors[0].device)
+            with self._progress.waiting("exchange of a pack"):
+                for work in self._works:
+                    work.wait()
         self._works, self._tensors = (), ()
 
 

@@ -89,11 +89,8 @@ class Progress:
             self._module = torch.get_device_module(self.device)
             self._stream = self._module.current_stream(self.device)
 
-    def mark(self, doing: str, waits_for_peers: bool = False, timed: bool = False) -> None:
-        """Record that something begins; `timed`: a wait that `timed_waits` collects, up to the next mark.
-
-        Raises AbortedError after an abort.
-        """
+    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
+        """Record that something begins. Raises AbortedError after an abort."""
         self.check()
         recorded = Heartbeat(self._recorded.number + 1, self.stage, doing, waits_for_peers)
         self._recorded = recorded
@@ -108,7 +105,7 @@ class Progress:
         else:
             return
         if self._waits is not None:
-            self._time(self._waits, timed)
+            self._time(self._waits, waits_for_peers)
 
     def _time(self, waits: list[Wait], begins: bool) -> None:
         if begins:
@@ -119,7 +116,9 @@ class Progress:
 
     @contextmanager
     def timed_waits(self) -> Iterator[list[Wait]]:
-        """Collect the timed waits (`mark`) inside, in the training thread's stream. The list is complete at the end."""
+        """Collect the waits for peers inside, each from its mark to the next one that is none, in the training thread's
+        stream. The list is complete at the end.
+        """
         waits: list[Wait] = []
         self._waits = waits
         try:

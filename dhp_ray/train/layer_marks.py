@@ -4,8 +4,7 @@
     backward   ... 4, backward     | reducing 4 * | before 4          | gathering of 3 * | 3, backward ...
 
 Marks with * say that the rank waits for peers. They and "before" exist only if a layer's parameters are gathered from
-other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours. Those with * are
-timed (`Progress.timed_waits`).
+other ranks, and its gradients reduced, between two layers: by FSDP, whose hooks run between ours.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class LayerMarks:
             forward = partial(progress.mark, name)
             backward = partial(progress.mark, f"{name}, backward")
             if gathered:
-                gathers = partial(progress.mark, f"gathering of {name}", waits_for_peers=True, timed=True)
-                reduces = partial(progress.mark, f"reducing of {name}", waits_for_peers=True, timed=True)
+                gathers = partial(progress.mark, f"gathering of {name}", waits_for_peers=True)
+                reduces = partial(progress.mark, f"reducing of {name}", waits_for_peers=True)
                 before = partial(progress.mark, f"before {name}, backward")
                 self._handles += [layer.register_forward_pre_hook(_before(gathers, before), prepend=True),
                                   layer.register_forward_hook(_at_gradient_of_output(gathers), prepend=True),

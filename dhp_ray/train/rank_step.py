@@ -34,15 +34,12 @@ class TimedRun(NamedTuple):
     index: int  # type: ignore[assignment]  # in place of a tuple's method
     begin: StreamTimestamp
     end: StreamTimestamp
-    waits: tuple[Wait, ...]
-    """Those in its exchanges and, on devices, for what it computes with, which is gathered and reduced."""
-    gathering_s: float = 0.0
-    """Seconds of the latter on the CPU."""
+    waits: list[Wait]
+    """In its exchanges, and for units that are gathered and reduced (on devices but for the root)."""
 
     def time(self, start: StreamTimestamp) -> PackTime:
         """When it ran; waits until the device has run it."""
-        return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start),
-                        seconds_of(self.waits) + self.gathering_s)
+        return PackTime(self.index, self.begin.since_s(start), self.end.since_s(start), seconds_of(self.waits))
 
 
 class PackRun(NamedTuple):
@@ -153,13 +150,14 @@ class RankStep:
         self.engine.progress.mark("inputs")
         ranks = range(dist.get_world_size(self.world)) if self.world else (inputs.plan.rank,)
         link = self.transport.link(ranks, PHASE_INDEX)
-        return self._timed(-1, link, lambda: phase(link))
+        return self._timed(-1, lambda: phase(link))
 
-    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, TimedRun]:
-        """Return what `call`, which exchanges over `link`, has returned, and its time."""
+    def _timed(self, index: int, call: Callable[[], Any]) -> tuple[Any, TimedRun]:
+        """Return what `call` has returned, and its time."""
         begin = StreamTimestamp(self.device)
-        found = call()
-        return found, TimedRun(index, begin, StreamTimestamp(self.device), tuple(link.waits))
+        with self.engine.progress.timed_waits() as waits:
+            found = call()
+        return found, TimedRun(index, begin, StreamTimestamp(self.device), waits)
 
     def _exchanged_bytes(self, inputs: StepInputs) -> int:
         """Return the bytes of features that this rank sends to others before the packs."""
@@ -188,7 +186,7 @@ class RankStep:
                 self.offload.backward(loss)
             return loss.detach()
 
-        loss, timed = self._timed(pack.index, link, run)
+        loss, timed = self._timed(pack.index, run)
         return PackRun(timed, loss, inputs.num_valid_tokens, inputs.num_images, self.offload.moved_bytes,
                        routing.totals() if routing else None)
 
@@ -260,14 +258,3 @@ class MicroBatchStep(RankStep):
     def _phases(self, inputs: StepInputs) -> EncoderPhases | None:
         self.engine.before_encoding()
         return super()._phases(inputs)
-
-    def _timed(self, index: int, link: PackCommunicator, call: Callable[[], Any]) -> tuple[Any, TimedRun]:
-        """Also count what this rank waits for units to be gathered and reduced. On the CPU the collectives count it; on
-        a device, where they return at once, the marks between layers do, and the root's waits are left out.
-        """
-        before_s = self.engine.blocked_s
-        with self.engine.progress.timed_waits() as gathering:
-            found, timed = super()._timed(index, link, call)
-        if self.device.type == "cpu":
-            return found, timed._replace(gathering_s=self.engine.blocked_s - before_s)
-        return found, timed._replace(waits=(*timed.waits, *gathering))

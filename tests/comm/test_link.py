@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dhp_ray.comm.pack_communicator import PackCommunicator
-from dhp_ray.comm.progress import seconds_of
+from dhp_ray.comm.progress import Progress, seconds_of
 from tests.ranks import run_ranks
 
 
@@ -69,10 +69,11 @@ def late_peer(rank: int) -> tuple[float, float]:
     start_s = time.perf_counter()
     pending = link.exchange([(torch.ones(1000), 1 - rank)], [(received, 1 - rank)])
     time.sleep(0.3)  # computing while the exchange is under way
-    pending.wait()
-    total_s, blocked_s = time.perf_counter() - start_s, seconds_of(link.waits)
-    pending.wait()
-    return total_s, blocked_s
+    with link.progress.timed_waits() as waits:
+        pending.wait()
+        total_s = time.perf_counter() - start_s
+        pending.wait()
+    return total_s, seconds_of(waits)
 
 
 def test_a_late_peer_shows_as_blocked_time() -> None:
@@ -84,7 +85,7 @@ def test_a_late_peer_shows_as_blocked_time() -> None:
 def test_a_pack_of_one_exchanges_nothing() -> None:
     link = PackCommunicator((3,), 3, None)
     link.exchange([], []).wait()
-    assert (link.size, link.index, link.waits) == (1, 0, [])
+    assert (link.size, link.index, link.progress.passed().number) == (1, 0, 0)
 
 
 def silent_peer(rank: int) -> str:
@@ -108,12 +109,7 @@ def test_a_silent_peer_times_out() -> None:
 
 @pytest.mark.gpu
 def test_blocked_time_on_a_device_is_its_streams() -> None:
-    link = PackCommunicator((0,), 0, None)
-    device = torch.device("cuda", 0)
-
-    class Sleep:
-        def wait(self) -> None:
-            torch.cuda._sleep(200_000_000)
-
-    link.wait([Sleep()], device)  # type: ignore[list-item]
-    assert 0.02 < seconds_of(link.waits) < 2.0
+    progress = Progress(torch.device("cuda", 0))
+    with progress.timed_waits() as waits, progress.waiting("exchange of a pack"):
+        torch.cuda._sleep(200_000_000)
+    assert 0.02 < seconds_of(waits) < 2.0

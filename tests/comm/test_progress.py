@@ -114,17 +114,17 @@ def test_an_error_in_a_wait_is_not_hidden() -> None:
 
 def test_timed_waits_end_at_the_next_mark_or_with_the_block() -> None:
     progress = Progress()
-    progress.mark("gathering of layer 0", waits_for_peers=True, timed=True)  # nobody collects it
+    progress.mark("gathering of layer 0", waits_for_peers=True)  # nobody collects it
     with progress.timed_waits() as waits:
         progress.mark("layer 0")
         assert waits == []
-        progress.mark("reducing of layer 1", waits_for_peers=True, timed=True)
+        progress.mark("reducing of layer 1", waits_for_peers=True)
         time.sleep(0.02)
-        progress.mark("gathering of layer 0", waits_for_peers=True, timed=True)  # the same wait goes on
+        progress.mark("gathering of layer 0", waits_for_peers=True)  # the same wait goes on
         time.sleep(0.02)
         progress.mark("layer 0, backward")
         time.sleep(0.1)
-        progress.mark("reducing of layer 0", waits_for_peers=True, timed=True)
+        progress.mark("reducing of layer 0", waits_for_peers=True)
         time.sleep(0.01)
     assert len(waits) == 2
     assert 0.04 <= seconds_of(waits[:1]) < 0.1

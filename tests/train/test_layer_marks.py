@@ -28,8 +28,8 @@ class Recorded(Progress):
         super().__init__()
         self.marks: list[Heartbeat] = []
 
-    def mark(self, doing: str, waits_for_peers: bool = False, timed: bool = False) -> None:
-        super().mark(doing, waits_for_peers, timed)
+    def mark(self, doing: str, waits_for_peers: bool = False) -> None:
+        super().mark(doing, waits_for_peers)
         self.marks.append(self.passed())
 
 
