@@ -22,7 +22,6 @@ most RUN_CHUNKS together. Example: pieces of 5, 4 and 1 chunks as a group, if a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dhp_ray.model.layout import PackLayout
+from dhp_ray.model.tensor_fields import TensorFields
 from dhp_ray.planner.memory.model import RUN_CHUNKS, RUN_STEPS
 from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
 
@@ -78,7 +78,7 @@ class ChainPiece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Pieces(TensorFields):
     """The pieces of one member of a pack, L tokens in C chunks, and what it exchanges with the others for them.
 
     Made on the CPU before a step; `map` brings the tensors to the device.
@@ -115,13 +115,6 @@ class Pieces:
     @property
     def exchanges_states(self) -> bool:
         return self.sent[self.member] + self.received[self.member] > 0
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Pieces:
-        """The same with every tensor changed."""
-        return replace(
-            self, chunk_rows=change(self.chunk_rows), token_places=change(self.token_places),
-            conv_rows=change(self.conv_rows), conv_places=change(self.conv_places),
-            send_rows=tuple(map(change, self.send_rows)))
 
 
 def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:

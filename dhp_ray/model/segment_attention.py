@@ -8,8 +8,8 @@ of all of them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol, cast
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from dhp_ray.model.layout import Blocks
 from dhp_ray.model.recomputation import attention_once
+from dhp_ray.model.tensor_fields import TensorFields
 
 RowIndex = slice | Tensor
 """Which rows of a local tensor: one slice where they are contiguous (a view, no copy), else a long index."""
 
 
 @dataclass(frozen=True)
-class Segments:
+class Segments(TensorFields):
     """Segment i attends query_offsets[i]:query_offsets[i + 1] to key_offsets[i]:key_offsets[i + 1] of the gathered
     rows.
 
@@ -61,14 +62,6 @@ class Segments:
         if self.query_offsets_tensor.device == device:
             return self
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Segments:
-        """The same segments with every tensor changed."""
-        query_rows, key_rows = (rows if isinstance(rows, slice) else change(rows)
-                                for rows in (self.query_rows, self.key_rows))
-        return replace(self, query_rows=query_rows, key_rows=key_rows,
-                       query_offsets_tensor=change(self.query_offsets_tensor),
-                       key_offsets_tensor=change(self.key_offsets_tensor))
 
     def __len__(self) -> int:
         return len(self.query_offsets) - 1

@@ -10,7 +10,7 @@ on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from math import prod
@@ -27,6 +27,7 @@ from dhp_ray.model.lora import token_keys
 from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.model.pieces import Pieces, pieces_of
 from dhp_ray.model.segment_attention import Segments
+from dhp_ray.model.tensor_fields import TensorFields
 from dhp_ray.planner.plan.types import Grid, Pack, Sample, cut_in_time, encoding_ranks
 
 
@@ -127,7 +128,7 @@ def image_tokens(payload: Payload, adapter: LanguageModel) -> list[Tensor]:
 
 
 @dataclass(kw_only=True)
-class PackInputs:
+class PackInputs(TensorFields):
     """One rank's part of a pack: L tokens, K of them of images; it encodes N images of P patches."""
 
     layout: PackLayout
@@ -183,20 +184,6 @@ class PackInputs:
     def num_valid_tokens(self) -> int:
         """Labels of this rank that count."""
         return len(self.valid_index)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> PackInputs:
-        def if_any(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return replace(
-            self, token_ids=change(self.token_ids), labels=change(self.labels), valid_index=change(self.valid_index),
-            positions=change(self.positions), pixels=change(self.pixels),
-            vision_token_index=change(self.vision_token_index), send_index=[change(rows) for rows in self.send_index],
-            segments=tuple(segments.map(change) for segments in self.segments),
-            dropout_keys=if_any(self.dropout_keys), sequence_of=if_any(self.sequence_of),
-            sequences=if_any(self.sequences),
-            pieces=None if self.pieces is None else self.pieces.map(change),
-            encoder=mapped(self.encoder, change))
 
 
 def collate(
@@ -301,11 +288,6 @@ def _packed(
         positions = adapter.positions(ids, *map(torch.from_numpy, payload.whole()))
         columns.append(torch.stack((ids, torch.from_numpy(shifted), owner, feature, *positions)))
     return torch.cat(columns, 1), needed, tuple(grids), num_images
-
-
-def mapped(arguments: EncoderArguments, change: Callable[[Tensor], Tensor]) -> EncoderArguments:
-    return {name: value.map(change) if isinstance(value, Segments) else change(value)
-            for name, value in arguments.items()}
 
 
 def joined(patches: Sequence[np.ndarray | Tensor], patch_dim: int, pixel_type: torch.dtype, pinned: bool) -> Tensor:

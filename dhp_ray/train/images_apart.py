@@ -30,14 +30,15 @@ from torch import Tensor
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, return_rows, send_rows
 from dhp_ray.model.language_model import EncoderArguments, LanguageModel
+from dhp_ray.model.tensor_fields import TensorFields
 from dhp_ray.planner.plan.types import Grid, Pack, RankPlan, cut_in_time, encoding_ranks
-from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, mapped, tokens_of_parts
+from dhp_ray.train.collate import Payload, check_payload, image_tokens, joined, tokens_of_parts
 
 Pixels = list[np.ndarray | Tensor | None]
 
 
 @dataclass(kw_only=True)
-class EncoderPass:
+class EncoderPass(TensorFields):
     """Images that are encoded together: `pixels` (P, patch_dim), the encoder's arguments from their grids, and the
     number of feature rows that they make.
     """
@@ -47,23 +48,13 @@ class EncoderPass:
     encoder: EncoderArguments
     num_rows: int
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> EncoderPass:
-        return replace(self, pixels=change(self.pixels), encoder=mapped(self.encoder, change))
-
-    def to(self, device: torch.device) -> EncoderPass:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
-
 
 @dataclass(kw_only=True)
-class VisionInputs:
+class VisionInputs(TensorFields):
     """The vision inputs of one rank and step. `send_index`: by rank, the rows of this rank's features that go there."""
 
     passes: list[EncoderPass]
     send_index: dict[int, Tensor]
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> VisionInputs:
-        return VisionInputs(passes=[encoded.map(change) for encoded in self.passes],
-                            send_index={rank: change(rows) for rank, rows in self.send_index.items()})
 
 
 class PlannedImage(NamedTuple):
@@ -273,7 +264,7 @@ class EncoderPhases:
         return gradient
 
     def _encode(self, images: EncoderPass) -> Tensor:
-        there = images if self._device.type == "cpu" else images.to(self._device)
+        there = images.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         return self._adapter.encode(there.pixels, there.encoder)
 
 
