@@ -92,8 +92,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
         return segment_attention(query, key, value, context.segments[0], scale, kept=True)[None]
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     anchor = torch.zeros((), requires_grad=True) if context.differentiable and not requires_grad else None
-    out: Tensor = _RingAttention.apply(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), anchor, scale, context)
-    return out[None]
+    return _RingAttention.apply(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), anchor, scale, context)[None]
 
 
 def attention_of_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:

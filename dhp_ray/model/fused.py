@@ -62,8 +62,7 @@ class FusedMLP(Module):
         self.operators = operators
 
     def forward(self, hidden: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(self.operators.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
-        return down
+        return self.down_proj(self.operators.swiglu(self.gate_proj(hidden), self.up_proj(hidden)))
 
 
 class FusedAttention(Module):

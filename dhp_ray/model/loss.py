@@ -34,10 +34,9 @@ def cross_entropy_sum(
     them in place: it can run once.
     """
     tokens, rows = (max(1, chunk_elements // size) for size in weight.shape)
-    result: Tensor = _CrossEntropySum.apply(
+    return _CrossEntropySum.apply(
         hidden.index_select(0, valid_index), weight, labels.index_select(0, valid_index)[:, None],
         tokens, chunks_per_product, rows, torch.is_grad_enabled())
-    return result
 
 
 def most_likely(

@@ -164,8 +164,7 @@ def segment_attention(
     if (segments.query_offsets[-1], segments.key_offsets[-1]) != (len(q), len(k)):
         raise ValueError(f"segment attention: {len(q)} queries and {len(k)} keys; the segments have "
                          f"{segments.query_offsets[-1]} and {segments.key_offsets[-1]}")
-    out: Tensor = _SegmentAttention.apply(q, k, v, segments, scale, kept)
-    return out
+    return _SegmentAttention.apply(q, k, v, segments, scale, kept)
 
 
 class _SegmentAttention(torch.autograd.Function):

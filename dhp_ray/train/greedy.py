@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dhp_ray.comm.ranks import sum_over_ranks
+from dhp_ray.comm.ranks import sums_of_counts
 from dhp_ray.planner.plan.types import Pack
 from dhp_ray.train.collate import PackInputs
 from dhp_ray.train.rank_step import RankStep
@@ -58,11 +58,8 @@ def greedy_answers(
         table = torch.zeros_like(guess)
         for place, predicted in zip(places, step.predictions(replace(inputs, inputs=guessed))):
             table[tuple(place.found)] = torch.tensor(progress.read(predicted), dtype=torch.int64)
-        if step.world is not None:
-            table = table.to(progress.device)
-            with progress.waiting("answers of other ranks"):
-                sum_over_ranks(table, step.world)
-            table = torch.tensor(progress.read(table), dtype=torch.int64)
+        summed = sums_of_counts(table.flatten().tolist(), step.world, progress)
+        table = torch.tensor(summed, dtype=torch.int64).view_as(guess)
         ends = torch.isin(table, torch.tensor(end_ids, dtype=torch.int64))
         table[ends.cumsum(1) - ends.long() > 0] = filler  # after the end, where tokens would go on changing
         if torch.equal(table, guess):

@@ -20,8 +20,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -
         raise ValueError(f"train.precision: attention on cuda computes in bf16, got {q.dtype}; allowed: bf16")
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, segments.query_offsets_tensor, segments.key_offsets_tensor, segments.longest_query,
-        segments.longest_key,
-        0.0, segments.causal, return_debug_mask=False, scale=scale)
+        segments.longest_key, 0.0, segments.causal, return_debug_mask=False, scale=scale)
     return out, lse
 
 
@@ -30,11 +29,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Without dropout the state of the random numbers is not read; the operator wants one all the same.
     random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
+    return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.query_offsets_tensor,
-        segments.key_offsets_tensor,
-        segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state, unused, scale=scale)
-    return d_q, d_k, d_v
+        segments.key_offsets_tensor, segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state,
+        unused, scale=scale)
 
 
 def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -50,20 +48,17 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     # "llama": normalised in fp32, scaled in the type of x, as transformers does. Not in place: that would write over
     # the gradient of the output, which may be another's too.
-    normed: Tensor = LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
-    return normed
+    return LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops import LigerRopeFunction
 
     # it writes over q and k where their heads lie side by side, as a projection leaves them: no backward reads them
-    rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(q, k, cos, sin)
-    return rotated
+    return LigerRopeFunction.apply(q, k, cos, sin)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops import LigerSiLUMulFunction
 
-    product: Tensor = LigerSiLUMulFunction.apply(gate, up)
-    return product
+    return LigerSiLUMulFunction.apply(gate, up)

@@ -63,16 +63,14 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor
     """group_type 0: of the rows of x; 2: of those of both, which are added up."""
     import torch_npu
 
-    found: Tensor = torch_npu.npu_grouped_matmul([x], [weight], group_list=ends.long(), split_item=3,
-                                                 group_type=group_type, group_list_type=0)[0]
-    return found
+    return torch_npu.npu_grouped_matmul([x], [weight], group_list=ends.long(), split_item=3, group_type=group_type,
+                                        group_list_type=0)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     import torch_npu
 
-    normed: Tensor = torch_npu.npu_rms_norm(x, weight, epsilon)[0]
-    return normed
+    return torch_npu.npu_rms_norm(x, weight, epsilon)[0]
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,8 +85,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     import torch_npu
 
-    product: Tensor = torch_npu.npu_swiglu(torch.cat((gate, up), -1), -1)
-    return product
+    return torch_npu.npu_swiglu(torch.cat((gate, up), -1), -1)
 
 
 def _calls(segments: Segments, device: torch.device) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
