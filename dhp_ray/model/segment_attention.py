@@ -57,11 +57,11 @@ class Segments(TensorFields):
         rows, tensor = slice(0, offsets[-1]), torch.tensor(offsets, dtype=torch.int32)
         return Segments(rows, rows, tuple(offsets), tuple(offsets), tensor, tensor, causal=False)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Segments:
+    def to(self, device: torch.device) -> Segments:
         """The same segments on a device, as `Tensor.to`: themselves where they are there."""
         if self.query_offsets_tensor.device == device:
             return self
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device))
 
     def __len__(self) -> int:
         return len(self.query_offsets) - 1

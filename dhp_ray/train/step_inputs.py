@@ -140,15 +140,10 @@ def _copied(inputs: PackInputs, device: torch.device, computing: Any, copying: A
     """Return the inputs on a device, valid once `copying` has got there. Their memory belongs to the computing stream,
     so that later work there can reuse it, although the host is ahead.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []
+    def copy(tensor: Tensor) -> Tensor:
+        there = torch.empty_like(tensor, device=device)
+        with torch.get_device_module(device).stream(copying):
+            return there.copy_(tensor, non_blocking=True)
 
-    def room(tensor: Tensor) -> Tensor:
-        pairs.append((torch.empty_like(tensor, device=device), tensor))
-        return pairs[-1][0]
-
-    there = inputs.map(room)
     copying.wait_stream(computing)
-    with torch.get_device_module(device).stream(copying):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    return there
+    return inputs.map(copy)
