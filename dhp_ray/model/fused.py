@@ -1,9 +1,8 @@
 """Norms, rotary embeddings and SwiGLU with the fused operators of a device, as modules that replace those of
-transformers.
+transformers and take over their parameters under the same names.
 
 The hooks in transformers cover only RMS norms and the language model's rotary embedding, and use the package `kernels`,
-which downloads code from the Hub. So a family replaces its modules with those below when it builds a model; they take
-over the parameters under the same names.
+which downloads code from the Hub.
 """
 
 from __future__ import annotations

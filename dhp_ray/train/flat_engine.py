@@ -11,7 +11,8 @@ ZeRO: arXiv 1910.02054, section 5 (stage 1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
@@ -175,9 +176,8 @@ class FlatEngine(Engine):
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
-                self._hooks.append(
-                    parameter.register_post_accumulate_grad_hook(_adder(self._view(self._gradient, name)))
-                )
+                add = partial(_move_gradient, self._view(self._gradient, name))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
         for holder in self.module.modules():
             for name, buffer in holder.named_buffers(recurse=False):
                 setattr(holder, name, buffer.to(self.device))
@@ -244,13 +244,10 @@ class FlatEngine(Engine):
             yield bucket
 
 
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)  # widened to fp32 as it is added
-        parameter.grad = None
-
-    return add
+def _move_gradient(total: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    total.add_(parameter.grad)  # widened to fp32 as it is added
+    parameter.grad = None
 
 
 def place(parameter: nn.Parameter, value: Tensor) -> None:

@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from dhp_ray.comm.progress import Progress
 from dhp_ray.model.language_model import LanguageModel
 
+Mark = Callable[[], None]
+
 
 class LayerMarks:
     """Hooks on the layers of a model, until `remove`."""
@@ -35,11 +37,11 @@ class LayerMarks:
                 gathers = partial(progress.mark, f"gathering of {name}", waits_for_peers=True)
                 reduces = partial(progress.mark, f"reducing of {name}", waits_for_peers=True)
                 before = partial(progress.mark, f"before {name}, backward")
-                self._handles += [layer.register_forward_pre_hook(_before(gathers, before), prepend=True),
-                                  layer.register_forward_hook(_at_gradient_of_output(gathers), prepend=True),
-                                  layer.register_forward_pre_hook(_at_gradient_of_input(reduces))]
-            self._handles += [layer.register_forward_pre_hook(_before(forward)),
-                              layer.register_forward_hook(_at_gradient_of_output(backward))]
+                self._handles += [layer.register_forward_pre_hook(partial(_before, gathers, before), prepend=True),
+                                  layer.register_forward_hook(partial(_at_gradient_of_output, gathers), prepend=True),
+                                  layer.register_forward_pre_hook(partial(_at_gradient_of_input, reduces))]
+            self._handles += [layer.register_forward_pre_hook(partial(_before, forward, None)),
+                              layer.register_forward_hook(partial(_at_gradient_of_output, backward))]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -52,34 +54,25 @@ def layers_by_name(adapter: LanguageModel, *others: Module) -> dict[str, Module]
     return {names[layer]: layer for layer in (*adapter.units(), *others)}
 
 
-def _before(mark: Callable[[], None], then: Callable[[], None] | None = None) -> Callable[[Module, Any], None]:
+def _before(mark: Mark, then: Mark | None, layer: Module, inputs: Any) -> None:
     """`then` is called when the backward pass has the gradient of the layer's input, with all that FSDP does for it."""
-    def hook(layer: Module, inputs: Any) -> None:
-        mark()
-        if then:
-            _when_differentiated(inputs, then)
-
-    return hook
+    mark()
+    if then:
+        _when_differentiated(inputs, then)
 
 
-def _at_gradient_of_input(mark: Callable[[], None]) -> Callable[[Module, Any], Any]:
-    def hook(layer: Module, inputs: Any) -> Any:
-        # views: the output of the layer before has hooks of its own, which must run later
-        own = tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), inputs)
-        _when_differentiated(own, mark)
-        return own
-
-    return hook
+def _at_gradient_of_input(mark: Mark, layer: Module, inputs: Any) -> Any:
+    # views: the output of the layer before has hooks of its own, which must run later
+    own = tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), inputs)
+    _when_differentiated(own, mark)
+    return own
 
 
-def _at_gradient_of_output(mark: Callable[[], None]) -> Callable[[Module, Any, Any], None]:
-    def hook(layer: Module, inputs: Any, output: Any) -> None:
-        _when_differentiated(output, mark)
-
-    return hook
+def _at_gradient_of_output(mark: Mark, layer: Module, inputs: Any, output: Any) -> None:
+    _when_differentiated(output, mark)
 
 
-def _when_differentiated(values: Any, mark: Callable[[], None]) -> None:
+def _when_differentiated(values: Any, mark: Mark) -> None:
     """Call `mark` when the backward pass has the gradient of a tensor among `values`."""
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.requires_grad:
