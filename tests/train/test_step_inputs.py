@@ -49,7 +49,7 @@ def assert_equal(found: PackInputs, expected: PackInputs) -> None:
 
 
 def test_every_tensor_of_the_inputs_is_mapped() -> None:
-    """A field that `map` forgets would stay behind when the others are copied to a device."""
+    """model/tensor_fields.py: a tensor that `map` forgets would stay behind when the others are copied to a device."""
     inputs = collated(PLAN, payloads(), rough_model()).inputs[0].map(lambda tensor: tensor.to("meta"))
 
     def of(value: Any) -> Iterator[Tensor]:
