@@ -30,11 +30,7 @@ class GatedDeltaNet(Module):
         self.head_widths = (plain.head_k_dim, plain.head_k_dim, plain.head_v_dim)
 
     def forward(self, hidden_states: Tensor, *, context: PackContext, **_: Any) -> Tensor:
-        """(1, L, D) for this member's tokens `hidden_states` (1, L, D) of the pack `context`.
-
-        Raises:
-            ValueError: the context has no pieces.
-        """
+        """(1, L, D) for this member's tokens `hidden_states` (1, L, D) of the pack `context`, which has pieces."""
         if context.pieces is None:
             raise ValueError("gated delta net: the model was called with a context without pieces=pieces_of(...)")
         context.move(hidden_states.device)
