@@ -74,7 +74,7 @@ def _meta_module(config: PreTrainedConfig) -> PreTrainedModel:
 
 def adapter_sizes(config: PreTrainedConfig, frozen: Sequence[str], settings: LoraSettings) -> dict[str, int]:
     """Number of adapter parameters of a model with this configuration, for each part ("vision", "language") with
-    adapters.
+    adapters; those of "experts" apart from the rest of "language".
 
     Raises:
         ModelError: a target names no layer, or the model cannot be trained.
@@ -83,9 +83,14 @@ def adapter_sizes(config: PreTrainedConfig, frozen: Sequence[str], settings: Lor
     adapter.freeze(frozen)
     adapter.add_lora(settings)
     sizes = Counter[str]()
+    of_experts = {parameter for experts in adapter.experts() for parameter in experts.parameters()}
     for name, parameter in adapter.module.named_parameters():
         if parameter.requires_grad:
-            sizes["vision" if adapter.is_vision(name) else "language"] += parameter.numel()
+            sizes["vision" if adapter.is_vision(name) else "language"] += (
+                0 if parameter in of_experts else parameter.numel())
+            sizes["experts"] += parameter.numel() * (parameter in of_experts)
+    if not sizes["experts"]:
+        del sizes["experts"]
     return dict(sizes)
 
 

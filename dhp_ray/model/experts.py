@@ -23,7 +23,7 @@ it knows c, which the members of a pack add up at the end of their forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -169,6 +169,19 @@ PARALLEL = "expert_parallel"
 """The attribute of a module of experts that ranks share: what runs in place of `run_experts` (`expert_parallel.py`)."""
 
 
+ADAPTERS = "adapters"
+"""The attribute of a module of experts with adapters (`lora.py`): an `ExpertAdapters`."""
+
+
+class ExpertAdapters(NamedTuple):
+    """`matrices`: by the name of the parameter that they adapt, the modules whose `weight` is A (E, rank, in) and
+    B (E, out, rank). An expert's output is W x + scale B A x.
+    """
+
+    matrices: Mapping[str, tuple[Module, Module]]
+    scale: float
+
+
 def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """(L, D) of tokens `hidden` (L, D) after their experts, `chosen` (L, k), each times its weight (L, k). `experts` is
     the module of transformers, with `gate_up_proj` (E, 2 F, D) and `down_proj` (E, D, F).
@@ -192,13 +205,22 @@ def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tenso
     expert's rows. The weights are multiplied with what goes into the last product, which is narrower than what comes
     out.
     """
+    adapters: ExpertAdapters | None = getattr(experts, ADAPTERS, None)
+
     def multiplied(x: Tensor, weight: Tensor) -> Tensor:
         # as it is, or by the rows of its matrices. Autograd adds the gradient of the latest view first, so it is freed
         # before that of another weight is there.
         out: Tensor = _Products.apply(x, weight.view(len(ends), -1, weight.shape[-1]), ends)
         return out
 
-    return multiplied(_Gated.apply(multiplied(rows, experts.gate_up_proj), weights), experts.down_proj)
+    def adapted(x: Tensor, name: str) -> Tensor:
+        out = multiplied(x, getattr(experts, name))
+        if adapters and name in adapters.matrices:
+            first, second = (part.weight for part in adapters.matrices[name])
+            out += multiplied(multiplied(x, first) * adapters.scale, second)
+        return out
+
+    return adapted(_Gated.apply(adapted(rows, "gate_up_proj"), weights), "down_proj")
 
 
 class _Products(torch.autograd.Function):

@@ -48,7 +48,7 @@ from dhp_ray.model.files import (
     write_tensors,
 )
 from dhp_ray.model.language_model import LanguageModel
-from dhp_ray.model.lora import write_settings
+from dhp_ray.model.lora import stored_form, write_settings
 from dhp_ray.model.weights import STORED_TYPES, StoredForm, StoredKey, StoredWeights, per_expert_forms
 from dhp_ray.planner.memory.host import LARGEST_FILE_BYTES, SMALLEST_FILE_BYTES
 from dhp_ray.storage import storage_errors
@@ -101,7 +101,7 @@ def entries(adapter: LanguageModel) -> list[Entry]:
     """
     parameters = dict(adapter.module.named_parameters())
     if adapter.lora is not None:
-        return [trained_entry(ADAPTER_PREFIX + name, StoredForm(name, 0, tuple(parameter.shape)))
+        return [trained_entry(ADAPTER_PREFIX + name, stored_form(name, tuple(parameter.shape)))
                 for name, parameter in parameters.items() if parameter.requires_grad]
     if adapter.weights is None:
         return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter)).items()]

@@ -246,6 +246,9 @@ class LanguageModel:
         first, *deeper = features.to(embeddings.dtype).chunk(self._feature_levels, 1)
         # Also without a row to write: it ties this rank's backward pass to the exchange that `features` came from.
         embeddings = embeddings.index_copy(0, vision_token_index, first)
+        # Ranks that share experts meet in the backward pass of all layers, also before the first layer with an adapter,
+        # whatever their packs are.
+        embeddings.requires_grad_(embeddings.requires_grad or (context.differentiable and self.num_experts > 0))
         output = language(inputs_embeds=embeddings[None], use_cache=False, context=context,
                           **self.language_arguments(positions, vision_token_index, deeper))
         hidden: Tensor = output.last_hidden_state[0][:num_tokens]
@@ -302,8 +305,11 @@ class LanguageModel:
     def add_lora(self, settings: LoraSettings) -> None:
         """Train adapters instead of the weights, except in frozen parts. Call this once, before `fuse`."""
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        layers = target_layers(self.module, settings.targets,
-                               without=lambda name: name == "lm_head" or f"{name}.weight" not in trained)
+        layers, experts = target_layers(self.module, settings.targets, trained - {"lm_head.weight"})
+        if experts and settings.rank % 8:  # what grouped products take
+            raise ModelError(f"train.lora.rank: got {settings.rank} with adapters of experts; allowed: multiples of 8")
+        if experts and settings.dropout:  # nor can PEFT
+            raise ModelError(f"train.lora.dropout: got {settings.dropout} with adapters of experts; allowed: 0")
         if settings.dropout:
             for name in layers:
                 if self.is_vision(name):  # whose patches have no place in a sample that all plans agree on
@@ -311,8 +317,7 @@ class LanguageModel:
                         f"train.lora.dropout: got {settings.dropout} with an adapter in the vision encoder ({name}); "
                         "allowed: 0, or train.freeze=vision"
                     )
-        self.module.requires_grad_(False)
-        add_adapters(self.module, layers, settings)
+        add_adapters(self.module, layers, experts, settings)
         self.lora = settings
         if settings.dropout:
             for layer in self.language.layers:

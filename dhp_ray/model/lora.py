@@ -4,7 +4,12 @@
     model.language_model.layers.0.self_attn.q_proj.lora_A.weight  (rank, in)  random at first
     model.language_model.layers.0.self_attn.q_proj.lora_B.weight  (out, rank) zeros at first, so nothing changes
 
-The names, without PEFT's prefix, and the files (`export.py`) are those of PEFT.
+The names, without PEFT's prefix, and the files (`export.py`) are those of PEFT. Each of E experts has an adapter of its own:
+those of the last parameter that has any are in the module of experts, those of the one before in its `base_layer`. Files
+have (E rank, in) and, with the number of the expert last, (out, rank E):
+
+    model.layers.0.mlp.experts.base_layer.lora_A.weight  (E, rank, in)   of gate_up_proj
+    model.layers.0.mlp.experts.lora_B.weight             (E, out, rank)  of down_proj
 
 Dropout on the inputs of adapters does not depend on the plan: sample, position and step decide what is dropped.
 
@@ -21,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +39,9 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from dhp_ray.model.attention import PackContext
+from dhp_ray.model.experts import ADAPTERS, ExpertAdapters
 from dhp_ray.model.files import ADAPTER_SETTINGS, ModelError
+from dhp_ray.model.weights import StoredForm
 
 ALL_LINEAR = "all-linear"
 """Every linear layer except the head; PEFT uses the same word."""
@@ -45,8 +52,9 @@ MIX = ((16, 2146121005), (15, -2073254261))  # shifts and factors of lowbias32 b
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """`targets`: names of layers, ends of names (`q_proj`), or ALL_LINEAR. `seed` determines the initial values.
-    `dropout`: the share of an adapter's inputs that a training step drops.
+    """`targets`: names of layers and of experts' parameters, ends of names (`q_proj`, `experts.down_proj`), or
+    ALL_LINEAR. `seed` determines the initial values. `dropout`: the share of an adapter's inputs that a training step
+    drops.
     """
 
     rank: int
@@ -88,37 +96,66 @@ class LoraLinear(nn.Linear):
         return F.linear(input, self.weight, self.bias) + added
 
 
-def target_layers(module: nn.Module, targets: Sequence[str], without: Callable[[str], bool]) -> dict[str, nn.Linear]:
-    """The linear layers that `targets` select, by name. `without` returns True for the name of a layer that never gets
-    an adapter.
+def target_layers(
+    module: nn.Module, targets: Sequence[str], trained: Collection[str]
+) -> tuple[dict[str, nn.Linear], dict[str, nn.Parameter]]:
+    """The linear layers and the experts' parameters that `targets` select, by name; only those with a parameter in
+    `trained`. The name of a parameter alone (`down_proj`) is that of a layer.
 
     Raises:
-        ModelError: a target selects no layer.
+        ModelError: a target selects nothing.
     """
-    layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear and not without(name)}
-    found: dict[str, nn.Linear] = {}
+    layers = {name: layer for name, layer in module.named_modules()
+              if type(layer) is nn.Linear and f"{name}.weight" in trained}
+    experts = {name: parameter for name, parameter in module.named_parameters()
+               if name in trained and StoredForm(name, 0, tuple(parameter.shape)).is_experts}
+    found: set[str] = set()
     for target in targets:
-        named = {name: layer for name, layer in layers.items()
-                 if target == ALL_LINEAR or name == target or name.endswith(f".{target}")}
+        named = {name for name in (*layers, *experts) if name == target
+                 or (name.endswith(f".{target}") and (name in layers or "." in target))}
+        if target == ALL_LINEAR:
+            named = {*layers}
         if not named:
-            ends = sorted({name.rsplit(".", 1)[-1] for name in layers})
+            ends = sorted({_end(name, 1) for name in layers} | {_end(name, 2) for name in experts})
             raise ModelError(
                 f"train.lora.targets: {target!r} names no linear layer that may be trained; allowed: {ALL_LINEAR}, "
                 f"or the end of a name: {', '.join(ends)}"
             )
         found |= named
-    return {name: layer for name, layer in layers.items() if name in found}
+    return ({name: layer for name, layer in layers.items() if name in found},
+            {name: parameter for name, parameter in experts.items() if name in found})
 
 
-def add_adapters(module: nn.Module, layers: Mapping[str, nn.Linear], settings: LoraSettings) -> None:
-    """Add adapters to these layers of `module`, with initial values unless the layers are on the meta device."""
+def add_adapters(
+    module: nn.Module, layers: Mapping[str, nn.Linear], experts: Mapping[str, nn.Parameter], settings: LoraSettings
+) -> None:
+    """Add adapters to these layers and experts of `module`, and train nothing else. They have their initial values
+    unless the module is on the meta device.
+    """
+    module.requires_grad_(False)
     for name, layer in layers.items():
-        adapted = LoraLinear(layer, layer_key(name), settings)
-        for part, linear in (("lora_A", adapted.lora_A), ("lora_B", adapted.lora_B)):
-            if not linear.weight.is_meta:
-                with torch.no_grad():
-                    linear.weight.copy_(first_values(f"{name}.{part}.weight", linear.weight.shape, settings.seed))
-        module.set_submodule(name, adapted)
+        module.set_submodule(name, LoraLinear(layer, layer_key(name), settings))
+    inner: dict[str, list[str]] = {}
+    for name in experts:
+        owner, _, own = name.rpartition(".")
+        inner.setdefault(owner, []).append(own)
+    for owner, names in inner.items():
+        place, matrices = module.get_submodule(owner), dict[str, tuple[nn.Module, nn.Module]]()
+        setattr(place, ADAPTERS, ExpertAdapters(matrices, settings.scale))
+        for own in reversed(names):
+            if matrices:
+                place.base_layer = nn.Module()
+                place = place.base_layer
+            weight = experts[f"{owner}.{own}"]
+            count, rows, columns = weight.shape
+            for part, shape in (("lora_A", (settings.rank, columns)), ("lora_B", (rows, settings.rank))):
+                place.add_module(part, nn.Module())
+                place.get_submodule(part).weight = nn.Parameter(weight.new_empty(count, *shape))
+            matrices[own] = place.get_submodule("lora_A"), place.get_submodule("lora_B")
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            with torch.no_grad():
+                parameter.copy_(first_values(name, parameter.shape, settings.seed))
 
 
 def drop_by_pack(decoder_layer: nn.Module) -> None:
@@ -143,7 +180,7 @@ def first_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
         return torch.zeros(*shape)
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(*shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -153,16 +190,35 @@ def write_settings(folder: Path, module: nn.Module, settings: LoraSettings, base
     """
     base = str(Path(base).absolute()) if base else ""
     layers = [name for name, layer in module.named_modules() if isinstance(layer, LoraLinear)]
-    ends = {name.rsplit(".", 1)[-1] for name in layers}
-    by_end = {name for name, _ in module.named_modules() if name.rsplit(".", 1)[-1] in ends}
+    experts = [f"{name}.{own}" for name, owner in module.named_modules() if hasattr(owner, ADAPTERS)
+               for own in getattr(owner, ADAPTERS).matrices]
     kind = type(module)
     tree = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": base,
             "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},
             "r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "bias": "none",
             "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "modules_to_save": None,
-            # the ends of names where these mean the same layers, else every name
-            "target_modules": sorted(ends) if by_end == set(layers) else layers}
+            "target_modules": _ends(layers, [name for name, _ in module.named_modules()], 1)}
+    if experts:
+        tree["target_parameters"] = _ends(experts, [name for name, _ in module.named_parameters()], 2)
     (folder / ADAPTER_SETTINGS).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def _end(name: str, count: int) -> str:
+    """The last `count` words of a name."""
+    return ".".join(name.rsplit(".", count)[-count:])
+
+
+def _ends(chosen: Sequence[str], names: Sequence[str], count: int) -> list[str]:
+    """The ends of the chosen ones where these mean no others of `names`, else every name."""
+    ends = {_end(name, count) for name in chosen}
+    return sorted(ends) if {name for name in names if _end(name, count) in ends} == {*chosen} else [*chosen]
+
+
+def stored_form(name: str, shape: tuple[int, ...]) -> StoredForm:
+    """How PEFT's files have the parameter `name` of an adapter."""
+    if len(shape) == 3 and "lora_A" in name:
+        return StoredForm(name, 0, (shape[0] * shape[1], shape[2]))
+    return StoredForm(name, 0, shape, experts_last=len(shape) == 3)
 
 
 def token_keys(seed: int, step: int, sample_id: str, num_tokens: int) -> Tensor:

@@ -4,6 +4,9 @@
     model-0000n.safetensors     X.weight, under the name that the family's files give it
     *processor_config.json      of the adapter where it has them: the sizes of images that it was trained with
     merged                      the base's files, with X.weight changed, in its type; all else byte for byte
+
+An adapter of experts (`lora.py`) belongs to a parameter that PEFT's settings name (`target_parameters`), which files
+may have expert by expert, or transposed.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dhp_ray.model.files import (
     ADAPTER_PREFIX,
     ADAPTER_SETTINGS,
     BASE_KEY,
+    EXPERT_PARTS,
     ModelError,
     check_model_folder,
     fingerprint,
@@ -38,6 +42,8 @@ from dhp_ray.storage import check_writable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dhp_ray.model.weights import StoredForm
+
 HEAD = "lm_head"
 
 IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -49,7 +55,7 @@ LEFT_OUT = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.safetensors")
 HARMLESS = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
             "inference_mode", "runtime_config", "megatron_core", "r", "lora_alpha", "lora_dropout", "use_rslora",
             "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "eva_config",
-            "qalora_group_size"}
+            "qalora_group_size", "target_parameters"}
 """PEFT's settings of LoRA that are read here, or say where and how an adapter was trained: with any value the layers of
 its file are W + scale B A.
 """
@@ -62,19 +68,51 @@ know, must be OFF: PEFT has kinds of LoRA that act on some tokens alone, or chan
 OFF = (None, False)
 
 
+BASE_LAYER = ".base_layer"
+
+
+def owner_of(layer: str) -> str:
+    """The module that a pair of this name is of: PEFT's wrappers of several parameters lie in each other."""
+    return layer.partition(BASE_LAYER)[0]
+
+
 class Adapter(NamedTuple):
-    """Pairs (A (rank, in), B (out, rank)) by the name of their layer, fp32, and what their product is scaled by.
-    `base`: the fingerprint of the weights that it was trained on; empty where the file has none (PEFT writes none).
+    """Pairs (A (rank, in), B (out, rank)) by the name of their layer, fp32, and what their product is scaled by; of E
+    experts (E rank, in) and (out, rank E), by the names of its file. `parameters`: ends of the names of parameters that
+    it has pairs for. `base`: the fingerprint of the weights that it was trained on; empty where the file has none (PEFT
+    writes none).
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
+    rank: int
     scale: float
+    parameters: tuple[str, ...]
     base: str
 
-    def added_to(self, layer: str) -> Tensor:
-        """What the adapter adds to the weight of a layer: (out, in), fp32."""
-        a, b = self.pairs[layer]
-        return (b @ a) * self.scale
+    def parameter_of(self, layer: str) -> str:
+        """The name of the parameter of experts that the pair of this name adapts; empty: it is that of a layer."""
+        owner = owner_of(layer)
+        names = [f"{owner}.{name}" for name in EXPERT_PARTS if any(
+            f".{owner}.{name}".endswith(f".{end}") for end in self.parameters)]
+        depth = layer.count(BASE_LAYER)
+        return names[-1 - depth] if owner.endswith(".experts") and depth < len(names) else ""
+
+    def added_to(self, place: Place) -> Tensor:
+        """What the adapter adds to a tensor of the base's files, fp32."""
+        a, b = self.pairs[place.pair]
+        rows, columns = len(b), a.shape[1]
+        first, skipped = divmod(place.form.start, rows * columns)
+        count = -(-(skipped + place.form.size) // (rows * columns))
+        a = a.view(-1, self.rank, columns)[first : first + count]
+        b = b.view(rows, self.rank, -1)[:, :, first : first + count].permute(2, 0, 1)
+        return place.form._replace(start=skipped).of((b @ a) * self.scale)
+
+
+class Place(NamedTuple):
+    """The pair that changes a tensor of files, and how that lies in the pair's product (E, out, in)."""
+
+    pair: str
+    form: StoredForm
 
 
 def merged_files(adapter_path: str, base_path: str, out: Path) -> Iterator[int]:
@@ -194,12 +232,13 @@ def read_adapter(path: str) -> Adapter:
         tensors = load_file(folder / ADAPTER_FILE)
         with safe_open(folder / ADAPTER_FILE, framework="pt") as stored:
             base = (stored.metadata() or {}).get(BASE_KEY, "")
-    pairs = {}
+    pairs, parameters = {}, tuple(settings.get("target_parameters") or ())
     for name in list(tensors):
         if name.startswith(ADAPTER_PREFIX) and name.endswith(".lora_A.weight"):
             layer = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight")
             a, b = tensors.pop(name), tensors.pop(f"{ADAPTER_PREFIX}{layer}.lora_B.weight", None)
-            if b is None or a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] == rank:
+            if (b is None or a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or len(a) % rank
+                    or (len(a) != rank and not (parameters and owner_of(layer).endswith(".experts")))):
                 raise ModelError(f"adapter: {path}: {layer} has no lora_A and lora_B of rank {rank}, which "
                                  f"{ADAPTER_SETTINGS} gives")
             pairs[layer] = a.float(), b.float()
@@ -207,7 +246,7 @@ def read_adapter(path: str) -> Adapter:
         what = f"{next(iter(tensors))}, which is not merged" if tensors else "no lora_A"
         raise ModelError(f"adapter: {path} holds {what}; allowed: {ADAPTER_PREFIX}(layer).lora_A.weight and "
                          ".lora_B.weight")
-    return Adapter(pairs, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank), base)
+    return Adapter(pairs, rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank), parameters, base)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -225,36 +264,55 @@ def _settings(folder: Path) -> dict[str, Any]:
               and not any(type(value) is type(plain) and value == plain for plain in PLAIN.get(name, OFF))]
     if others:
         raise ModelError(f"adapter: {file} sets {', '.join(others)}; allowed: plain LoRA")
+    parameters = tree.get("target_parameters") or []
+    if not isinstance(parameters, list) or any(str(name).rpartition(".")[2] not in EXPERT_PARTS for name in parameters):
+        raise ModelError(f"adapter: {file} has target_parameters={parameters!r}; allowed: names that end in "
+                         f"{', '.join(EXPERT_PARTS)}")
     if not isinstance(tree.get("use_rslora", False), bool):
         raise ModelError(f"adapter: {file} has use_rslora={tree['use_rslora']!r}; allowed: true, false")
     return tree
 
 
-def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str]) -> dict[str, str]:
-    """The layer of each weight that the adapter changes, by its key; every layer must find its weight."""
+def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str]) -> dict[str, Place]:
+    """What changes each weight that the adapter changes, by its key; every layer must find its weight."""
     from dhp_ray.model.build import read_config
     from dhp_ray.model.families import FAMILIES
-    from dhp_ray.model.weights import STORED_TYPES, module_name
+    from dhp_ray.model.weights import STORED_TYPES, StoredForm, module_name, per_expert_forms
 
     config = read_config(base_path)
+    count = getattr(config.get_text_config(), "num_experts", 0)
     renamed = FAMILIES[config.model_type].stored_names
     if config.tie_word_embeddings and HEAD in adapter.pairs:
         raise ModelError(f"adapter: {adapter_path} changes {HEAD}, which in {base_path} is the embedding too "
                          "(tie_word_embeddings): no weight can be both; allowed: an adapter without it")
+    lacking, wanted = dict[str, int](), dict[str, Place]()
+    for layer, (a, b) in adapter.pairs.items():
+        shape, name = (len(b), a.shape[1]), adapter.parameter_of(layer)
+        if name:
+            shape = (len(a) // adapter.rank, *shape)
+            if shape[0] != count:
+                raise ModelError(f"adapter: {adapter_path}: {layer} is of {shape[0]} experts; {base_path} has {count}: "
+                                 "another base")
+        whole = StoredForm(name or f"{layer}.weight", 0, shape)
+        wanted |= {key: Place(layer, form) for key, form in ({whole.name: whole} | per_expert_forms(whole)).items()}
+        lacking[layer] = whole.size
     places = {}
     for file in files:
         for key, stored in stored_tensors(base_path, file).items():
-            layer = module_name(key, renamed).removesuffix(".weight")
-            if layer in adapter.pairs and key.endswith(".weight"):
-                a, b = adapter.pairs[layer]
-                if stored.shape != (len(b), a.shape[1]):
-                    raise ModelError(f"adapter: {adapter_path}: {layer} is of a weight of shape "
-                                     f"{(len(b), a.shape[1])}; that of {base_path} has {stored.shape}: another base")
-                if stored.kind not in STORED_TYPES:
-                    raise ModelError(f"base: {base_path}: {key} is stored as {stored.kind}; allowed: "
-                                     f"{', '.join(STORED_TYPES)}")
-                places[key] = layer
-    if missing := sorted(adapter.pairs.keys() - set(places.values())):
+            if (place := wanted.get(module_name(key, renamed))) is None:
+                continue
+            layer, form = place
+            if stored.shape != form.shape and stored.shape == form.transposed_shape:
+                form = form._replace(transposed=True)
+            elif stored.shape != form.shape:
+                raise ModelError(f"adapter: {adapter_path}: {layer} is of a weight of shape {form.shape}; that of "
+                                 f"{base_path} has {stored.shape}: another base")
+            if stored.kind not in STORED_TYPES:
+                raise ModelError(f"base: {base_path}: {key} is stored as {stored.kind}; allowed: "
+                                 f"{', '.join(STORED_TYPES)}")
+            places[key] = Place(layer, form)
+            lacking[layer] -= form.size
+    if missing := sorted(layer for layer, size in lacking.items() if size):
         raise ModelError(f"adapter: {adapter_path}: {len(missing)} of {len(adapter.pairs)} layers find no weight in "
                          f"{base_path}, the first is {missing[0]}: another base")
     return places

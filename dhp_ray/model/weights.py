@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dhp_ray.model.files import ModelError, fingerprint, reading, stored_tensors
+from dhp_ray.model.files import EXPERT_PARTS, ModelError, fingerprint, reading, stored_tensors
 
 STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What safetensors calls the types of plain weights; others are quantized, and mean nothing without their scales."""
@@ -34,13 +34,15 @@ class Interval(NamedTuple):
 
 class StoredForm(NamedTuple):
     """How a tensor of files lies in the module's parameter `name`: as its elements from `start` on, in `shape`;
-    `transposed`: the files have its last two dimensions in the other order.
+    `transposed`: the files have its last two dimensions in the other order; `experts_last`: its first dimension last,
+    and as one with the second to last.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
     transposed: bool = False
+    experts_last: bool = False
 
     @property
     def size(self) -> int:
@@ -60,6 +62,8 @@ class StoredForm(NamedTuple):
     def of(self, parameter: Tensor) -> Tensor:
         """The tensor as files have it, of the whole parameter."""
         part = parameter.reshape(-1)[self.start : self.start + self.size].view(self.shape)
+        if self.experts_last:
+            return part.permute(1, 2, 0).flatten(1)
         return part.transpose(-2, -1) if self.transposed else part
 
 
@@ -235,7 +239,7 @@ def per_expert_forms(whole: StoredForm) -> dict[str, StoredForm]:
         mlp.experts.down_proj (E, D, F)        mlp.experts.0.down_proj.weight (D, F), ...
     """
     layer, _, name = whole.name.rpartition(".")
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(name, ())
+    parts = EXPERT_PARTS.get(name, ())
     if not whole.is_experts or not parts:
         return {}
     count, rows, columns = whole.shape

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,25 @@ from dhp_ray.model.build import adapter_sizes, read_config
 from dhp_ray.model.files import ADAPTER_FILE, ADAPTER_PREFIX, ADAPTER_SETTINGS, ModelError
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import LoraLinear, LoraSettings, first_values, write_settings
+from dhp_ray.train.collate import Payload
 from tests.one_rank import VIDEO, loss_of
-from tests.packs import PATCH_DIMS, PRESETS, TEXT_PRESETS, make_sample, plain_copy, plain_loss, rough_model, save_model
+from tests.packs import (
+    EXPERT_PRESETS,
+    PATCH_DIMS,
+    PRESETS,
+    TEXT_PRESETS,
+    make_sample,
+    plain_copy,
+    plain_gradients,
+    plain_loss,
+    relative_errors,
+    rough_model,
+    save_model,
+)
 
 ALL = LoraSettings(4, 8.0, ("all-linear",))
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+OF_EXPERTS = LoraSettings(8, 16.0, ("q_proj", *EXPERTS))
 
 
 def with_adapters(
@@ -61,6 +77,59 @@ def test_peft_loads_what_is_saved(tmp_path: Path, preset: str, frozen: tuple[str
         _, payload = sample = make_sample("any", parts, preset=preset)
         mean, count = plain_loss(loaded.base_model.model, payload)
         assert loss_of(adapter, *sample).item() / count == pytest.approx(mean.item(), rel=1e-5)
+
+
+def own_gradients(plain: PeftModel, payload: Payload, rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss sum of a sample by PEFT, and the gradients of all adapters by our names, in our shapes."""
+    loss, gradients = plain_gradients(plain.base_model.model, [payload])
+    found = {name.replace(".default.", "."): value for name, value in gradients.items() if "lora_" in name}
+    for name, value in found.items():
+        if ".experts." in name:
+            found[name] = (value.view(-1, rank, value.shape[1]) if "lora_A" in name
+                           else value.view(len(value), rank, -1).permute(2, 0, 1))
+    return loss, found
+
+
+@pytest.mark.parametrize(("preset", "targets"), [
+    ("tiny_qwen3_moe", OF_EXPERTS.targets), ("tiny_qwen3_vl_moe", ("all-linear", *EXPERTS)),
+    ("tiny_qwen3_5_moe", ("layers.0.mlp.experts.gate_up_proj", "experts.down_proj")),
+    *(pytest.param(preset, targets, marks=pytest.mark.slow) for preset in EXPERT_PRESETS for targets in (
+        EXPERTS, EXPERTS[:1], EXPERTS[1:], ("2.mlp.experts.down_proj",)))], ids=str)
+def test_adapters_of_experts_beside_peft(tmp_path: Path, preset: str, targets: tuple[str, ...]) -> None:
+    """What PEFT loads has its own names and shapes, our loss, and our gradients of all adapters."""
+    adapter = with_adapters(preset, replace(OF_EXPERTS, targets=targets))
+    saved = save(adapter, tmp_path)
+    plain = PeftModel.from_pretrained(plain_copy(rough_model(preset=preset)), tmp_path, is_trainable=True)
+    own = get_peft_model_state_dict(plain)
+    assert own.keys() == saved.keys()
+    assert all(torch.equal(own[name], saved[name]) for name in saved)
+    for parts in ([20, (1, 4, 8), 30], [1], [40]):
+        _, payload = sample = make_sample("any", parts, preset=preset)
+        adapter.module.zero_grad()
+        loss = loss_of(adapter, *sample)
+        loss.backward()
+        wanted, gradients = own_gradients(plain, payload, OF_EXPERTS.rank)
+        assert loss.item() == pytest.approx(wanted, rel=1e-5)
+        found = {name: torch.zeros_like(value) if value.grad is None else value.grad
+                 for name, value in adapter.module.named_parameters() if value.requires_grad}
+        assert {name: value.shape for name, value in found.items()} == {
+            name: value.shape for name, value in gradients.items()}
+        assert max(relative_errors(found, gradients).values()) < 1e-5
+
+
+def test_adapters_of_experts_begin_as_peft_s() -> None:
+    """B is 0, A uniform within 1 / sqrt(in): nothing is added at first."""
+    adapter = rough_model(preset="tiny_qwen3_moe")
+    adapter.add_lora(OF_EXPERTS)
+    peft = get_peft_model(plain_copy(rough_model(preset="tiny_qwen3_moe")), LoraConfig(
+        r=8, target_modules=[], target_parameters=[*EXPERTS]))
+    theirs = get_peft_model_state_dict(peft)
+    for name, value in adapter.module.named_parameters():
+        if ".experts." in name and "lora_" in name:
+            other = theirs[ADAPTER_PREFIX + name]
+            assert value.numel() == other.numel()
+            assert value.std().item() == pytest.approx(other.std().item(), rel=0.1)
+            assert value.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.01)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3"])
@@ -105,11 +174,26 @@ def test_targets_are_ends_of_names() -> None:
     (("qkv",), ("vision",), "'qkv' names no linear layer that may be trained; allowed: all-linear, or the end of a "
      "name: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
     (("lm_head",), (), "'lm_head' names no linear layer"),
+    (EXPERTS, (), "'experts.gate_up_proj' names no linear layer that may be trained; allowed: all-linear, or"),
 ])
 def test_targets_that_match_nothing(targets: tuple[str, ...], frozen: tuple[str, ...], error: str) -> None:
     with pytest.raises(ModelError) as raised:
         with_adapters(settings=LoraSettings(2, 4.0, targets), frozen=frozen)
     assert error in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("settings", "frozen", "error"), [
+    ({"targets": (target,)}, (), f"train.lora.targets: {target!r} names no linear layer that may be trained; allowed: "
+     "all-linear, or the end of a name: experts.down_proj, experts.gate_up_proj, k_proj, o_proj, q_proj, v_proj")
+    for target in ("down_proj", "gate_up_proj", "mlp.gate", "mlp.gate.weight", "experts", "perts.down_proj")] + [
+    ({}, ("language",), "train.lora.targets: 'q_proj' names no linear layer that may be trained; allowed: all-linear"),
+    ({"rank": 12}, (), "train.lora.rank: got 12 with adapters of experts; allowed: multiples of 8"),
+    ({"dropout": 0.1}, (), "train.lora.dropout: got 0.1 with adapters of experts; allowed: 0")])
+def test_adapters_of_experts_that_are_refused(settings: dict[str, Any], frozen: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        with_adapters("tiny_qwen3_moe", replace(OF_EXPERTS, **settings), frozen)
+    assert str(raised.value).startswith(error)
     assert "\n" not in str(raised.value)
 
 
@@ -143,3 +227,11 @@ def test_sizes_without_weights(tmp_path: Path) -> None:
                            if value.requires_grad and adapter.is_vision(name) == (part == "vision"))
                  for part in ("vision", "language") if part not in frozen}
         assert adapter_sizes(read_config(str(tmp_path)), frozen, ALL) == sizes
+
+
+def test_sizes_of_adapters_of_experts(tmp_path: Path) -> None:
+    base = rough_model(preset="tiny_qwen3_moe")
+    save_model(base, tmp_path, {name: value.detach() for name, value in base.module.named_parameters()})
+    for targets, layers in ((OF_EXPERTS.targets, 3), (EXPERTS, 0)):
+        sizes = adapter_sizes(read_config(str(tmp_path)), (), replace(OF_EXPERTS, targets=targets))
+        assert sizes == {"language": layers * 8 * (128 + 128), "experts": 3 * 6 * 8 * (2 * 128 + 3 * 96)}

@@ -19,7 +19,7 @@ from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.model.lora import first_values
 from dhp_ray.model.merge import HARMLESS, OFF, PLAIN, base_of, merged_files, read_adapter
 from tests.checkout import job_of
-from tests.model.test_lora import ALL, save, with_adapters
+from tests.model.test_lora import ALL, EXPERTS, OF_EXPERTS, save, with_adapters
 from tests.packs import EXPERT_PRESETS, PRESETS, plain_copy, rough_model, save_model
 from tests.test_jobs import ended
 
@@ -68,6 +68,53 @@ def test_merged_weights(tmp_path: Path, preset: str) -> None:
     wanted = PeftModel.from_pretrained(plain_copy(rough_model(preset=preset)), tmp_path / "adapter").merge_and_unload()
     for name, value in wanted.state_dict().items():
         torch.testing.assert_close(merged[name].float(), value, rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize(("preset", "targets"), [
+    ("tiny_qwen3_vl_moe", OF_EXPERTS.targets), ("tiny_qwen3_moe", ("0.mlp.experts.gate_up_proj", "experts.down_proj")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("tiny_qwen3_5_moe", OF_EXPERTS.targets), ("tiny_qwen3_moe", EXPERTS[:1]), ("tiny_qwen3_moe", EXPERTS[1:])))],
+    ids=str)
+def test_merged_experts(tmp_path: Path, preset: str, targets: tuple[str, ...]) -> None:
+    """Of bases that have each expert by itself, and all of a layer transposed: as PEFT merges them."""
+    base = write_base(tmp_path / "base", preset)
+    save(with_adapters(preset, replace(OF_EXPERTS, targets=targets)), tmp_path / "adapter")
+    changed = sum(merged_files(str(tmp_path / "adapter"), str(tmp_path / "base"), tmp_path / "out"))
+    before, after = ({key: value for file in sorted(folder.glob("*.safetensors"))
+                      for key, value in load_file(file).items()} for folder in (tmp_path / "base", tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert changed == sum(not torch.equal(before[key], after[key]) for key in before) > 0
+    peft = PeftModel.from_pretrained(plain_copy(base).float(), tmp_path / "adapter")
+    wanted = peft.merge_and_unload().state_dict()
+    merged = type(base.module).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert merged.keys() == wanted.keys()
+    for name, value in wanted.items():  # both round the same fp32 sums, but for their last bits
+        torch.testing.assert_close(merged[name].float(), value, rtol=2**-8, atol=1e-5)
+
+
+def test_experts_of_another_base_and_of_none(written: Path, tmp_path: Path) -> None:
+    """Fewer experts than the base has; pairs of a parameter that the settings do not name; another parameter."""
+    write_base(tmp_path / "base", "tiny_qwen3_moe")
+    folder = tmp_path / "adapter"
+    save(with_adapters("tiny_qwen3_moe", replace(OF_EXPERTS, targets=EXPERTS)), folder)
+    tensors, settings = load_file(folder / ADAPTER_FILE), json.loads((folder / ADAPTER_SETTINGS).read_text())
+
+    def refused(base: Path = tmp_path / "base", **changes: object) -> str:
+        (folder / ADAPTER_SETTINGS).write_text(json.dumps(settings | changes))
+        with pytest.raises(ModelError) as raised:
+            list(merged_files(str(folder), str(base), tmp_path / "out"))
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    assert "layers find no weight in" in refused(target_parameters=["experts.down_proj"])
+    assert "has no lora_A and lora_B of rank 8" in refused(target_parameters=None)
+    for value in (["mlp.gate.weight"], "experts.down_proj"):
+        assert f"has target_parameters={value!r}; allowed: names that end in gate_up_proj, down_proj" in refused(
+            target_parameters=value)
+    assert "is of 6 experts; " in refused(written / "base")
+    save_file({name: value[: 5 * 8] if "lora_A" in name else value[:, : 5 * 8].contiguous()
+               for name, value in tensors.items()}, folder / ADAPTER_FILE)
+    assert refused().endswith(f"is of 5 experts; {tmp_path / 'base'} has 6: another base")
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])

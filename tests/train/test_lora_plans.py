@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,22 +14,22 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from dhp_ray.config import Config, load
-from dhp_ray.model.lora import first_values, kept, layer_key, token_keys
-from dhp_ray.planner.plan.types import Plan
-from tests.model.test_lora import ALL, save, with_adapters
+from dhp_ray.config import load
+from dhp_ray.model.lora import LoraSettings, first_values, kept, layer_key, token_keys
+from tests.model.test_lora import ALL, OF_EXPERTS, own_gradients, save, with_adapters
 from tests.packs import (
+    EXPERT_PRESETS,
     PATCH_DIMS,
     PRESETS,
     TEXT_PRESETS,
     plain_copy,
-    plain_gradients,
     plain_loss,
     rough_model,
     save_model,
 )
 from tests.ranks import run_processes
 from tests.train.random_plans import SAMPLES, STEP, TOLERANCE, WATCHDOG_S, World, random_plan, run_plans
+from tests.train.test_expert_parallel import in_force
 
 WORLDS = [World(3, "step", "pool"), World(5, "micro_batch", "pool", True), World(5, "step", "parent", True, "vision"),
           World(3, "micro_batch", "parent", False, "vision"), World(5, "step", "pool", True),
@@ -50,6 +50,15 @@ DROPPING += [World(5, "step", "pool", False, "vision"),
              World(5, "micro_batch", "pool", True, "vision"), World(3, "micro_batch", "pool", False, "vision")]
 CASES = [*((world, 0.0) for world in WORLDS), *((world, RATE) for world in DROPPING)]
 FEW = [(WORLDS[0], 0.0), (DROPPING[0], RATE)]
+TEXT, VISION, HYBRID = EXPERT_PRESETS
+SHARED = [(size, World(num_ranks, sync, transport, recomputes, freeze, preset))
+          for size, num_ranks, sync, transport, recomputes, freeze, preset in (
+    (2, 2, "micro_batch", "pool", True, "", VISION), (1, 1, "micro_batch", "pool", False, "", TEXT),
+    (1, 1, "step", "pool", False, "", HYBRID), (2, 2, "micro_batch", "pool", False, "", TEXT),
+    (2, 4, "micro_batch", "pool", True, "", VISION), (2, 4, "micro_batch", "parent", False, "", TEXT),
+    (2, 4, "micro_batch", "pool", True, "", HYBRID), (1, 4, "step", "pool", True, "", VISION),
+    (1, 3, "micro_batch", "pool", True, "", TEXT), (3, 3, "micro_batch", "parent", False, "vision", VISION))]
+"""Ranks that share adapted experts, and the world."""
 
 
 def rough_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -103,39 +112,53 @@ def replace_dropout(plain: PeftModel) -> list[Dropout]:
 def test_random_plans_of_adapters(
     saved: Callable[[str], Path], tmp_path: Path, world: World, rate: float
 ) -> None:
-    frozen = (world.freeze,) if world.freeze else ()
-    save(with_adapters(world.preset, replace(ALL, dropout=rate), frozen), tmp_path)
+    seeds = [1] if (world, rate) in FEW else range(3)  # the first one is of text alone
+    check(saved(world.preset), tmp_path, world, replace(ALL, dropout=rate), seeds)
+
+
+@pytest.mark.parametrize(("sharing", "world"), [
+    pytest.param(*case, marks=[] if case is SHARED[0] else pytest.mark.slow) for case in SHARED], ids=str)
+def test_random_plans_of_experts_with_adapters(
+    saved: Callable[[str], Path], tmp_path: Path, sharing: int, world: World
+) -> None:
+    seeds = [1] if world is SHARED[0][1] else range(3)
+    shares = (f"train.expert_parallel={sharing}",) * (sharing > 1)
+    check(saved(world.preset), tmp_path, world, OF_EXPERTS, seeds, *shares, tolerance=1e-5,
+          before=partial(in_force, sharing) if shares else int)
+
+
+def check(
+    base: Path, tmp_path: Path, world: World, settings: LoraSettings, seeds: Iterable[int], *more: str,
+    tolerance: float = TOLERANCE, before: Callable[[], Any] = int,
+) -> None:
+    """Loss and all gradients of adapters with these settings beside PEFT's, under random plans."""
+    frozen, rate = (world.freeze,) if world.freeze else (), settings.dropout
+    save(with_adapters(world.preset, settings, frozen), tmp_path)
     plain = PeftModel.from_pretrained(plain_copy(rough_model(preset=world.preset)), tmp_path, is_trainable=True)
     dropouts = replace_dropout(plain) if rate else []
     wanted, without = {}, {}
     for sample, payload in SAMPLES[world.preset]:
         for dropout in dropouts:
             dropout.keys = token_keys(0, STEP, sample.id, sample.num_tokens)
-        loss, gradients = plain_gradients(plain.base_model.model, [payload])
-        wanted[sample.id] = loss, {name.replace(".default.", "."): value for name, value in gradients.items()
-                                   if "lora_" in name}
+        wanted[sample.id] = own_gradients(plain, payload, settings.rank)
         with torch.no_grad(), patch.object(Dropout, "forward", lambda self, x: x):
             mean, count = plain_loss(plain.base_model.model, payload)
             without[sample.id] = float(mean) * count if count else 0.0
     torch.save(wanted, tmp_path / "gradients")
     torch.save(without, tmp_path / "losses without dropout")
-    config = load([f"model.path={saved(world.preset)}", "model.preset=", f"planner.sync={world.sync}",
+    config = load([f"model.path={base}", "model.preset=", f"planner.sync={world.sync}",
                    f"comm.transport={world.transport}", f"train.freeze=[{world.freeze}]",
                    f"train.activation_checkpointing={str(world.recomputes).lower()}",
-                   "train.lora.rank=4", "train.lora.alpha=8",
+                   f"train.lora.rank={settings.rank}", f"train.lora.alpha={settings.alpha}",
+                   f"train.lora.targets=[{','.join(settings.targets)}]",
                    f"train.lora.dropout={rate}", "comm.timeout_s=60", "run.dir=unused",
-                   "train.adam_beta1=0", "train.clip_norm=0"])
-    seeds = [1] if (world, rate) in FEW else range(3)  # the first one is of text alone
-    results = run_on(world, config, [random_plan(seed, world) for seed in seeds], tmp_path)
-    assert len(results) == len(seeds)
+                   "train.adam_beta1=0", "train.clip_norm=0", *more])
+    plans = [random_plan(seed, world) for seed in seeds]
+    results = run_processes(run_adapted, world.num_ranks, world, config, plans, tmp_path, before,
+                            timeout_s=WATCHDOG_S * (len(plans) + 1))[0][0]
+    assert len(results) == len(plans)
     for errors in results:
-        assert errors["loss"] < TOLERANCE, errors
-        assert errors["gradient"] < TOLERANCE, errors
-
-
-def run_on(world: World, config: Config, plans: list[Plan], reference: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run_processes(run_adapted, world.num_ranks, world, config, plans, reference,
-                                                timeout_s=WATCHDOG_S * (len(plans) + 1))[0][0]
-    return found
+        assert errors["loss"] < tolerance, errors
+        assert errors["gradient"] < tolerance, errors
 
 

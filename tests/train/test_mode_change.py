@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dhp_ray.train.rank_step import RankStep
 from dhp_ray.train.state.checkpoint import Checkpointer
 from dhp_ray.train.step_inputs import collated
 from tests.engine_values import full_parameters
+from tests.model.test_lora import OF_EXPERTS
 from tests.packs import rough_model
 from tests.train.networks import run_tensors, whole
 from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_of, settings
@@ -28,12 +30,16 @@ from tests.train.test_sharded_engine import CPU, make_plan, make_step, payloads_
 
 def save_and_load(
     rank: int, num_ranks: int, sync: str, run_dir: str, first: bool, plan: Plan, payloads: dict[str, Payload],
-    preset: str = "tiny", sharing: int = 1,
+    preset: str = "tiny", adapted: bool = False, sharing: int = 1,
 ) -> dict[str, Any]:
-    """State and next loss after two steps that are saved, or after loading what was saved."""
-    adapter = rough_model(seed=0 if first else 5, preset=preset)
+    """State and next loss after two steps that are saved, or after loading what was saved. `adapted`: of adapters,
+    whose base is in no checkpoint.
+    """
+    adapter = rough_model(seed=0 if first or adapted else 5, preset=preset)
     if preset == "tiny":
         adapter.freeze(["vision"])
+    if adapted:
+        adapter.add_lora(replace(OF_EXPERTS, seed=0 if first else 5))
     if sync == "micro_batch":
         stepper: RankStep = make_step(adapter, rank, num_ranks, sharing=sharing)
     else:
@@ -56,8 +62,8 @@ def save_and_load(
         checkpointer.load("checkpoints/step_000002")
     found = {"version": stepper.engine.state_version,
              **{kind: whole(stepper.engine, kind) for kind in ("value", "exp_avg", "exp_avg_sq")}}
-    names = [name for name in full_parameters(stepper.engine) if not adapter.is_vision(name)]
     parameters = full_parameters(stepper.engine)
+    names = [name for name in parameters if name in found["value"] or not (adapted or adapter.is_vision(name))]
     return found | {"parameters": {name: parameters[name].flatten()
                                    for name in names}} | {"loss": stepper.run(inputs, 1.0).loss_sum}
 
@@ -77,27 +83,28 @@ def test_a_checkpoint_of_either_mode_resumes_in_either_on_any_number_of_ranks(
     check_resumes(tmp_path, saved, loaded)
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapted"])
 @pytest.mark.parametrize(("saved", "loaded"), [
     (("micro_batch", 3, 3), [("step", 1, 1), ("micro_batch", 2, 2)]),
     pytest.param(("micro_batch", 4, 2), [("micro_batch", 3, 3), ("micro_batch", 4, 1), ("micro_batch", 1, 1)],
                  marks=pytest.mark.slow),
     pytest.param(("step", 2, 1), [("micro_batch", 6, 3), ("micro_batch", 6, 2)], marks=pytest.mark.slow)])
 def test_a_checkpoint_resumes_however_many_ranks_share_experts(
-    tmp_path: Path, saved: tuple[str, int, int], loaded: list[tuple[str, int, int]]
+    tmp_path: Path, saved: tuple[str, int, int], loaded: list[tuple[str, int, int]], adapted: bool
 ) -> None:
-    check_resumes(tmp_path, saved, loaded, "tiny_qwen3_moe")
+    check_resumes(tmp_path, saved, loaded, "tiny_qwen3_moe", adapted)
 
 
 def check_resumes(
     folder: Path, saved: tuple[str, int, *tuple[int, ...]], loaded: Sequence[tuple[str, int, *tuple[int, ...]]],
-    preset: str = "tiny",
+    preset: str = "tiny", adapted: bool = False,
 ) -> None:
     """What is saved in a mode, on so many ranks, of which so many share experts, is loaded in others."""
     def run(first: bool, sync: str, num_ranks: int, *sharing: int) -> dict[str, Any]:
         plan, payloads = make_plan(num_ranks, [[(list(range(num_ranks)), [[70], [25]], None)], [([0], [[20]], None)]],
                                    sync=sync)
         found: dict[str, Any] = run_tensors(save_and_load, num_ranks, num_ranks, sync, str(folder), first, plan,
-                                            payloads, preset, *sharing)[0]
+                                            payloads, preset, adapted, *sharing)[0]
         return found
 
     wanted = run(True, *saved)
