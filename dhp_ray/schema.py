@@ -181,7 +181,8 @@ class Lora:
                     minimum=0, maximum=100_000)
     alpha: float = key(16.0, "an adapter's output is scaled by alpha / rank", above=0, maximum=LARGEST)
     targets: list[str] = key(["all-linear"], "linear layers that get an adapter, by the ends of their names (q_proj); "
-                             "all-linear: all except the head, experts, their routers and the parts in train.freeze")
+                             "all-linear: all except the head, experts, their routers and the parts in train.freeze; "
+                             "experts by their parameters (experts.gate_up_proj, experts.down_proj)")
     dropout: float = key(0.0, "share of an adapter's inputs to drop, chosen by sample, position and step, so the same "
                               "under any plan; only in the language model", minimum=0, below=1)
 

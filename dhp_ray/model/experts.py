@@ -216,7 +216,7 @@ def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tenso
     def adapted(x: Tensor, name: str) -> Tensor:
         out = multiplied(x, getattr(experts, name))
         if adapters and name in adapters.matrices:
-            first, second = (part.weight for part in adapters.matrices[name])
+            first, second = (part.get_parameter("weight") for part in adapters.matrices[name])
             out += multiplied(multiplied(x, first) * adapters.scale, second)
         return out
 

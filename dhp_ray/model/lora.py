@@ -4,9 +4,9 @@
     model.language_model.layers.0.self_attn.q_proj.lora_A.weight  (rank, in)  random at first
     model.language_model.layers.0.self_attn.q_proj.lora_B.weight  (out, rank) zeros at first, so nothing changes
 
-The names, without PEFT's prefix, and the files (`export.py`) are those of PEFT. Each of E experts has an adapter of its own:
-those of the last parameter that has any are in the module of experts, those of the one before in its `base_layer`. Files
-have (E rank, in) and, with the number of the expert last, (out, rank E):
+The names, without PEFT's prefix, and the files (`export.py`) are those of PEFT. Each of E experts has an adapter of its
+own: those of the last parameter that has any are in the module of experts, those of the one before in its `base_layer`.
+Files have (E rank, in) and, with the number of the expert last, (out, rank E):
 
     model.layers.0.mlp.experts.base_layer.lora_A.weight  (E, rank, in)   of gate_up_proj
     model.layers.0.mlp.experts.lora_B.weight             (E, out, rank)  of down_proj

@@ -287,13 +287,11 @@ def _places(adapter: Adapter, adapter_path: str, base_path: str, files: list[str
                          "(tie_word_embeddings): no weight can be both; allowed: an adapter without it")
     lacking, wanted = dict[str, int](), dict[str, Place]()
     for layer, (a, b) in adapter.pairs.items():
-        shape, name = (len(b), a.shape[1]), adapter.parameter_of(layer)
-        if name:
-            shape = (len(a) // adapter.rank, *shape)
-            if shape[0] != count:
-                raise ModelError(f"adapter: {adapter_path}: {layer} is of {shape[0]} experts; {base_path} has {count}: "
-                                 "another base")
-        whole = StoredForm(name or f"{layer}.weight", 0, shape)
+        name, its_count, shape = adapter.parameter_of(layer), len(a) // adapter.rank, (len(b), a.shape[1])
+        if name and its_count != count:
+            raise ModelError(f"adapter: {adapter_path}: {layer} is of {its_count} experts; {base_path} has {count}: "
+                             "another base")
+        whole = StoredForm(name, 0, (count, *shape)) if name else StoredForm(f"{layer}.weight", 0, shape)
         wanted |= {key: Place(layer, form) for key, form in ({whole.name: whole} | per_expert_forms(whole)).items()}
         lacking[layer] = whole.size
     places = {}

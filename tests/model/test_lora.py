@@ -132,14 +132,15 @@ def test_adapters_of_experts_begin_as_peft_s() -> None:
             assert value.abs().max().item() == pytest.approx(other.abs().max().item(), rel=0.01)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_qwen3"])
-def test_peft_finds_the_base_of_what_is_saved(tmp_path: Path, preset: str) -> None:
+@pytest.mark.parametrize(("preset", "settings"), [
+    ("tiny", ALL), ("tiny_qwen3", ALL), ("tiny_qwen3_moe", OF_EXPERTS)], ids=["tiny", "tiny_qwen3", "experts"])
+def test_peft_finds_the_base_of_what_is_saved(tmp_path: Path, preset: str, settings: LoraSettings) -> None:
     """With nothing but the adapter's folder."""
     base = rough_model(preset=preset)
     save_model(base, tmp_path / "base", dict(base.module.named_parameters()))
-    adapter = with_adapters(preset)
+    adapter = with_adapters(preset, settings)
     saved = save(adapter, tmp_path)
-    write_settings(tmp_path, adapter.module, ALL, str(tmp_path / "base"))
+    write_settings(tmp_path, adapter.module, settings, str(tmp_path / "base"))
     loaded = AutoPeftModel.from_pretrained(tmp_path)
     assert type(loaded.base_model.model) is type(base.module)
     found = get_peft_model_state_dict(loaded)

@@ -54,6 +54,13 @@ def test_costs_follow_the_settings() -> None:
     assert cost_of("7B", num_nodes=64).fixed_s > 7 * plain.fixed_s  # nodes of one rank have a link each
 
 
+def test_a_token_meets_the_adapters_of_its_own_experts() -> None:
+    """8 of 128."""
+    of_all, of_experts = (cost_of("Qwen3-30B-A3B", adapters=sizes) for sizes in (
+        {"language": 1_000_000 + 128_000}, {"language": 1_000_000, "experts": 16 * 128_000}))
+    assert of_experts.linear_s == pytest.approx(of_all.linear_s, rel=1e-9)
+
+
 def test_parameters_and_gradients_of_layers_travel_in_every_micro_batch() -> None:
     """All but the token embedding, the head and the last norm: twice in bf16, their gradients in fp32; a frozen encoder
     once."""

@@ -267,7 +267,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
         linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer)
                                      + states(layer)) for layer in shape.language)
                   + head * shape.embedding_parameters / device.matrix_flops
-                  + adapters("language") + expert_exchange_s(memory, device, num_nodes)),
+                  + adapters("language") + adapters("experts") * shape.experts_per_token / (shape.experts or 1)
+                  + expert_exchange_s(memory, device, num_nodes)),
         vision_quadratic_s=sum(layer.count * attention("vision", layer, 4) for layer in shape.vision
                                if not layer.window),
         vision_linear_s=vision_rest + windows + adapters("vision") + sum(

@@ -40,8 +40,8 @@ norms:
       net          3 c C + (4 + c) H + (12 + 3 c) H V for chunks that are full, beside states (`_beside_tokens`): the
                    chunks are computed again, one run at a time; gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
-                   unless the weights are trained; a layer that is recomputed keeps 8 k in addition to c D; a
-                   shared expert of width S keeps c S (3 + t), and c (D + 1) for its gate
+                   unless the weights or adapters of experts are trained; a layer that is recomputed keeps 8 k in
+                   addition to c D; a shared expert of width S keeps c S (3 + t), and c (D + 1) for its gate
 
 The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
 host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
@@ -73,8 +73,9 @@ class MemorySettings:
     precision: fp32 or bf16. frozen: parts that are not trained. device: whose attention kernel runs (cpu, cuda, npu).
     largest_image: vision tokens of the largest image or piece of a video, which one rank encodes. image_limit: the
     run's limit for one image (default: the pack's tokens). adapters: parameters of the adapters (LoRA) of each part
-    that has some, which are then trained instead of the weights. drops: their inputs have dropout. expert_parallel:
-    how many ranks share a layer's experts. keeps_attention: layers that are recomputed keep the results of attention.
+    that has some, which are then trained instead of the weights; those of "experts" apart from "language". drops: their
+    inputs have dropout. expert_parallel: how many ranks share a layer's experts. keeps_attention: layers that are
+    recomputed keep the results of attention.
     """
 
     sync: str
@@ -157,6 +158,7 @@ class MemoryModel:
         self._c = COMPUTE_BYTES[settings.precision]
         self._trains = {part: settings.trains(part) for part in ("vision", "language")}
         self._trains_weights = {part: settings.trains_weights(part) for part in ("vision", "language")}
+        self._trains_experts = self._trains_weights["language"] or "experts" in settings.adapters
         self._sharded = settings.sync == "micro_batch"
         self._root = shape.units()[-1].num_parameters
 
@@ -334,6 +336,8 @@ class MemoryModel:
             "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
                                    c * layer.mlp_width * positions + added)}}
         for name, terms in mlps.items():
+            if name == "experts forward" and shared and not again:  # in the forward pass FSDP keeps its buffer
+                terms["gathered: a layer"] = 2 * c * (rest + shared)
             yield name, under_way | terms | {"layer, recomputed": again * positions,
                                              "layer, backward": gradient * positions + terms["layer, backward"]}
         if self.settings.drops and part in self.settings.adapters:
@@ -364,7 +368,7 @@ class MemoryModel:
         """The moments of experts' backward pass, and of the end of their forward pass if that runs again: `weights` and
         `added` are gradients of one of their three products, kept to the layer's end or added at once.
         """
-        rows, trained = positions * self._rows(layer), self._trains_weights[part]
+        rows, trained = positions * self._rows(layer), self._trains_experts
         wide, narrow = self._c * layer.width * rows, self._c * layer.mlp_width * rows
         gone = (2 + trained) * narrow  # once the gate's gradient is there
         # the rows of each choice of a token; or of a token, on all ranks that share the experts
@@ -375,7 +379,11 @@ class MemoryModel:
                  "up backward": (3 * weights, wide + 2 * narrow - gone + 2 * added),
                  "rows backward": (3 * weights, (1 - trained) * wide + summed - gone)}
         if self.settings.expert_parallel > 1:
-            found |= {"tokens gathered": (0.0, wide + summed), "sums scattered": (0.0, 2 * summed),
+            # an adapter's rows are added to those of the weights, while gradients of the sums wait for a layer that
+            # runs again
+            adapted = "experts" in self.settings.adapters
+            found |= {"experts forward": (0.0, (1 + adapted) * wide + summed),
+                      "tokens gathered": (0.0, wide + summed), "sums scattered": (0.0, 2 * summed),
                       "gradients scattered": (3 * weights, 2 * summed - trained * wide - gone)}
         # the gradients of the shared expert's output and of its gate's input wait for its backward pass, which is last
         shared = 2 * self._c * layer.width * positions * bool(layer.shared_width)
@@ -566,7 +574,7 @@ class MemoryModel:
 
     def _mlp(self, part: str, layer: LayerShape) -> int:
         """Bytes that an MLP keeps for each position."""
-        c, trained = self._c, self._trains_weights[part]
+        c, trained = self._c, self._trains_experts
         if layer.experts:
             row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
             shared = layer.shared_width and c * (layer.shared_width * (3 + self._trains[part]) + layer.width + 1)
