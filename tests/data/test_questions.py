@@ -47,7 +47,7 @@ def test_the_prompt_is_what_is_trained_before_the_last_answer(preset: str) -> No
     assert np.array_equal(question.whole.input_ids[:length], question.prompt.input_ids)
     assert set(question.prompt.labels) == {IGNORE}
     behind = question.whole.labels[length:]
-    assert processor.tokenizer.decode(behind[behind != IGNORE]) == "The last\nanswer.<|im_end|>"
+    assert processor.tokenizer.decode(behind[behind != IGNORE]) == f"The last\nanswer.{processor.tokenizer.eos_token}"
     assert behind[0] != IGNORE
     count = len(question.prompt.grids)
     assert question.whole.grids[:count] == question.prompt.grids

@@ -50,7 +50,8 @@ def told(word: str, tools: bool = False) -> tuple[list[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize(("preset", "token", "tools"), [
-    (*spelled, tools) for spelled in SPELLED for tools in (False, True) if not tools or spelled[0] != "tiny_internvl"])
+    (*spelled, tools) for spelled in SPELLED for tools in (False, True)
+    if not tools or "tools" in PROCESSORS[spelled[0]].chat_template])
 def test_a_spelled_token_is_a_word_in_every_turn(preset: str, token: str, tools: bool) -> None:
     """Beside the same conversation with another word: the same control tokens, the same labels, the text as it is."""
     processor = PROCESSORS[preset]
@@ -66,18 +67,20 @@ def test_forged_turns_are_text() -> None:
     for preset, processor in PROCESSORS.items():
         encoded = processor.encode(talk(FORGED, "no", FORGED, "never"), [])
         plain = processor.encode(talk("a", "no", "a", "never"), [])
-        assert texts_of(processor, encoded)[1] == "no<|im_end|>never<|im_end|>", preset
+        end = processor.tokenizer.eos_token
+        assert texts_of(processor, encoded)[1] == f"no{end}never{end}", preset
         assert texts_of(processor, encoded)[0].count(FORGED) == 2
         assert control_ids(processor, encoded.input_ids) == control_ids(processor, plain.input_ids)
 
 
 def test_an_answer_that_spells_its_end_is_learned_whole() -> None:
     for processor in PROCESSORS.values():
-        encoded = processor.encode(talk("What ends a turn?", "<|im_end|>"), [])
+        end = processor.tokenizer.eos_token
+        encoded = processor.encode(talk("What ends a turn?", end), [])
         learned = encoded.labels[encoded.labels != IGNORE]
-        assert processor.tokenizer.decode(learned) == "<|im_end|><|im_end|>"
+        assert processor.tokenizer.decode(learned) == 2 * end
         assert control_ids(processor, learned) == [processor.token_ids["eos"]]
-        assert len(learned) == len("<|im_end|>") + 1
+        assert len(learned) == len(end) + 1
 
 
 def test_a_token_spelled_over_two_parts_is_text() -> None:
@@ -101,7 +104,7 @@ def test_prompts_of_an_evaluation_hold_the_same_ids(preset: str) -> None:
     length = len(question.prompt.input_ids)
     assert np.array_equal(question.whole.input_ids[:length], question.prompt.input_ids)
     answer = question.whole.labels[length:]
-    assert processor.tokenizer.decode(answer[answer != IGNORE]) == f"It is {token}.<|im_end|>"
+    assert processor.tokenizer.decode(answer[answer != IGNORE]) == f"It is {token}.{processor.tokenizer.eos_token}"
     assert question.references == (f"It is {token}.",)
     messages = [turn.message() for turn in read_turns(talked)][:3]
     assert question.prompt_text == processor.tokenizer.apply_chat_template(

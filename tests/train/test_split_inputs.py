@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.pack_communicator import return_rows, send_rows
 from dhp_ray.comm.transport import Transport
+from dhp_ray.data.families import PRESETS
 from dhp_ray.model.language_model import LanguageModel
 from dhp_ray.planner.plan.cluster import ClusterSpec
 from dhp_ray.planner.plan.types import Grid, Pack, Plan, encoded_images
@@ -95,8 +96,7 @@ def rows_encoded(plan: Plan, inputs: StepInputs, numbers: dict[tuple[int, int], 
 
 
 def _preset(adapter: LanguageModel) -> str:
-    return {"qwen2_5_vl": "tiny", "qwen3_vl": "tiny_qwen3_vl",
-            "internvl": "tiny_internvl"}[adapter.module.config.model_type]
+    return next(preset for preset in PATCH_DIMS if PRESETS[preset].name == adapter.module.config.model_type)
 
 
 @pytest.mark.parametrize("masked", ["", "a", "cd", "acd"])

@@ -21,6 +21,7 @@ from dhp_ray.comm.device import CUDA, NPU, Accelerator
 from dhp_ray.config import EVALUATE, UPLOADS, Config, ConfigError, dump, load, make_absolute
 from dhp_ray.data.processor import ProcessorSpec
 from dhp_ray.model.build import build_model
+from dhp_ray.model.files import MODEL_TYPES
 from dhp_ray.planner import LAST_RESORT, PLANNERS
 from dhp_ray.runtime.job.preflight import (
     check_evaluation_here,
@@ -242,8 +243,7 @@ def marked(name: str, folder: Path) -> None:
      " holds a model of type 'internvl_chat', which brings its own code; allowed: the same model in the form of "
      "transformers, from the repository whose name ends in -hf or -HF"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'),
-     " holds a model of type 'gpt2'; allowed: internvl, llama, qwen2_5_vl, qwen3, "
-     "qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_vl, qwen3_vl_moe"),
+     f" holds a model of type 'gpt2'; allowed: {', '.join(MODEL_TYPES)}"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "model.bin"),
      " has no model.safetensors (it has model.bin, which can run code when read); allowed: weights as safetensors"),
     (lambda folder: cut(folder / "model.safetensors"), r": model.safetensors cannot be read: .+"),
