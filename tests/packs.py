@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import InternVLForConditionalGeneration, PreTrainedModel, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Glm4vForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
+from dhp_ray.data.families import preset_token_ids
 from dhp_ray.model import export
 from dhp_ray.model.families import FAMILIES
 from dhp_ray.model.families.qwen2_5_vl import Qwen25VL
@@ -25,7 +32,8 @@ from dhp_ray.planner.plan.types import Grid, Pack, Plan, Sample, SplitImage, Vis
 from dhp_ray.train.collate import Payload
 from tests.model.paper_positions import paper_positions
 
-PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14}
+PATCH_DIMS = {"tiny": 3 * 2 * 14 * 14, "tiny_qwen3_vl": 3 * 2 * 16 * 16, "tiny_internvl": 3 * 14 * 14,
+              "tiny_glm4v": 3 * 2 * 14 * 14}
 """A preset of each family with an encoder of its own, and the values of its patches."""
 TEXT_PRESETS = ("tiny_qwen3", "tiny_llama", "tiny_qwen3_moe")
 """A preset of each family of text alone."""
@@ -37,6 +45,7 @@ NUM_LAYERS = {preset: 3 for preset in PRESETS} | {"tiny_internvl": 2}
 ROUNDING = 1e-6
 """Of fp32 sums, as a share of the largest gradient."""
 TOKEN_IDS = {"bos": 256, "pad": 256, "eos": 258, "vision_start": 259, "vision_end": 260, "image": 261, "video": 262}
+"""Of the presets with an encoder; where videos have the token of images, no text has the one of videos."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +74,15 @@ def make_sample(
             continue
         if preset in TEXT_PRESETS:
             continue
+        if preset == "tiny_glm4v" and not isinstance(part, Film) and part[0] > 1:
+            part = Film(1.0, (part,))  # its images have one step in time
         pieces, lasts, token = (part.pieces, part.seconds,
                                 "video") if isinstance(part, Film) else ((part,), 0.0, "image")
         runs: list[list[int]] = []
-        if preset == "tiny_internvl":  # whose tiles are of one size, and whose videos have the token of images
-            pieces, token = tuple((time, 4, 4) for time, _, _ in pieces), "image"
+        if preset == "tiny_internvl":  # whose tiles are of one size
+            pieces = tuple((time, 4, 4) for time, _, _ in pieces)
+        if preset in ("tiny_internvl", "tiny_glm4v"):  # whose videos have the token of images
+            token = "image"
         for time, height, width in pieces:
             patch_dim = PATCH_DIMS[preset if preset in PATCH_DIMS else "tiny_qwen3_vl"]
             pixels.append(random.standard_normal((time * height * width, patch_dim), dtype=np.float32))
@@ -136,13 +149,18 @@ def _grids(plan: Plan) -> list[Grid]:
     return [grid for group in plan.groups for row in group.sequences for grid in plan.samples[row].vision_grids]
 
 
+def config_of_preset(preset: str) -> PreTrainedConfig:
+    """With TOKEN_IDS, whatever the tokenizer."""
+    return preset_config(preset, preset_token_ids(preset) | TOKEN_IDS)
+
+
 def rough_model(
     seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny", **text_settings: Any
 ) -> LanguageModel:
     """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
     zero. `text_settings`: other values in the configuration of its language model.
     """
-    config, number = preset_config(preset, TOKEN_IDS), NUM_LAYERS[preset]
+    config, number = config_of_preset(preset), NUM_LAYERS[preset]
     tree = config.to_dict()
     text = tree.get("text_config", tree)
     text |= {"num_hidden_layers": number, **text_settings}
@@ -195,8 +213,11 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
         inputs["pixel_values"] = tiles_of(torch.from_numpy(np.concatenate(payload.pixels)), module)  # type: ignore
     elif len(payload.grids):
         grids, seconds = (torch.from_numpy(values) for values in payload.whole())
+        if isinstance(module, Glm4vForConditionalGeneration):  # to which a step in time is an image
+            grids, seconds = frames_of(grids), torch.zeros(int(grids[:, 0].sum()))
         inputs |= position_inputs(module, ids, grids, seconds)
-        of_video = np.zeros(len(payload.grids), bool) if payload.seconds is None else payload.seconds > 0
+        has_videos = payload.seconds is not None and bool((seconds > 0).any())
+        of_video = payload.seconds > 0 if has_videos else np.zeros(len(payload.grids), bool)  # type: ignore
         patches: dict[bool, list[np.ndarray]] = {False: [], True: []}
         for is_video, values in zip(of_video, payload.pixels):
             if values is not None:
@@ -208,6 +229,13 @@ def plain_loss(module: PreTrainedModel, payload: Payload) -> tuple[Tensor, int]:
             inputs |= {"pixel_values_videos": torch.from_numpy(np.concatenate(patches[True])),
                        "video_grid_thw": grids[seconds > 0]}
     return module(input_ids=ids, labels=labels, **inputs).loss, int((labels[:, 1:] != -100).sum())
+
+
+def frames_of(grids: Tensor) -> Tensor:
+    """The grid of each step in time of these (N, 3)."""
+    found = grids.repeat_interleave(grids[:, 0], 0)
+    found[:, 0] = 1
+    return found
 
 
 def position_inputs(module: PreTrainedModel, ids: Tensor, grids: Tensor, seconds: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.image_utils import load_image
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -20,7 +21,7 @@ from dhp_ray.data.processor import ProcessorSpec
 from tests.packs import plain_copy, rough_model
 
 PROCESSORS: dict[str, Any] = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
-                              "internvl": InternVLProcessor}
+                              "internvl": InternVLProcessor, "glm4v": Glm4vProcessor}
 MAX_PIXELS = 20000
 BREAKS = {InternVLProcessor}
 """Processors whose template writes a line break after an image: that of LLaVA's form is not written as well."""

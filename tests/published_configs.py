@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    Glm4vConfig,
     InternVLConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -30,6 +31,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"  # dhp_ray.config needs Omeg
 
 TEXT = {"3B": "qwen2_5_vl_3b", "7B": "qwen2_5_vl_7b", "32B": "qwen2_5_vl_32b", "72B": "qwen2_5_vl_72b"}
 QWEN3 = {f"Qwen3-VL-{size}": f"qwen3_vl_{size.lower()}" for size in ("2B", "4B", "8B", "32B")}
+GLM = {"GLM-4.1V-9B": "glm_4_1v_9b"}
 INTERNVL = {f"InternVL3-{size}": f"internvl3_{size.lower()}" for size in ("1B", "2B", "8B", "38B")}
 """The file of conf/model_shape that has each one's sizes; its encoder of 6 billion marks the largest InternVL3."""
 LANGUAGE = {f"Qwen3-{size}": f"qwen3_{size.lower()}" for size in ("4B", "8B", "32B")} | {
@@ -45,6 +47,7 @@ NUM_PARAMETERS = {"3B": 3_754_622_976, "7B": 8_292_166_656, "32B": 33_452_718_33
                   "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696,
                   "Qwen3-VL-32B": 33_357_390_064, "InternVL3-1B": 938_193_024,
                   "InternVL3-2B": 2_088_957_440, "InternVL3-8B": 7_944_373_760, "InternVL3-38B": 38_388_164_992,
+                  "GLM-4.1V-9B": 10_292_777_472,
                   "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264,
                   "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496,
                   "Qwen3-30B-A3B": 30_532_122_624, "Qwen3-235B-A22B": 235_093_634_560,
@@ -59,6 +62,8 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
         return _qwen3_vl(name, num_layers)
     if name in HYBRID:
         return _qwen3_5(name, num_layers)
+    if name in GLM:
+        return _glm(name, num_layers)
     if name in INTERNVL:
         return _internvl(name, num_layers)
     if name in LANGUAGE or name in EXPERTS:
@@ -81,7 +86,7 @@ def published_config(name: str, num_layers: int = 0) -> PreTrainedConfig:
 @cache
 def stored_shape(name: str) -> ModelShape:
     """As the package has it for users to name."""
-    file = (TEXT | QWEN3 | INTERNVL | LANGUAGE | EXPERTS | HYBRID)[name]
+    file = (TEXT | QWEN3 | GLM | INTERNVL | LANGUAGE | EXPERTS | HYBRID)[name]
     return ModelShape.load(CONF / "model_shape" / f"{file}.yaml")
 
 
@@ -138,6 +143,21 @@ def _qwen3_5(name: str, num_layers: int) -> Qwen3_5Config | Qwen3_5MoeConfig:
             "temporal_patch_size": 2, "num_position_embeddings": shape.position_rows},
         tie_word_embeddings=shape.tied, image_token_id=248056, video_token_id=248057, vision_start_token_id=248053,
         vision_end_token_id=248054)
+
+
+def _glm(name: str, num_layers: int) -> Glm4vConfig:
+    shape = stored_shape(name)
+    block = shape.vision[0]
+    return Glm4vConfig(
+        text_config=_text(shape, num_layers) | {"max_position_embeddings": 65536, "pad_token_id": 151329,
+                                                "rope_parameters": {
+            "rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0}},
+        vision_config={
+            "depth": num_layers or block.count, "hidden_size": block.width, "num_heads": block.heads,
+            "out_hidden_size": shape.width, "intermediate_size": shape.language[0].mlp_width,
+            "patch_size": 14, "image_size": 336, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        tie_word_embeddings=shape.tied, image_token_id=151343, video_token_id=151344)
 
 
 def _internvl(name: str, num_layers: int) -> InternVLConfig:

@@ -50,11 +50,12 @@ class ChatTemplate:
         closing          <|im_end|>                                          after each
 
     The whole conversation thus does not show earlier answers as they are generated. Each answer that is learned is
-    therefore written as if it were the last; all else as the template writes it.
+    therefore written as if it were the last; all else as the template writes it. Behind the last one comes
+    `answer_end`, if templates of the family end an answer by the token that begins the user's next turn (GLM-4.1V).
     """
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(self, tokenizer: Any, template: str, answer_end: str = "") -> None:
+        self.tokenizer, self.template, self.answer_end = tokenizer, template, answer_end
         self._asked = self._apply([ASKED], prompt=False)
         self._prompted, self._without_thought, self._earlier, self._closing = self._answer_frame()
 
@@ -187,7 +188,7 @@ class ChatTemplate:
         text = self.tokenizer.apply_chat_template(messages, tools, chat_template=self.template, tokenize=False,
                                                   add_generation_prompt=prompt, date_string=DATE)
         assert isinstance(text, str)
-        return text
+        return text + self.answer_end * (not prompt and messages[-1]["role"] == "assistant")
 
 
 def _changed(parts: Sequence[ContentPart], change: Callable[[str], str]) -> Iterator[ContentPart]:

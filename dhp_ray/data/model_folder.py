@@ -101,6 +101,7 @@ def own_pixels(folder: Path, most_pixels: int) -> int:
         area = height * width
         return 0 if min(tiles, max(1, most_pixels // area - 1)) == tiles else (tiles + 1) * area
     own = _number(settings.get("max_pixels")) or _number(size.get("longest_edge"))
+    own //= family_in(folder).frames_of_image
     return 0 if own == most_pixels else own
 
 

@@ -96,7 +96,9 @@ class ProcessorSpec:
         _keep_spaces(tokenizer.backend_tokenizer)
         check_vocabulary(folder, tokenizer.get_vocab().values())
         template = chat_template(folder)
-        of_image, of_video = (self.min_pixels or min(least, self.max_pixels) for least in least_pixels(folder))
+        image, video = least_pixels(folder)
+        of_image, of_video = (self.min_pixels or min(least, self.max_pixels)
+                              for least in (image // kind.frames_of_image, video))
         family = kind(image_settings(folder, kind), of_image, self.max_pixels, self.limits,
                       video_pixels(folder) or VIDEO_PIXELS, of_video)
         try:
@@ -118,7 +120,7 @@ class Processor:
         self.token_ids = self.family.token_ids(self.tokenizer)
         named = (self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token)
         self._spelled = SpelledTokens(self.tokenizer, (*self.family.structure_tokens, *named))
-        self._template = ChatTemplate(self.tokenizer, self.chat_template)
+        self._template = ChatTemplate(self.tokenizer, self.chat_template, self.family.answer_end)
 
     def encode(self, conversation: Sequence[Mapping[str, Any]], sizes: Sequence[Size]) -> Encoded:
         """Ids, labels and grids of a conversation whose marks stand for images and videos of these sizes, in order.

@@ -29,7 +29,7 @@ EXPERT_TYPES = ("qwen3_5_moe", "qwen3_moe", "qwen3_vl_moe")
 
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """The parameters of a module of experts, in its order, and what files call their parts for each expert."""
-MODEL_TYPES = ("internvl", "llama", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
+MODEL_TYPES = ("glm4v", "internvl", "llama", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
                "qwen3_vl", "qwen3_vl_moe")
 """The supported model families, as config.json names them."""
 

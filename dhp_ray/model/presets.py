@@ -2,6 +2,7 @@
 
     tiny                Qwen2.5-VL      0.85 million parameters: 3 layers, and 2 vision blocks of width 64
     small               Qwen2.5-VL      7 million: 8 layers of width 256, and 4 vision blocks of width 128
+    tiny_glm4v          GLM-4.1V        1.2 million: 4 layers, 3 vision blocks of width 64, positions of 12 x 12 patches
     tiny_internvl       InternVL        0.75 million: 3 layers of Qwen2, 2 vision layers of width 64, tiles of 56 x 56
     tiny_llama          Llama 3         0.8 million: 4 layers, a head of its own, and frequencies of `llama3`
     tiny_qwen3          Qwen3           0.8 million: 4 layers
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
+    Glm4vConfig,
     InternVLConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -38,16 +40,19 @@ from dhp_ray.model.files import ModelError
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 # A head of 32 has 16 frequencies, for time, height and width. Qwen2.5-VL gives each its own (16, 24 and 24 of 64),
-# Qwen3-VL deals them out in turn (24, 20 and 20). Qwen3.5 rotates 8 numbers of a head alone, by 4 frequencies.
+# Qwen3-VL deals them out in turn (24, 20 and 20). Qwen3.5 rotates 8 numbers of a head alone, by 4 frequencies; GLM-4.1V
+# half of them, by 8 (time, height and width have 8, 12 and 12 of 64).
 QWEN2_5_VL_ROPE = {"mrope_section": [4, 6, 6]}
 QWEN3_VL_ROPE = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
 QWEN3_5_ROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+GLM4V_ROPE = {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
 LLAMA_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 8192}
 
 PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
     "tiny": lambda ids: Qwen2_5_VLConfig(**_qwen2_5_vl(ids, 128, 3, 4, vision_width=64, vision_blocks=2)),
     "small": lambda ids: Qwen2_5_VLConfig(**_qwen2_5_vl(ids, 256, 8, 8, vision_width=128, vision_blocks=4)),
+    "tiny_glm4v": lambda ids: Glm4vConfig(**_glm4v(ids)),
     "tiny_internvl": lambda ids: InternVLConfig(**_internvl(ids)),
     "tiny_llama": lambda ids: LlamaConfig(**_text(ids, LLAMA_ROPE, 128, 4, 4), tie_word_embeddings=False),
     "tiny_qwen3": lambda ids: Qwen3Config(**_text(ids, {}, 128, 4, 4, head_dim=32), tie_word_embeddings=True),
@@ -84,6 +89,19 @@ def _qwen3_5(token_ids: Mapping[str, int], **experts: Any) -> dict[str, Any]:
     if experts:
         del tree["text_config"]["intermediate_size"]
     return tree
+
+
+def _glm4v(token_ids: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "text_config": _text(token_ids, GLM4V_ROPE, 128, 4, 4),
+        "vision_config": {
+            "depth": 3, "hidden_size": 64, "intermediate_size": 192, "num_heads": 4, "out_hidden_size": 128,
+            "patch_size": 14, "image_size": 168, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "initializer_range": 0.02},
+        "image_token_id": token_ids["image"], "video_token_id": token_ids["video"],
+        "image_start_token_id": token_ids["vision_start"], "image_end_token_id": token_ids["vision_end"],
+        "video_start_token_id": token_ids["video_start"], "video_end_token_id": token_ids["video_end"],
+        "tie_word_embeddings": False}
 
 
 def _internvl(token_ids: Mapping[str, int]) -> dict[str, Any]:

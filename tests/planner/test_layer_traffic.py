@@ -74,6 +74,7 @@ def of_one_more_layer(name: str, samples: Sequence[tuple[int, Sequence[Grid]]]) 
 
 @pytest.mark.parametrize(("name", "scaled"), [("3B", 0), pytest.param("7B", 0, marks=pytest.mark.slow),
                                               pytest.param("Qwen3-VL-2B", 0, marks=pytest.mark.slow),
+                                              pytest.param("GLM-4.1V-9B", 0, marks=pytest.mark.slow),
                                               pytest.param("InternVL3-2B", 1024, marks=pytest.mark.slow)])
 @pytest.mark.seconds
 def test_own_operators_move_what_a_trace_counts(name: str, scaled: int) -> None:

@@ -22,7 +22,7 @@ from dhp_ray.planner.memory.model import (
     PackLoad,
 )
 from tests.memory_trace import fake_world, traced
-from tests.published_configs import INTERNVL, QWEN3, TEXT, published_config, shape_of
+from tests.published_configs import GLM, INTERNVL, QWEN3, TEXT, published_config, shape_of
 
 TILES = 0
 """In place of the largest image's side, of a model whose images are tiles."""
@@ -104,6 +104,18 @@ def test_predicted_peaks_of_qwen3_vl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("Qwen3-VL-2B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=3, largest=20)
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed", "degree"), [
+    ("step", False, (), 1, 1), ("step", True, (), 2, 2), ("step", False, ("language",), 2, 1),
+    ("micro_batch", False, (), 4, 3), ("micro_batch", True, ("vision",), 4, 1), ("micro_batch", "selective", (), 1, 2),
+    ("step", True, ("language",), 5, 1)], ids=str)
+@pytest.mark.slow
+def test_predicted_peaks_of_glm_are_the_traced_ones(
+    mode: str, recomputes: bool | str, frozen: tuple[str, ...], seed: int, degree: int
+) -> None:
+    with world_of(mode):
+        check("GLM-4.1V-9B", settings_of(mode, recomputes, frozen), seed, degree, num_layers=3, largest=20)
 
 
 @pytest.mark.parametrize(("mode", "recomputes", "frozen", "seed"), [
@@ -279,7 +291,7 @@ CASES = list(product((False, True), ((), ("vision",), ("language",))))
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("first", range(0, 25, 5))
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *INTERNVL])
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *GLM, *INTERNVL])
 def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, first: int) -> None:
     """75 packs a model, over all modes, degrees 1 to 3, with and without recomputation, each part frozen; every second
     one with a share in host memory.
@@ -294,7 +306,7 @@ def test_predicted_peaks_are_the_traced_ones_everywhere(name: str, mode: str, fi
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mode", WORLD)
-@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *INTERNVL])
+@pytest.mark.parametrize("name", [*TEXT, *QWEN3, *GLM, *INTERNVL])
 def test_predicted_peaks_are_the_traced_ones_at_full_depth(name: str, mode: str) -> None:
     with world_of(mode):
         check(name, settings_of(mode, mode != "micro_batch", ()), seed=1, degree=2, num_layers=0,

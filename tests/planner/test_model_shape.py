@@ -10,15 +10,14 @@ from transformers import PreTrainedConfig
 
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.language_model import LanguageModel
-from dhp_ray.model.presets import preset_config
 from dhp_ray.planner import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
-from tests.packs import PRESETS, TOKEN_IDS
+from tests.packs import PRESETS, config_of_preset
 from tests.published_configs import CONF, HYBRID, NUM_PARAMETERS, published_config, shape_of, stored_shape
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    return published_config(name) if name in NUM_PARAMETERS else preset_config(name, TOKEN_IDS)
+    return published_config(name) if name in NUM_PARAMETERS else config_of_preset(name)
 
 
 def counted(adapter: LanguageModel) -> Counter[tuple[str, str, int]]:

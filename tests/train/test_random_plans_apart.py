@@ -29,7 +29,8 @@ APART = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world")
     (3, "micro_batch", "pool", True, "", "tiny_qwen3_vl"),
     (5, "micro_batch", "parent", False, "", "tiny_internvl"),
     (3, "micro_batch", "pool", True, "", "tiny_qwen3_5"),
-    (3, "step", "parent", False, "", "tiny_qwen3_5_moe"))]
+    (3, "step", "parent", False, "", "tiny_qwen3_5_moe"),
+    (3, "micro_batch", "pool", True, "", "tiny_glm4v"))]
 
 
 SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world", True)
@@ -41,7 +42,8 @@ SPLIT = [World(num_ranks, sync, transport, recomputes, freeze, preset, "world", 
     (2, "micro_batch", "pool", True, "vision", "tiny"),
     (5, "micro_batch", "pool", False, "language", "tiny"),
     (3, "micro_batch", "parent", True, "", "tiny_qwen3_vl"),
-    (5, "micro_batch", "pool", False, "", "tiny_internvl"))]
+    (5, "micro_batch", "pool", False, "", "tiny_internvl"),
+    (5, "step", "pool", False, "", "tiny_glm4v"))]
 
 
 QUICK = [APART[7], SPLIT[5], SPLIT[6]]

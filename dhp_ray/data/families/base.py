@@ -87,8 +87,10 @@ class Family:
     special_tokens: ClassVar[Sequence[str]]  # of the byte-level tokenizer of its presets, in the order of their ids
     named_tokens: ClassVar[Mapping[str, str]] = {}  # those that its processor reads from attributes of the tokenizer
     structure_tokens: ClassVar[Sequence[str]]  # mark turns and images; a text that spells one does not mean it
+    answer_end: ClassVar[str] = ""  # of which templates write none: the token that begins the turn behind an answer
     image_processors: ClassVar[tuple[str, ...]] = ()  # what the names of its image processors begin with
     image_settings: ClassVar[Mapping[str, Any]] = {}  # of the image processor, where a folder does not say otherwise
+    frames_of_image: ClassVar[int] = 1  # as which an image counts in the bounds of pixels of its image processor
 
     @classmethod
     def byte_tokenizer(cls) -> PreTrainedTokenizerFast:

@@ -124,7 +124,8 @@ class Qwen25VLFamily(VisionFamily):
     def sized_settings(self) -> dict[str, Any]:
         """The settings of the image processor, with the pixels allowed here in place of the folder's."""
         others = {name: value for name, value in self.settings.items() if name not in ("min_pixels", "max_pixels")}
-        return others | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
+        return others | {"size": {"shortest_edge": self.frames_of_image * self.min_pixels,
+                                  "longest_edge": self.frames_of_image * self.max_pixels}}
 
     @property
     def video_settings(self) -> dict[str, Any]:

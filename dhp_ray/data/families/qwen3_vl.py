@@ -46,15 +46,11 @@ class Qwen3VLFamily(Qwen25VLFamily):
         return max_pixels * 5 // 4
 
     def frame_size(self, clip: Clip) -> tuple[int, int]:
-        factor, height, width, together = self.factor, clip.height, clip.width, self.temporal_patch_size
+        factor, together = self.factor, self.temporal_patch_size
         num_frames = max(together, self.num_frames(clip))  # a single frame is repeated to fill a step in time
         of_frame = min(self.max_pixels // factor**2 * factor**2, self.video_pixels // num_frames)
         maximum = max(of_frame, int(self.min_video_pixels * 1.05)) * num_frames
-        if height < factor or width < factor:
-            scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
-        return smart_resize(height, width, factor, self.min_video_pixels, maximum, num_frames,
-                            round(num_frames / together) * together)
+        return resized(num_frames, clip.height, clip.width, factor, together, self.min_video_pixels, maximum)
 
     def frames(self, clip: Clip) -> list[int]:
         """Evenly spread over the video, including the first and the last frame."""
@@ -69,6 +65,18 @@ class Qwen3VLFamily(Qwen25VLFamily):
 
     num_frames = VisionFamily.num_frames
     video_runs = VisionFamily.video_runs  # one for each step in time
+
+
+def resized(
+    num_frames: int, height: int, width: int, factor: int, together: int, minimum: int, maximum: int
+) -> tuple[int, int]:
+    """(height, width) of a video's frames in multiples of `factor`: all frames, of which so many make a step in time,
+    `together` have between `minimum` and `maximum` pixels. RowError: ratio above 200.
+    """
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    return smart_resize(height, width, factor, minimum, maximum, num_frames, round(num_frames / together) * together)
 
 
 class Qwen3VLMoeFamily(Qwen3VLFamily):

@@ -106,7 +106,8 @@ def layer_traffic(layer: LayerShape, in_encoder: bool, rotates: bool, fused: boo
     """
     queries_and_keys = (layer.heads + layer.key_value_heads) * layer.head_width
     rms_norm = FUSED_RMS_NORM if fused else RMS_NORM
-    parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(2 * layer.width), SUM.times(2 * layer.width),
+    parts = [(LAYER_NORM if layer.layer_norms else rms_norm).times(layer.norms * layer.width),
+             SUM.times(2 * layer.width),
              # of queries, keys and values; where they are one product, they are joined
              SUM_OF_GRADIENTS.times(2 * layer.width)]
     if layer.experts:

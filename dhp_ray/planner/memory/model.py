@@ -30,7 +30,8 @@ of the language model) c D are kept (with `keeps_attention` c H d + 4 H more, ne
 only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, and nothing of
 norms:
 
-    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights;
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights (where
+                   a layer has four norms, 4 D);
                    layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
                    (4 + c t); norms that multiply with 1 + weight keep their normalised form in fp32
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
@@ -347,7 +348,7 @@ class MemoryModel:
             yield "dropout backward", under_way | {
                 "layer, recomputed": again * positions, "dropout": dropout,
                 "layer, backward": gradient * positions}
-        gone = self._mlp(part, layer) + layer.width * self._norm(part, layer)
+        gone = self._mlp(part, layer) + (layer.norms - 1) * layer.width * self._norm(part, layer)
         if shared:
             under_way = {"gathered: a layer": 2 * c * rest + reduced * shared}
             yield "reduction of experts", under_way | {
@@ -446,8 +447,8 @@ class MemoryModel:
             own += ((queries + key_values) * (4 + (4 if layer.centered_norms else c) * self._trains_weights[part])
                     + 4 * (layer.heads + layer.key_value_heads))
         own += 2 * c * queries * layer.gated_attention
-        return (2 * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values) + 4 * layer.heads + own
-                + self._state_bytes(layer) + self._mlp(part, layer))
+        return (layer.norms * layer.width * self._norm(part, layer) + 2 * c * (queries + key_values)
+                + 4 * layer.heads + own + self._state_bytes(layer) + self._mlp(part, layer))
 
     @staticmethod
     def _convolved(layer: LayerShape) -> int:
@@ -563,7 +564,8 @@ class MemoryModel:
         norm = self._norm("vision", replace(shape.vision[0], layer_norms=True) if shape.vision_projector
                           else shape.vision[0]) * width
         shared = self._c * width * (levels - 1)  # a layer norm's input, which the next block keeps too
-        return levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
+        before = (shape.vision_norms - 1) * norm
+        return before + levels * (norm + 2 * self._c * shape.merger_width / shape.merge_area) - shared
 
     def _norm(self, part: str, layer: LayerShape) -> int:
         """Bytes that a norm of a layer's kind keeps for each value of its input."""

@@ -25,7 +25,8 @@ class LayerShape:
     all tokens may also take a shared expert of `shared_width`, whose output is gated.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.
     layer_norms: norms with mean and bias; otherwise RMS norms. query_key_norms: queries and keys are normed.
-    centered_norms: RMS norms multiply with 1 + weight, in fp32.
+    centered_norms: RMS norms multiply with 1 + weight, in fp32. norms: how many have the layer's width; the third and
+    fourth are behind attention and the MLP.
     """
 
     count: int
@@ -43,6 +44,7 @@ class LayerShape:
     experts_per_token: int = 0
     shared_width: int = 0
     centered_norms: bool = False
+    norms: int = 2
     gated_attention: bool = False
     state_heads: int = 0
     state_key_heads: int = 0
@@ -85,10 +87,11 @@ class ModelShape:
     The head is as large as the token embedding; if it is `tied`, it is the embedding.
     `language_rest` and `vision_rest`: parameters outside of layers, without embedding and head.
     `merge_area` patches of `patch_dim` values make one vision token, which covers `token_pixels` of an image;
-    `merger_width`: the width that the merger makes of them. A vision feature has `feature_levels` rows of the language
-    model's width, each from a merger of its own. If the encoder has learned positions (`position_rows`), it adds the
-    mean of four of them to each patch. `vision_projector`: the part of `vision_rest` in a separate module after the
-    encoder, which is gathered separately.
+    `merger_width`: half of the numbers that the merger keeps of them for its backward pass (of one product and its
+    activation: their width). A vision feature has `feature_levels` rows of the language model's width, each from a
+    merger of its own. The encoder may have `position_rows` learned positions, of which it adds a mean to each patch,
+    and has `vision_norms` norms of its width outside of layers. `vision_projector`: the part of `vision_rest` in a
+    separate module after the encoder, which is gathered separately.
     """
 
     family: str
@@ -104,6 +107,7 @@ class ModelShape:
     token_pixels: int = 1
     feature_levels: int = 1
     position_rows: int = 0
+    vision_norms: int = 1
     vision_projector: int = 0
 
     @classmethod
