@@ -147,6 +147,28 @@ def test_equal_lengths_on_few_ranks_are_never_behind_a_baseline(sync, numbers):
             assert dhp_s <= min(others_s) * 1.005, (num_ranks, count, tokens)
 
 
+ODD = {
+    # all ranks are slow, packs are dear: the limits of micro-batches were too short (23 times `static`)
+    "slow": (np.random.default_rng(0).integers(1, 20, 900), ClusterSpec(3, 8, 512, (0.58, 0.42, 0.43)), RING),
+    # memory is short: one micro-batch more than with packs filled by memory (1.07 times `dhp_paper`)
+    "full": ([2048, *np.random.default_rng(52).integers(60, 512, 45)], ClusterSpec(4, 1, 512), RING),
+    # 20 packs on 3 ranks each leave 13 ranks unused; 10 on 7 leave three (1.13 times `static_best`)
+    "unused": ([40_000] * 20, ClusterSpec(73, 4, 40_000), ALL_TO_ALL),
+    # a step of milliseconds, behind which nothing else was tried (1.06 times `dhp_paper`)
+    "short": ([22, 40, 54, 75], ClusterSpec(16, 8, 2048), replace(RING, fixed_s=1e-3, pack_s=1e-4, latency_s=1e-4)),
+}
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_batches_are_not_behind_a_baseline(name, sync):
+    lengths, cluster, cost = ODD[name]
+    samples = [Sample(str(row), int(length)) for row, length in enumerate(lengths)]
+    seconds = {planner: plan_batch(samples, cluster, cost, sync=sync, planner=planner).predicted_time_s
+               for planner in ("dhp", "static", "static_best", "pow2", "dhp_paper", "megatron")}
+    assert seconds["dhp"] <= min(seconds.values()) * 1.005, seconds
+
+
 @pytest.mark.parametrize("pool", [(), (tuple(range(24)),)])
 def test_more_memory_does_not_make_a_plan_longer(pool):
     """All of few long sequences on all ranks: packs of several, where memory allows."""

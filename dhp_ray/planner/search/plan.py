@@ -25,8 +25,8 @@ from dhp_ray.planner.search.ways import ways_of
 from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
 LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
-"""Packs have at least so many ranks, or all ranks; with sync=step, both all packs and those of sequences that one rank
-does not end by the target."""
+"""Packs have at least so many ranks, or all ranks (of a small batch also any whole part of all ranks); with sync=step,
+both all packs and those of sequences that one rank does not end by the target."""
 
 SMALL, ORDERS = 2_000, 16
 """Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
@@ -48,6 +48,9 @@ partial plans exceed WORK. Narrow searches, which keep one, after the first try 
 
 BUDGET, TRIAL_S, MOST = 0.02, 2e-8, 5_000
 """The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
+
+SHORT_STEP_S = 0.1
+"""The search takes as much time for a shorter step as for one of so many seconds."""
 
 LARGE = 0.5
 """A batch is large if a bisection of the target, at TRIAL_S a sequence and rank, takes this share of the bound."""
@@ -100,6 +103,11 @@ def near_s(problem: Problem) -> float:
     return problem.cost.fixed_s + (problem.lower_bound_s - problem.cost.fixed_s) * (1 + NEAR)
 
 
+def hidden_s(problem: Problem) -> float:
+    """Seconds of the step behind which planning is hidden, at least."""
+    return max(problem.lower_bound_s, SHORT_STEP_S)
+
+
 def seconds_of(timed: Timed) -> float:
     return timed.seconds
 
@@ -144,14 +152,15 @@ def is_large(problem: Problem) -> bool:
 
 def least_degrees(problem: Problem) -> list[int]:
     num_ranks = problem.cluster.num_ranks
-    return [*(least for least in LEAST_DEGREES if least < num_ranks), num_ranks]
+    parts = range(1, num_ranks + 1) if is_small(problem) else (1,)
+    return sorted({least for least in LEAST_DEGREES if least < num_ranks} | {num_ranks // count for count in parts})
 
 
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
     """Plans of `step`, each shorter than those before, of every way and every least degree: packs under a target
     (of a small batch also in shuffled orders); and micro-batches that run as soon as their ranks are free, whose packs
     may have several sequences on several ranks. Of a large batch these alone, once."""
-    found, fixed_s, left_s = list[Timed](), problem.cost.fixed_s, STARTS * problem.lower_bound_s
+    found, fixed_s, left_s = list[Timed](), problem.cost.fixed_s, STARTS * hidden_s(problem)
     best: tuple[Problem, SearchBatch, int, bool] | None = None
 
     def is_open(way: Problem) -> bool:
@@ -195,40 +204,46 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 
 def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
-    """Plans of `micro_batch`: narrow searches of every way and least degree, then wide ones from the plain start and
-    the best."""
-    found, starts = list[Timed](), list[tuple[float, int, Rounds, int]]()
+    """Plans of `micro_batch`: narrow searches of every way, then wide ones like the plain start and the best; and the
+    same with higher least degrees."""
+    found = list[Timed]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
-    width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * problem.lower_bound_s
+    width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * hidden_s(problem)
 
-    def search(rounds: Rounds, least: int, width: int, limits: int) -> None:
+    def search(rounds: Rounds, least: int, width: int, limits: int) -> bool:
         nonlocal best_s, left_s
         if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or (left_s <= 0 and found):
-            return
+            return False
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
         waste = min(WASTE, best_s / problem.lower_bound_s)
         made = rounds.shortest(below_s, least, width, limits, waste)
         left_s -= rounds.spent_s
-        if made:
-            found.append(timed(problem, made))
-            starts.append((found[-1].seconds, len(starts), rounds, least))
-            best_s = min(best_s, found[-1].seconds)
+        if not made or (start := timed(problem, made)).seconds in [each.seconds for each in found]:
+            return False
+        found.append(start)
+        is_best, best_s = start.seconds < best_s, min(best_s, start.seconds)
+        return is_best
 
-    searches = [rounds for way in ways for rounds in rounds_on(way)]
-    narrow = max(4, count // NARROW)
-    for least in least_degrees(problem):
-        for rounds in searches:
-            search(rounds, least, 1, narrow if least > 1 or rounds is not searches[0] else count)
-    wide = dict.fromkeys([(searches[0], 1), *(start[2:] for start in sorted(starts)[:1])] if width > 1 else [])
-    for rounds, least in wide:
-        search(rounds, least, width, count)
+    searches, degrees = [rounds for way in ways for rounds in rounds_on(way)], least_degrees(problem)
+    plain = best = searches[0], 1
+    wide = set[tuple[Rounds, int]]()
+    for some in (degrees[:1], degrees[1:]):
+        for least, rounds in product(some, searches):
+            if search(rounds, least, 1, count if (rounds, least) == plain else max(4, count // NARROW)):
+                best = rounds, least
+        for each in dict.fromkeys([plain, best]):
+            if width > 1 and each not in wide:
+                wide.add(each)
+                search(*each, width, count)
     return found
 
 
 def rounds_on(way: Problem) -> Iterator[Rounds]:
-    """Packs on the ranks as they are: on the fastest first; if all are equal, in nodes that have room. If they are not,
-    also as if they were. If nodes matter, also on one node after another."""
+    """Packs on the ranks as they are: on the fastest first; if all are equal, in nodes that have room; with micro-batches
+    that are left counted in whole ones, or not. If ranks are not equal, also as if they were. If nodes matter, also on
+    one node after another."""
     yield Rounds(way, way.machine)
+    yield Rounds(way, way.machine, whole=False)
     if not way.machine.uniform:
         yield Rounds(way, way.nominal_machine)
     if nodes_matter(way.machine):
@@ -242,7 +257,7 @@ def improved(problem: Problem, start: Schedule, share: float) -> Schedule:
     ranks = len(start.ranks)
     operations = 100.0 + (4.0 * packs / slots if batch.lockstep else 2 * packs + ranks + 3 * len(batch.speeds))
     operations += 20.0 * len(problem.all_image_s) / packs * ranks / packs
-    trials = int(min(MOST, BUDGET * problem.lower_bound_s / (TRIAL_S * operations)))
+    trials = int(min(MOST, BUDGET * hidden_s(problem) / (TRIAL_S * operations)))
     if trials < packs:
         return start
     trials = int(share * trials)

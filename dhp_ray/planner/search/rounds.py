@@ -94,10 +94,14 @@ def places_of(machine: Machine, by_node: bool = False) -> Places:
 
 
 class Rounds:
-    """A beam search of the micro-batches of one batch. spent_s: about the seconds of the last search, by its counts."""
+    """A beam search of the micro-batches of one batch. spent_s: about the seconds of the last search, by its counts.
+    whole: a partial plan leaves a whole number of micro-batches; else each token of memory that it leaves unused counts
+    from the start, which saves micro-batches in the end where memory is short.
+    """
 
-    def __init__(self, problem: Problem, machine: Machine, by_node: bool = False) -> None:
+    def __init__(self, problem: Problem, machine: Machine, by_node: bool = False, whole: bool = True) -> None:
         self.problem, self.machine = problem, machine._replace(uniform=machine.uniform and not by_node)
+        self.whole = whole
         self.batch, self.tokens = batch_of(problem), problem.items.tokens
         self.value = self.batch.work + self.tokens * limits_of(problem).charge_s[problem.items.minimum_degree]
         self.places, self.speed = places_of(machine, by_node), float(machine.speeds.sum())
@@ -181,7 +185,8 @@ class Rounds:
             limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
         tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
         self.spent_s += CALL_S + LOOK_S * len(left) * len(limits) + PUT_S * float(tried[3].sum())
-        micro_batches = np.ceil(np.maximum(tokens - tried[1], 0.0) / self.most)
+        micro_batches = np.maximum(tokens - tried[1], 0.0) / self.most
+        micro_batches = np.ceil(micro_batches) if self.whole else micro_batches
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
         rest_s += micro_batches * batch.fixed_s
         so_far_s = partial.seconds + tried[2]
@@ -256,7 +261,7 @@ def _together_s(batch: SearchBatch, rows: np.ndarray, places: Places, least: int
         item = batch.items[row]
         degree = max(item.minimum_degree, min(least, num_ranks))
         rate, speed = batch.rates[degree], places.speed[degree - 1]
-        area += degree * (speed * time_s(item, degree, degree > places.until[0], speed, rate) - rate.overhead_s)
+        area += degree * speed * (time_s(item, degree, degree > places.until[0], speed, rate) - rate.overhead_s)
     return area / places.speed.sum() + batch.rates[1].overhead_s
 
 
