@@ -33,7 +33,7 @@ from dhp_ray.model.files import ModelError
 from dhp_ray.model.fused import FusedAttention, Operators, fuse
 from dhp_ray.model.layout import PackLayout, zigzag_of_all
 from dhp_ray.model.lora import LoraSettings, add_adapters, drop_by_pack, first_values, target_layers
-from dhp_ray.model.loss import cross_entropy_sum, most_likely
+from dhp_ray.model.loss import Head, cross_entropy_sum, most_likely
 from dhp_ray.model.recomputation import Keeps, checkpoint_contexts
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.weights import StoredWeights
@@ -85,6 +85,7 @@ class LanguageModel:
         self.module, self._checkpoints, self._keeps = module.train(), False, Keeps()
         self.language.set_attn_implementation(attention.NAME)
         self.replace_modules()
+        self.head.__class__ = Head
         text = config.get_text_config()
         use_experts(module, self.language.layers)
         self.longest_sequence: int | None = None  # no limit
@@ -138,6 +139,10 @@ class LanguageModel:
     def language(self) -> Any:
         """The embedding, the layers and the last norm."""
         return self.module.get_decoder()
+
+    @property
+    def head(self) -> Any:
+        return self.module.get_output_embeddings()
 
     def shape_of(self, config: Any) -> ModelShape:
         """What the planner needs to know of this model, before any adapter is added; also on the meta device."""
@@ -270,17 +275,11 @@ class LanguageModel:
 
     def loss_sum(self, hidden: Tensor, labels: Tensor, valid_index: Tensor) -> Tensor:
         """The cross entropy (fp32) of `hidden` (L, D) and shifted `labels` (L,), summed over `valid_index` (K,)."""
-        return cross_entropy_sum(hidden, self._head_weight, labels, valid_index)
+        return self.head(hidden, cross_entropy_sum, labels, valid_index)
 
     def predictions(self, hidden: Tensor, valid_index: Tensor) -> Tensor:
         """The most likely next tokens (K,) int64 after those at `valid_index` (K,) of `hidden` (L, D)."""
-        return most_likely(hidden, self._head_weight, valid_index)
-
-    @property
-    def _head_weight(self) -> Tensor:
-        model: Any = self.module
-        weight: Tensor = model.lm_head.weight
-        return weight
+        return self.head(hidden, most_likely, valid_index)
 
     def is_vision(self, parameter_name: str) -> bool:
         """Whether a parameter belongs to the vision encoder, including its projector."""
@@ -330,7 +329,7 @@ class LanguageModel:
 
     def units(self) -> list[Module]:
         """The submodules that are gathered separately when sharded, inner ones first; used only by calling them."""
-        return [*self.language.layers]
+        return [*self.language.layers, *([] if self.shape.tied else [self.head])]
 
     def experts(self) -> list[Module]:
         """The experts of each layer that has some."""

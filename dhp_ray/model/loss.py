@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100
 CHUNK_ELEMENTS = 1 << 25
@@ -17,6 +18,14 @@ CHUNKS_PER_PRODUCT = 8
 Each product with the inputs reads and writes the whole fp32 gradient of the head, `V D` elements, so it must be rare.
 On a CPU the number does not matter.
 """
+
+
+class Head(nn.Linear):
+    """A language model's head, whose weight is used by calling it, so that FSDP can gather it separately."""
+
+    def forward(self, hidden: Tensor, compute: Callable[..., Tensor] = nn.functional.linear, *arguments: Any) -> Tensor:
+        """Return `compute(hidden, weight, *arguments)`: by default the logits."""
+        return compute(hidden, self.weight, *arguments)
 
 
 def cross_entropy_sum(

@@ -80,6 +80,8 @@ class TimedCollective:
         begin = perf_counter()
         with self._progress.waiting("rows of other ranks"):
             work = self._call(output_tensor, input_tensor, **options)
+            if work:
+                work.wait()
         self.blocked_s += perf_counter() - begin
         return work
 
@@ -88,7 +90,9 @@ class ShardedEngine(Engine):
     """Shards an adapter's module permanently: fp32 rows on each rank, gathered in the computing type, reduced in fp32.
 
     Frozen parameters are sharded too, in the computing type if they come from files. The root, which holds what is in
-    no unit (embedding, head, last norm), stays gathered from its forward to the end of its backward.
+    no unit (embedding, last norm, a tied head), stays gathered from its forward to the end of its backward. A head of
+    its own is gathered while the last layer runs, and stays so until its backward pass, which comes next; its gradients
+    are reduced during that of the last layer.
     """
 
     def __init__(
@@ -140,14 +144,18 @@ class ShardedEngine(Engine):
         )
         if adapter.weights is not None:
             narrow_frozen(module, COMPUTE_TYPES[precision])
+        self._kept: list[Any] = [unit for unit in units if unit in (adapter.head, self.root)]
         for unit in units:
             wrapped = fully_shard(unit, mesh=self._meshes[unit in shared], mp_policy=policy,
-                                  reshard_after_forward=unit is not self.root)
+                                  reshard_after_forward=unit not in self._kept)
             sharded = cast(FSDPModule, wrapped)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
             sharded.set_custom_all_gather(cast(Any, self._gather))
             sharded.set_custom_reduce_scatter(cast(Any, self._scatter))
+        if adapter.head in units:
+            self._last_gathered(-1).set_modules_to_forward_prefetch([adapter.head])
+            adapter.head._set_unshard_async_op(True)  # otherwise FSDP frees the gathered buffer after the loss
         everything: dict[str, DTensor] = dict(module.named_parameters())
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
@@ -184,19 +192,23 @@ class ShardedEngine(Engine):
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
             loss: Tensor = self.root(inputs, link, encodes)
         if not loss.requires_grad:
-            cast(FSDPModule, self.root).reshard()  # otherwise the end of the backward pass does it
+            for unit in self._kept:
+                unit.reshard()  # otherwise the backward pass does it
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
 
     def _prefetch_before_first_layer(self, encoder_follows: bool) -> None:
-        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer
-        (or in its experts, which are gathered after the rest of it).
+        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer.
 
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        layer = self.adapter.language.layers[0]
-        first = cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
-        first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
+        self._last_gathered(0).set_modules_to_backward_prefetch(
+            [] if encoder_follows else [cast(FSDPModule, self.root)])
+
+    def _last_gathered(self, number: int) -> FSDPModule:
+        """Return what is gathered last of a layer of the language model: its experts where ranks share them."""
+        layer = self.adapter.language.layers[number]
+        return cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
 
     def before_encoding(self) -> None:
         """Call this before units of the encoder are called outside `loss`: the model must become FSDP's root."""
@@ -285,7 +297,7 @@ class ShardedEngine(Engine):
                 parameter.to_local().untyped_storage().resize_(0)
         self.adapter = self.root = self.expert_parallel = self._world_group = cast(Any, None)
         self._meshes = []
-        self._units, self.parameters, self.frozen = [], {}, {}
+        self._units, self._kept, self.parameters, self.frozen = [], [], {}, {}
 
     def _reduce(self) -> float:
         """FSDP has reduced the gradients in every backward pass."""

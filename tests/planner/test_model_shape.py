@@ -29,7 +29,7 @@ def counted(adapter: LanguageModel) -> Counter[tuple[str, str, int]]:
         taken.update(own)
         part = "vision" if adapter.is_vision(names[own[0]]) else "language"
         kind = ("layer" if "Layer" in type(unit).__name__ or "Block" in type(unit).__name__
-                else "projector" if "Projector" in type(unit).__name__ else "rest")
+                else "projector" if "Projector" in type(unit).__name__ else "head" if unit is adapter.head else "rest")
         if kind != "rest":
             found[part, kind, sum(parameter.numel() for parameter in own)] += 1
         else:

@@ -20,9 +20,9 @@ PACK = [([0, 1], [[20, (1, 4, 8), 30]], None)]
 APART = VisionPlan("world", keeps=True, num_passes=1)
 
 
-def gathers(rank: int, freeze: list[str], vision: VisionPlan) -> Counter[str]:
+def gathers(rank: int, freeze: list[str], vision: VisionPlan, tie: bool, events: list[str]) -> Counter[str]:
     """How often each kind of unit is gathered in a step of one pack with an image."""
-    adapter = rough_model()
+    adapter = rough_model(tie_word_embeddings=tie)
     adapter.freeze(freeze)
     stepper, found = make_step(adapter, rank, 2), Counter[str]()
     plan, payloads = make_plan(2, [PACK])
@@ -33,7 +33,8 @@ def gathers(rank: int, freeze: list[str], vision: VisionPlan) -> Counter[str]:
     assert isinstance(stepper.engine, ShardedEngine)
     for unit in stepper.engine._units:
         for group in fsdp_param_groups(unit):
-            count_gathers(group, kind_of(unit, adapter), found)
+            record(group, kind_of(unit, adapter), found, events)
+    record_passes(adapter.language.layers[-1], events)
     stepper.run(collated(rank_plan, payloads_of(rank_plan.packs, payloads, rank), adapter), 1.0)
     return found
 
@@ -43,30 +44,55 @@ def kind_of(unit: Any, adapter: Any) -> str:
         return "layer"
     if unit in adapter.vision_stack().layers:
         return "block"
+    if unit is adapter.head:
+        return "head"
     return "rest of the encoder" if unit in adapter.units() else "root"
 
 
-def count_gathers(group: Any, kind: str, found: Counter[str]) -> None:
-    unshard = group.unshard
+def record(group: Any, kind: str, found: Counter[str], events: list[str]) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
 
     def counted(*arguments: Any) -> None:
         before = group._all_gather_result, group._sharded_state
         unshard(*arguments)
-        found[kind] += (group._all_gather_result, group._sharded_state) != before
+        if (group._all_gather_result, group._sharded_state) != before:
+            found[kind] += 1
+            events.append(f"{kind} gathered")
 
-    group.unshard = counted
+    def reduced(*arguments: Any) -> None:
+        events.append(f"{kind} reduced")
+        post_backward(*arguments)
+
+    group.unshard, group.post_backward = counted, reduced
 
 
-@pytest.mark.parametrize(("freeze", "vision", "passes_of_encoder"), [
-    (["vision"], IN_PACKS, 1), ([], APART, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ([], IN_PACKS, 2), (["vision"], APART, 1)))])
+def record_passes(layer: Any, events: list[str]) -> None:
+    """When a layer begins and ends what it computes, forward, and begins it backward."""
+    layer.self_attn.register_forward_pre_hook(lambda *_: events.append("last layer, forward"), prepend=True)
+    layer.mlp.register_full_backward_hook(lambda *_: events.append("last layer, backward"))
+
+
+def order(rank: int) -> list[str]:
+    events: list[str] = []
+    gathers(rank, [], IN_PACKS, False, events)
+    return [event for event in events if event.startswith(("head", "last layer"))]
+
+
+def test_the_last_layer_hides_the_gathering_of_a_head_and_its_reduction() -> None:
+    assert run_ranks(order, 2)[0] == ["head gathered", "last layer, forward", "head reduced", "last layer, backward"]
+
+
+@pytest.mark.parametrize(("freeze", "vision", "passes_of_encoder", "tie"), [
+    (["vision"], IN_PACKS, 1, True), ([], APART, 2, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ([], IN_PACKS, 2, True), (["vision"], APART, 1, False), (["language"], IN_PACKS, 2, False)))])
 def test_units_are_gathered_for_each_pass_that_they_have_and_no_more(
-    freeze: list[str], vision: VisionPlan, passes_of_encoder: int
+    freeze: list[str], vision: VisionPlan, passes_of_encoder: int, tie: bool
 ) -> None:
     adapter = rough_model()
     blocks, layers = (len(stack.layers) for stack in adapter.stacks())
     rest = len(adapter.units()) - blocks - layers
     assert rest > 0
-    assert run_ranks(gathers, 2, freeze, vision)[0] == {
+    head = {} if tie else {"head": 1}
+    assert run_ranks(gathers, 2, freeze, vision, tie, [])[0] == head | {
         "root": 1, "layer": 2 * layers, "block": passes_of_encoder * blocks,
         "rest of the encoder": passes_of_encoder * rest}

@@ -18,9 +18,10 @@ The forward pass is assumed to have the same share of a pack's compute as of its
 (`memory/model.py`) may go to host memory and come back.
 
 The fixed part of a step is its reduction, update and gather (`sync=step`). In a micro-batch it is what FSDP cannot
-hide: the root's gather and reduction. In a collective of all ranks, each node sends and receives once what all of its
-ranks need, over all of their links: each ring of NCCL and HCCL leaves a node by a different link
-(benchmarks/published.py: 13 to 70 B parameters on 16 to 512 GPUs).
+hide: the root's gather and reduction. Those of a head that is not tied count as a layer's, although one layer may be
+too short for them. In a collective of all ranks, each node sends and receives once what all of its ranks need, over all
+of their links: each ring of NCCL and HCCL leaves a node by a different link (benchmarks/published.py: 13 to 70 B
+parameters on 16 to 512 GPUs).
 """
 
 from __future__ import annotations
@@ -314,9 +315,9 @@ def vision_forward_share(memory: MemoryModel) -> float:
 
 
 def gather_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds to gather the layers' parameters (forward and backward) and to reduce their gradients (fp32) over all
-    ranks during the compute of a micro-batch. 0 in `sync=step`: a rank has all parameters. Experts that ranks share are
-    gathered and reduced over those that have the same ones.
+    """Seconds to gather the parameters of all units but the root (forward and backward) and to reduce their gradients
+    (fp32) over all ranks during the compute of a micro-batch. 0 in `sync=step`: a rank has all parameters. Experts that
+    ranks share are gathered and reduced over those that have the same ones.
     """
     ranks, sharing = memory.settings.world_size, memory.settings.expert_parallel
     if memory.settings.sync == "step":
@@ -342,10 +343,11 @@ def expert_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> fl
 
 
 def gathered_bytes(memory: MemoryModel, parts: Sequence[str] = ("vision", "language")) -> float:
-    """Bytes of the parameters of these parts' layers, once for each pass that they have, and of their gradients (fp32).
-    Only an encoder that is not trained has no backward pass.
+    """Bytes of the parameters of these parts' units, once for each pass that they have, and of their gradients (fp32).
+    Only an encoder that is not trained has no backward pass; that of a head follows its forward pass.
     """
-    return float(sum(unit.num_parameters * unit.count * _bytes_gathered(memory, unit.part)
+    c = COMPUTE_BYTES[memory.settings.precision]
+    return float(sum(unit.num_parameters * unit.count * (_bytes_gathered(memory, unit.part) - c * (unit.name == "head"))
                      for unit in memory.shape.units()[:-1] if unit.part in parts))
 
 
@@ -441,7 +443,7 @@ def encoder_bytes(memory: MemoryModel, patches: int) -> float:
     features and the gradients of these. Nothing of the language model is on the device then.
     """
     shape, load = memory.shape, PackLoad(0, patches=patches, sequences=patches // SMALLEST_IMAGE + 1)
-    gone = ("gathered: embedding, head", "gradient of the head")
+    gone = ("gathered: embedding", "gradient of the embedding")
     found = [sum(value for term, value in terms.items() if term not in gone)
              for name, terms in memory.moments(load).items() if name.startswith("vision")]
     width = shape.width * shape.feature_levels

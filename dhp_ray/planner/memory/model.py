@@ -20,8 +20,9 @@ backward pass are held. In addition to these, at single moments, for layers of w
                    sync=micro_batch: the encoder's last unit, gathered for what follows
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
                    its gradients
-    gathered       sync=micro_batch: the root's parameters, always, c R; for a layer its parameters, those of the next
-                   one, and the gradients in transit (4 bytes)
+    gathered       sync=micro_batch: the root's parameters, always, c R; a head's of its own from the last layer's
+                   forward to its own backward, c V D, and in transit until that layer's ends 4 V D; for a layer its
+                   parameters, those of the next one, and the gradients in transit (4 bytes)
 
 A pack's forward pass keeps the following for its backward pass, on the device and in host memory. For each token or
 patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of width F and a
@@ -236,34 +237,43 @@ class MemoryModel:
         language, in_backward = (self._kept("language", load, least) if keeps else 0.0 for least in (0, LEAST_LAYERS))
         held = {"inputs": inputs, "activations, vision": vision + features, "activations, language": language}
         embedding = c * shape.embedding_parameters if self._trains_weights["language"] else 0
-        root = {"gathered: embedding, head": float(c * self._root)} if self._sharded else {}
-        # a head's gradient that autograd or FSDP keeps until the embedding's gradient is there
-        since_loss = embedding if shape.tied or self._sharded else 0
+        root = {"gathered: embedding": float(c * self._root)} if self._sharded else {}
+        own_head = shape.embedding_parameters if self._sharded and not shape.tied else 0  # that is gathered separately
+        head = {"gathered: head": float(c * own_head)}
+        # a tied head's gradient, which autograd keeps until the embedding's is there; or that of a head of its own, in
+        # transit until the last layer's is
+        since_loss = embedding if shape.tied else 4 * own_head if embedding else 0
         chunk, vocabulary = max(1, LOGITS_HELD // shape.vocabulary_size), shape.vocabulary_size
         slopes = c * min(load.valid_tokens, chunk * (CHUNKS_HELD if embedding else 1)) * vocabulary
         # in fp32 and, if it differs, in the computing type; or a part of the gradient before it is added
         logits = (4 + (c if c < 4 else 0)) * min(load.valid_tokens, chunk) * vocabulary
         added = min(embedding, c * LOGITS_HELD) if c < 4 else 0
-        rows = held | root | {
+        rows = held | root | head | {
             "last norm": self._norm("language", shape.language[0]) * shape.width * load.tokens,
-            "rows of the loss": 2 * c * shape.width * load.valid_tokens,
-            "gathered: a layer": self._gathered("language", 1, 0) if self._sharded else 0}
+            "rows of the loss": 2 * c * shape.width * load.valid_tokens}
+        # since its forward, or for its backward
+        last = {"gathered: a layer": c * shape.language[-1].units(self.settings.expert_parallel)[0] * self._sharded}
         found = {
-            "loss": rows | {"logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
-            "loss, backward": rows | {"gradient of the head": (4 if c == 4 else 4 + c) * embedding / c}}
+            "loss": rows | ({} if own_head else last) | {
+                "logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
+            "loss, backward": rows | last | {"gradient of the head": (4 if c == 4 else 4 + c) * embedding / c}}
+        if own_head:
+            found["gathering of the head"] = rows | last | {"gathered: head": 2.0 * c * own_head, "rows of the loss": 0}
         held = held | {"activations, language": in_backward}
         if keeps:
-            found["last norm, backward"] = held | root | {
+            found["last norm, backward"] = held | root | last | {
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
             for layer in shape.language:
+                # in place of the gradients of a layer behind, which `_layer` counts
+                counted = 4 * layer.units(self.settings.expert_parallel)[0] if own_head else 0
                 for name, terms in self._layer("language", layer, load.tokens, load.sequences, load):
-                    whole = held | root | terms | {"gradient of the head": since_loss}
+                    whole = held | root | terms | {"gradient of the head": max(0, since_loss - counted)}
                     of_others = found.get(f"language, {name}", {})
                     found[f"language, {name}"] = max(whole, of_others, key=lambda each: sum(each.values()))
         found["embedding, backward"] = root | {
             "inputs": inputs, "activations, vision": vision + features,
-            "gradient of the embedding": embedding * (3 if shape.tied else 2 if self._sharded else 1),
+            "gradient of the embedding": embedding * (3 if shape.tied else 1),
             "gradients reduced": self._gathered("language", 0, 1),
             "gathered: last unit of the encoder": c * (
                 shape.vision_projector or shape.vision_rest) * trains_vision * self._sharded}
@@ -274,7 +284,7 @@ class MemoryModel:
                     "inputs": inputs, "activations, vision": (self._kept("vision", load, LEAST_LAYERS)
                                                               - self._merger_bytes() * load.patches),
                     "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
-                    "gradient of the head": c * self._root if self._sharded and embedding else 0}
+                    "gradient of the embedding": c * self._root if self._sharded and embedding else 0}
         if trains_vision:
             found["vision, end of forward"] = {"inputs": inputs, "activations, vision": vision}
         if shape.vision and not trains_vision:
@@ -290,12 +300,12 @@ class MemoryModel:
         if self._sharded:
             # of the last layer but one: the gathered buffer and its parameters; and those of the last layer
             count = sum(layer.count for layer in shape.language)
-            found["language, forward"] = held | root | {
+            found["language, forward"] = held | root | head | {
                 "activations, language": language * max(0, count - 2) / count,
                 "gathered: a layer": 3 * c * self._largest(shape.language)}
             first = (shape.vision_rest - shape.vision_projector) if load.patches else (
                 shape.language[0].units(self.settings.expert_parallel)[0])
-            found["gathering"] = {"inputs": inputs, "gathered: embedding, head": 2 * c * self._root,
+            found["gathering"] = {"inputs": inputs, "gathered: embedding": 2 * c * self._root,
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
                                   "gathered: first unit": 2 * c * first}
             if embedding:

@@ -165,12 +165,12 @@ class ModelShape:
 
     def units(self) -> tuple[Unit, ...]:
         """Every parameter once, in the order in which units are used."""
-        embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return (*(Unit("vision", "layer", layer.num_parameters, layer.count) for layer in self.vision),
                 *(Unit("vision", name, size) for name, size in (
                     ("rest", self.vision_rest - self.vision_projector), ("projector", self.vision_projector)) if size),
                 *(Unit("language", "layer", layer.num_parameters, layer.count) for layer in self.language),
-                Unit("language", "rest", embeddings + self.language_rest))
+                *(() if self.tied else (Unit("language", "head", self.embedding_parameters),)),
+                Unit("language", "rest", self.embedding_parameters + self.language_rest))
 
     def image_tokens(self, pixels: int) -> int:
         """Vision tokens of an image of so many pixels; 0 without an encoder."""
