@@ -14,7 +14,6 @@ experts alone; and no rank has to know how many will come.
 from __future__ import annotations
 
 from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -37,16 +36,13 @@ class ExpertGroup:
         self.size, self.index, self.holders = size, index, holders
         self.group, self.progress = group, progress
         self.num_tokens = 0
-        self.blocked_s = 0.0
-        """Seconds in exchanges so far, on the CPU; 0 on devices, where LayerMarks show what a rank waits for."""
 
     def gather(self, tokens: Tensor, padding: float = 0) -> Tensor:
         """(E num_tokens, D) of every rank's `tokens` (L, D), in the order of ranks. Every rank of the group calls this.
         """
         padded = F.pad(tokens, (0, 0, 0, self.num_tokens - len(tokens)), value=padding).contiguous()
-        begin = self._begin()
-        found = gather_over_ranks(padded, self.group)
-        self._end(begin)
+        with self.progress.waiting("tokens of other ranks"):
+            found = gather_over_ranks(padded, self.group)
         return found.flatten(0, 1)
 
     def scatter(self, partial: Tensor, num_tokens: int) -> Tensor:
@@ -54,24 +50,14 @@ class ExpertGroup:
         of the group, which all call this.
         """
         received = torch.empty_like(partial)
-        begin = self._begin()
-        dist.all_to_all_single(received, partial.contiguous(), group=self.group)
-        self._end(begin)
+        with self.progress.waiting("tokens of other ranks"):
+            dist.all_to_all_single(received, partial.contiguous(), group=self.group)
         return received.view(self.size, -1, partial.shape[1])[:, :num_tokens].sum(0)
 
     def release(self) -> None:
         """Drop the references to the groups, which would keep their sockets open."""
         gone: Any = None
         self.group = self.holders = gone
-
-    def _begin(self) -> float:
-        self.progress.mark("tokens of other ranks", waits_for_peers=True)
-        return perf_counter()
-
-    def _end(self, begin: float) -> None:
-        if self.progress.device.type == "cpu":
-            self.blocked_s += perf_counter() - begin
-        self.progress.mark("experts")
 
 
 def open_expert_group(

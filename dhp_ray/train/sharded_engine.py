@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -60,15 +59,12 @@ class MicroBatchModel(nn.Module):
 
 
 class TimedCollective:
-    """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`).
-
-    `blocked_s` counts only on the CPU, where a call returns when it is done. On a device FSDP overlaps it with compute;
-    there LayerMarks show what a rank waits for.
+    """One kind of collective as FSDP calls it (its `AllGather` and `ReduceScatter`). On the CPU a call returns when it
+    is done; on a device FSDP overlaps it with compute, and LayerMarks show what a rank waits for.
     """
 
     def __init__(self, call: Callable[..., dist.Work | None], progress: Progress) -> None:
         self._call, self._progress = call, progress
-        self.blocked_s = 0.0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -77,12 +73,10 @@ class TimedCollective:
         if output_tensor.device.type != "cpu":
             self._progress.check()
             return self._call(output_tensor, input_tensor, **options)
-        begin = perf_counter()
         with self._progress.waiting("rows of other ranks"):
             work = self._call(output_tensor, input_tensor, **options)
             if work:
                 work.wait()
-        self.blocked_s += perf_counter() - begin
         return work
 
 
@@ -138,10 +132,8 @@ class ShardedEngine(Engine):
         self._units = units = [*shared, *adapter.units(), self.root]
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_TYPES[precision], reduce_dtype=torch.float32,
                                       cast_forward_inputs=False)
-        self._gather, self._scatter = (
-            TimedCollective(all_gather_single, progress),
-            TimedCollective(reduce_scatter_single, progress),
-        )
+        gather = TimedCollective(all_gather_single, progress)
+        scatter = TimedCollective(reduce_scatter_single, progress)
         if adapter.weights is not None:
             narrow_frozen(module, COMPUTE_TYPES[precision])
         self._kept: list[Any] = [unit for unit in units if unit in (adapter.head, self.root)]
@@ -151,8 +143,8 @@ class ShardedEngine(Engine):
             sharded = cast(FSDPModule, wrapped)
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums over ranks
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
-            sharded.set_custom_all_gather(cast(Any, self._gather))
-            sharded.set_custom_reduce_scatter(cast(Any, self._scatter))
+            sharded.set_custom_all_gather(cast(Any, gather))
+            sharded.set_custom_reduce_scatter(cast(Any, scatter))
         if adapter.head in units:
             self._last_gathered(-1).set_modules_to_forward_prefetch([adapter.head])
             adapter.head._set_unshard_async_op(True)  # otherwise FSDP frees the gathered buffer after the loss
@@ -173,12 +165,6 @@ class ShardedEngine(Engine):
             return
         for piece in pieces:
             self.current.value[piece.shard].copy_(self._rows(piece))
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds blocked in gathering and reducing so far, on the CPU; 0 on devices."""
-        experts_s = self.expert_parallel.group.blocked_s if self.expert_parallel else 0.0
-        return self._gather.blocked_s + self._scatter.blocked_s + experts_s
 
     def loss(self, inputs: PackInputs, link: PackCommunicator, encodes: bool) -> Tensor:
         """`pack_loss` of this rank's pack of a micro-batch. Every rank calls it, then `backward()` on the result.

@@ -239,9 +239,9 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 
 def rounds_on(way: Problem) -> Iterator[Rounds]:
-    """Packs on the ranks as they are: on the fastest first; if all are equal, in nodes that have room; with micro-batches
-    that are left counted in whole ones, or not. If ranks are not equal, also as if they were. If nodes matter, also on
-    one node after another."""
+    """Packs on the ranks as they are: on the fastest first; if all are equal, in nodes that have room. What is left may
+    take part of a micro-batch, or not. If ranks are not equal, also as if they were. If nodes matter, also on one node
+    after another."""
     yield Rounds(way, way.machine)
     yield Rounds(way, way.machine, whole=False)
     if not way.machine.uniform:
