@@ -52,7 +52,7 @@ def test_help_names_every_key() -> None:
 
 
 @pytest.mark.parametrize(("word", "line"), [
-    ("model=gpt", "model: got 'gpt'; allowed: internvl3_1b, "),
+    ("model=gpt", "model: got 'gpt'; allowed: glm_4_1v_9b, "),
     ("cluster.device=b300", "cluster.device: got 'b300'; allowed: a100, "),
     ("cluster=mine", "cluster: got 'mine'; allowed: a100, ascend_910b, h100, l40s"),
     ("workload=mine", "workload: got 'mine'; allowed: caption_heavy, "),

@@ -45,7 +45,7 @@ def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (["model=gpt"], "error: model: got 'gpt'; allowed: internvl3_1b, "),
+    (["model=gpt"], "error: model: got 'gpt'; allowed: glm_4_1v_9b, "),
     (["model=llama3_8b", "workload=docqa_rl", "train.freeze=[vision]"],
      "error: train.freeze: got vision, and llama3_8b is text-only; allowed: nothing"),
     (["workload.max_tokens=10"], "error: workload.max_tokens: got 10; allowed: more, or 0"),

@@ -122,13 +122,14 @@ class Glm4vFamily(Qwen3VLFamily):
     def frames(self, clip: Clip) -> list[int]:
         """The first one of each part of a second, an even number: the last one may come twice."""
         rate, seconds = clip.frames_per_second, clip.num_frames / clip.frames_per_second
-        if seconds <= self.most_seconds:
-            count = max(1, math.floor(seconds * self.limits.video_fps))
+        most = min(int(self.most_seconds * self.limits.video_fps), self.limits.max_frames)
+        count = max(1, math.floor(seconds * self.limits.video_fps))
+        if seconds <= self.most_seconds and count <= most:
             found = [math.ceil(number * rate / self.limits.video_fps) for number in range(count)]
-        elif (count := int(self.most_seconds * self.limits.video_fps)) >= clip.num_frames:
+        elif most >= clip.num_frames:
             found = list(range(clip.num_frames))
         else:
-            found = [math.ceil(second * rate) for second in np.linspace(0, seconds, count)]
+            found = [math.ceil(second * rate) for second in np.linspace(0, seconds, most)]
         found = list(dict.fromkeys(min(number, clip.num_frames - 1) for number in found))
         return found + found[-1:] * (len(found) % 2)
 

@@ -32,13 +32,13 @@ SUFFIXES = (".arrow",)
 def saved_files(path: str) -> list[str]:
     """The files of a saved set, in order. DataError: it has several splits, an index of rows, or no file."""
     described = Path(path, "dataset_dict.json")
-    if described.exists():
+    if os.path.exists(described):
         names = [str(name) for name in json_object(described, "data.path", DataError).get("splits", [])]
         if len(names) != 1:
             raise DataError(f"data.path: {path} holds the splits {', '.join(names)}; allowed: one of their folders")
         return saved_files(os.path.join(path, names[0]))
     described = Path(path, "state.json")
-    if described.exists():
+    if os.path.exists(described):
         state = json_object(described, "data.path", DataError)
         if state.get("_indices_files") or state.get("_indices_data_files"):
             raise DataError(f"data.path: {path} orders its rows by an index; allowed: a set saved after "

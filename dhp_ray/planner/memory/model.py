@@ -20,21 +20,19 @@ backward pass are held. In addition to these, at single moments, for layers of w
                    sync=micro_batch: the encoder's last unit, gathered for what follows
     reduction      sync=micro_batch: the root's gradients, c R, and those in transit, 4 R; the rest of the encoder with
                    its gradients
-    gathered       sync=micro_batch: the root's parameters, always, c R; a head's of its own from the last layer's
-                   forward to its own backward, c V D, and in transit until that layer's ends 4 V D; for a layer its
-                   parameters, those of the next one, and the gradients in transit (4 bytes)
+    gathered       sync=micro_batch: the root's parameters, always, c R; a head's of its own, c V D, from the last
+                   layer's forward pass to its backward pass; a layer's and those of the next one; the gradients of one
+                   unit in transit (4 bytes)
 
 A pack's forward pass keeps the following for its backward pass, on the device and in host memory. For each token or
 patch, in a layer of width D, with H heads and K heads of keys and values, each d wide, an MLP of width F and a
 computing type of c bytes. Trained: t = 1, otherwise 0. Of layers that are recomputed (the first ones of the encoder and
 of the language model) c D are kept (with `keeps_attention` c H d + 4 H more, never in host memory), and the following
-only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, and nothing of
-norms:
+only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as trained weights do, none of norms:
 
-    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights (where
-                   a layer has four norms, 4 D);
-                   layer norms 2 D c (1 + t): input and output; norms of queries and keys (H d + K d)
-                   (4 + c t); norms that multiply with 1 + weight keep their normalised form in fp32
+    norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights (with
+                   four norms 4 D); layer norms 2 D c (1 + t): input and output; norms of queries and keys
+                   (H d + K d) (4 + c t); norms that multiply with 1 + weight keep their normalised form in fp32
     attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
@@ -48,8 +46,7 @@ norms:
 The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
 host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
 
-The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py compares them with traced
-passes.
+The terms describe model/, train/ and transformers' layers; tests/planner/test_memory.py traces their passes.
 """
 
 from __future__ import annotations
@@ -110,10 +107,9 @@ class MemorySettings:
 
 
 class PackLoad(NamedTuple):
-    """One rank's part of a pack: its tokens, how many are vision tokens and how many have a label; the patches that it
-    encodes; how many sequences attention separates; how many ranks share the pack; and the shares of its layers whose
-    activations go to host memory, and that are recomputed (all of them with `MemorySettings.recomputes`).
-    """
+    """One rank's part of a pack: its tokens, those of images and those with a label; the patches that it encodes; how
+    many sequences attention separates; how many ranks share the pack; and the shares of its layers whose activations go
+    to host memory, and that are recomputed (all of them with `MemorySettings.recomputes`)."""
 
     tokens: int
     vision_tokens: int = 0
@@ -265,10 +261,11 @@ class MemoryModel:
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
             for layer in shape.language:
-                # in place of the gradients of a layer behind, which `_layer` counts
-                counted = 4 * layer.units(self.settings.expert_parallel)[0] if own_head else 0
                 for name, terms in self._layer("language", layer, load.tokens, load.sequences, load):
-                    whole = held | root | terms | {"gradient of the head": max(0, since_loss - counted)}
+                    # one unit's gradients are in transit at a time: the head's or those that `_layer` counts
+                    counted = terms.get("gradients in transit") or 4 * layer.units(self.settings.expert_parallel)[0]
+                    since = max(0, since_loss - counted) if own_head else since_loss
+                    whole = held | root | terms | {"gradient of the head": since}
                     of_others = found.get(f"language, {name}", {})
                     found[f"language, {name}"] = max(whole, of_others, key=lambda each: sum(each.values()))
         found["embedding, backward"] = root | {
@@ -298,8 +295,7 @@ class MemoryModel:
                 "gathered: rest of the encoder": 2 * c * shape.vision_rest if self._sharded else 0,
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
-            # of the last layer but one: the gathered buffer and its parameters; and those of the last layer
-            count = sum(layer.count for layer in shape.language)
+            count = sum(layer.count for layer in shape.language)  # a buffer, two units
             found["language, forward"] = held | root | head | {
                 "activations, language": language * max(0, count - 2) / count,
                 "gathered: a layer": 3 * c * self._largest(shape.language)}
@@ -341,14 +337,14 @@ class MemoryModel:
         rest, shared = layer.units(self.settings.expert_parallel)
         reduced = 4 * self._trains_weights[part]
         if shared:
-            under_way = {"gathered: a layer": c * (2 * rest + shared) + reduced * rest}
+            under_way = {"gathered: a layer": c * (2 * rest + shared), "gradients in transit": reduced * rest}
         mlps = self._experts(part, layer, positions, weights, added) if layer.experts else {"MLP backward": {
             "gradients of weights": weights,
             "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
                                    c * layer.mlp_width * positions + added)}}
         for name, terms in mlps.items():
             if name == "experts forward" and shared and not again:  # in the forward pass FSDP keeps its buffer
-                terms["gathered: a layer"] = 2 * c * (rest + shared)
+                terms |= {"gathered: a layer": 2 * c * (rest + shared), "gradients in transit": 0}
             yield name, under_way | terms | {"layer, recomputed": again * positions,
                                              "layer, backward": gradient * positions + terms["layer, backward"]}
         if self.settings.drops and part in self.settings.adapters:
@@ -360,7 +356,7 @@ class MemoryModel:
                 "layer, backward": gradient * positions}
         gone = self._mlp(part, layer) + (layer.norms - 1) * layer.width * self._norm(part, layer)
         if shared:
-            under_way = {"gathered: a layer": 2 * c * rest + reduced * shared}
+            under_way = {"gathered: a layer": 2 * c * rest, "gradients in transit": reduced * shared}
             yield "reduction of experts", under_way | {
                 "gradients of weights": 3 * weights, "layer, recomputed": again * positions,
                 "layer, backward": (2 * gradient - self._mlp(part, layer)) * positions}
@@ -370,7 +366,8 @@ class MemoryModel:
             "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load.degree),
             "attention workspace": self._workspace(layer, positions, pieces)}
         yield "end of a layer", {
-            "gathered: a layer": 3 * c * rest + reduced * shared if shared else self._gathered(part, 3, 1),
+            "gathered: a layer": 3 * c * rest if shared else self._gathered(part, 3, 1),
+            "gradients in transit": reduced * shared,
             "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
 
     def _experts(
@@ -497,8 +494,7 @@ class MemoryModel:
     @staticmethod
     def _between_runs(layer: LayerShape, load: PackLoad, row_bytes: int) -> float:
         """Bytes for each token of the states of a gated delta net's runs, in a pack on several ranks also those of a
-        second pass over the chunks of pieces that neither begin nor end a sequence; and of the rows that a sequence's
-        last chunk is padded with.
+        second pass over the chunks of pieces inside a sequence; and of the rows that pad a sequence's last chunk.
         """
         keys, values, apart = layer.state_keys, layer.state_values, load.degree > 1
         pieces = load.sequences + apart

@@ -188,6 +188,15 @@ def test_frames_are_taken_as_its_own_does(num_frames: int, rate: float, fps: flo
     assert family.num_frames(clip) <= max(2, max_frames + max_frames % 2)
 
 
+@pytest.mark.parametrize("seconds", [1, 10, 300])
+@pytest.mark.parametrize(("fps", "max_frames"), [(30.0, 16), (8.0, 4), (30.0, 5)])
+def test_a_second_of_more_frames_than_allowed_is_cut(fps: float, max_frames: int, seconds: int) -> None:
+    family = replace(FAMILY, limits=MediaLimits(video_fps=fps, max_frames=max_frames))
+    frames = family.frames(Clip(32, 32, 30 * seconds, 30.0))
+    assert len(set(frames)) == max_frames
+    assert frames[0] == 0
+
+
 @given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 3000),
        st.sampled_from([(4096, 1003520, 25165824), (3136, 50176, 786432), (131072, 786432, 25165824)]))
 def test_sizes_are_those_of_its_own(
