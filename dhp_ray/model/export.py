@@ -101,7 +101,7 @@ def entries(adapter: LanguageModel) -> list[Entry]:
     """
     parameters = dict(adapter.module.named_parameters())
     if adapter.lora is not None:
-        return [trained_entry(ADAPTER_PREFIX + name, stored_form(name, tuple(parameter.shape)))
+        return [trained_entry(ADAPTER_PREFIX + name, stored_form(name, adapter.shapes[name]))
                 for name, parameter in parameters.items() if parameter.requires_grad]
     if adapter.weights is None:
         return [trained_entry(key, form) for key, form in stored_forms(on_meta(adapter)).items()]

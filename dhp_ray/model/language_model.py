@@ -103,7 +103,7 @@ class LanguageModel:
         self._feature_levels = shape.feature_levels
         self.looks_back = max((layer.linear_attn.conv1d.kernel_size[0] - 1 for layer in self.language.layers
                                if hasattr(layer, "linear_attn")), default=None)
-        self._num_dimensions = {name: parameter.ndim for name, parameter in module.named_parameters()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}  # before sharding
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -287,7 +287,7 @@ class LanguageModel:
 
     def decays(self, parameter_name: str) -> bool:
         """Whether weight decay applies: to matrices, not to biases and norms."""
-        return self._num_dimensions[parameter_name] > 1
+        return len(self.shapes[parameter_name]) > 1
 
     def trains(self, part: str) -> bool:
         """Whether any parameter of "vision" or of "language" is trained; the same on all ranks."""
@@ -323,7 +323,7 @@ class LanguageModel:
                 drop_by_pack(layer)
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self._num_dimensions[name] = parameter.ndim
+                self.shapes[name] = tuple(parameter.shape)
                 if self.weights is not None:
                     self.weights.drawn[name] = partial(first_values, name, parameter.shape, settings.seed)
 

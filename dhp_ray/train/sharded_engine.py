@@ -146,7 +146,8 @@ class ShardedEngine(Engine):
             sharded.set_custom_all_gather(cast(Any, gather))
             sharded.set_custom_reduce_scatter(cast(Any, scatter))
         if adapter.head in units:
-            self._last_gathered(-1).set_modules_to_forward_prefetch([adapter.head])
+            # by the layer, not by its experts, which gather anew in a backward pass that runs them again
+            cast(FSDPModule, adapter.language.layers[-1]).set_modules_to_forward_prefetch([adapter.head])
             adapter.head._set_unshard_async_op(True)  # otherwise FSDP frees the gathered buffer after the loss
         everything: dict[str, DTensor] = dict(module.named_parameters())
         self.frozen = {name: parameter for name, parameter in everything.items() if not parameter.requires_grad}
@@ -188,12 +189,12 @@ class ShardedEngine(Engine):
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        self._last_gathered(0).set_modules_to_backward_prefetch(
+        self._first_layer().set_modules_to_backward_prefetch(
             [] if encoder_follows else [cast(FSDPModule, self.root)])
 
-    def _last_gathered(self, number: int) -> FSDPModule:
-        """Return what is gathered last of a layer of the language model: its experts where ranks share them."""
-        layer = self.adapter.language.layers[number]
+    def _first_layer(self) -> FSDPModule:
+        """Return what is gathered last of the language model's first layer: its experts where ranks share them."""
+        layer = self.adapter.language.layers[0]
         return cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
 
     def before_encoding(self) -> None:

@@ -139,6 +139,22 @@ def test_three_ranks_export_the_adapters_that_one_does(way: str, tmp_path: Path)
     assert not list((tmp_path / "three/model").glob("model*"))
 
 
+@pytest.mark.parametrize("sharing", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_adapters_of_experts_that_are_sharded_are_exported_whole(sharing: int, tmp_path: Path) -> None:
+    """The engine reshapes experts' parameters, and a rank has those of its experts alone."""
+    processor = ProcessorSpec("tiny_qwen3_moe").load()
+    adapter = build_model("tiny_qwen3_moe", "", processor.token_ids, 0)
+    save_model(adapter, tmp_path / "given", dict(adapter.module.named_parameters()))
+    processor.save(tmp_path / "given")
+    common = ["model.preset=", f"model.path={tmp_path / 'given'}", "train.lora.rank=8",
+              "train.lora.targets=[q_proj,experts.gate_up_proj,experts.down_proj]"]
+    run_processes(run, 1, 1, [*common, *WAYS["whole"], f"run.dir={tmp_path / 'one'}"], 2**26)
+    run_processes(run, 2, 2, [*common, *WAYS["sharded"], f"train.expert_parallel={sharing}",
+                              f"run.dir={tmp_path / 'two'}"], 0)
+    for name in (ADAPTER_FILE, ADAPTER_SETTINGS):
+        assert (tmp_path / "one/model" / name).read_bytes() == (tmp_path / "two/model" / name).read_bytes()
+
+
 @pytest.mark.parametrize(("preset", "way", "freeze"), [
     ("tiny_qwen3_vl", "whole", "vision"), ("tiny_internvl", "sharded", "language"), ("tiny_qwen3_moe", "sharded", ""),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
