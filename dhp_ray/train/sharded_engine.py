@@ -184,18 +184,15 @@ class ShardedEngine(Engine):
         return loss.requires_grad_() if torch.is_grad_enabled() and not loss.requires_grad else loss
 
     def _prefetch_before_first_layer(self, encoder_follows: bool) -> None:
-        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer.
+        """Set whether the backward pass gathers a unit of the encoder while it is in the language model's first layer
+        (or in its experts, which are gathered after the rest of it).
 
         FSDP by itself gathers the unit that ran before, also of an encoder without a backward pass in this pack, and
         holds it to the end. (An empty list stands for that; the root is gathered anyway.)
         """
-        self._first_layer().set_modules_to_backward_prefetch(
-            [] if encoder_follows else [cast(FSDPModule, self.root)])
-
-    def _first_layer(self) -> FSDPModule:
-        """Return what is gathered last of the language model's first layer: its experts where ranks share them."""
         layer = self.adapter.language.layers[0]
-        return cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
+        first = cast(FSDPModule, layer.mlp.experts if self.expert_parallel and has_experts(layer) else layer)
+        first.set_modules_to_backward_prefetch([] if encoder_follows else [cast(FSDPModule, self.root)])
 
     def before_encoding(self) -> None:
         """Call this before units of the encoder are called outside `loss`: the model must become FSDP's root."""
