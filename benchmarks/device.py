@@ -15,6 +15,17 @@ pytest for tests and conformance. Nothing needs to be installed.
     abort              a blocked read beside a control thread; a wait whose peer never comes, ended
     nccl               pool, ring, kill and every engine's step over real NCCL, by ranks that share a device
 
+    torchrun --nproc-per-node 8 benchmarks/device.py world      several devices, in ten minutes as well; a CPU with
+                                                                 preset=tiny groups=20
+
+    degrees            a pack at degrees 1 to 8, against one rank in fp32
+    engines            steps with `sync=step` and with FSDP2 (`sync=micro_batch`), against one rank
+    messages           latency and bandwidth of a gather of all ranks, and of a ring
+    ring               ring attention with its exchange, without it, and the exchange alone: the share that is hidden
+    groups             process groups of all ranks made and dropped: seconds, files, threads and memory left
+    killed, stopped    the last rank is; the others' waits end by the abort
+    speed              tokens/s of a real shape, planned by `dhp` in both modes, and in a static layout
+
 A part that fails or hangs does not keep the others from running. Each writes OUT/NAME.json (command, device, versions,
 figures, or its error in one line), OUT/NAME.md (its table) and OUT/NAME.log (all that it printed). Exit status 1 when
 a part failed.
@@ -23,21 +34,27 @@ a part failed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.device_parts.settings import DEFAULTS, Settings, SettingsError  # noqa: E402
+from benchmarks.device_parts.settings import DEFAULTS, WORLD_LIMITS_S, Settings, SettingsError  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="key=value",
+    parser.add_argument("settings", nargs="*", metavar="[world] key=value",
                         help="; ".join(f"{key}={default}: {meaning}" for key, (default, meaning) in DEFAULTS.items()))
+    given = parser.parse_args(argv).settings
+    in_world = given[:1] == ["world"]
     try:
-        settings = Settings.of(parser.parse_args(argv).settings)
+        if in_world and "RANK" not in os.environ:
+            raise SettingsError("world: needs torchrun; allowed: python -m torch.distributed.run --nproc-per-node 8 "
+                                "benchmarks/device.py world")
+        settings = Settings.of(given[1:], WORLD_LIMITS_S) if in_world else Settings.of(given)
         if lack := settings.lack():
             raise SettingsError(f"device: got cuda, but {lack}; allowed here: cpu, auto")
     except SettingsError as error:
@@ -46,7 +63,13 @@ def main(argv: list[str]) -> int:
 
     from benchmarks.device_parts.processes import run_parts, summary
 
-    records = run_parts(settings, ["python benchmarks/device.py", *argv])
+    if in_world:
+        from benchmarks.device_parts.torchrun import Together
+
+        run = Together(settings).run_part
+        if os.environ["RANK"] != "0":  # which tells for all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    records = run_parts(settings, ["python benchmarks/device.py", *argv], run if in_world else None)
     print(summary(settings, records))
     return 1 if any(record["status"] == "failed" for record in records) else 0
 

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.device_parts.aborts import answers_of
 from benchmarks.device_parts.processes import run_process
-from benchmarks.device_parts.settings import LIMITS_S
+from benchmarks.device_parts.settings import LIMITS_S, WORLD_LIMITS_S
 from dhp_ray.comm.progress import Progress
 from tests.checkout import ROOT
 from tests.comm.test_conformance import is_running
@@ -27,6 +27,13 @@ CPU = torch.device("cpu")
 TEST_S = 540
 """For all parts together: they take 60 s of two cores, and several times that where others use them."""
 pytestmark = pytest.mark.timeout(TEST_S + 60)
+
+
+def run_world(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """On two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/device.py", "world"]
+    return subprocess.run([*command, *arguments], cwd=ROOT, text=True, capture_output=True, timeout=2 * TEST_S,
+                          check=False)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,6 +120,42 @@ def test_a_wait_for_a_lost_peer_ends_by_the_abort(record_of: Callable[[str], dic
         assert found["ended_s"] < 2.0
         assert found["raised"] == "AbortedError"
         assert found["doing"] == "step 3, shards of other ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TEST_S + 60)
+def test_two_ranks_show_all_that_a_world_has_to(tmp_path: Path) -> None:
+    process = run_world("device=cpu", "preset=tiny", "groups=6", f"out={tmp_path}", f"limit_s={TEST_S}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    records = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in WORLD_LIMITS_S}
+    for part, record in records.items():
+        assert record["status"] == "done", record["said"]
+        assert process.stdout.count(f"\n{part}: done after ") == 1
+    figures = {part: record["figures"] for part, record in records.items()}
+    assert sorted((found["transport"], found["degree"]) for found in figures["degrees"].values()) == [
+        (transport, degree) for transport in ("parent", "pool") for degree in (1, 2)]
+    assert set(figures["engines"]) == {"step", "micro_batch"}
+    assert max(error for found in figures["engines"].values() for error in found.values()) < 1e-5
+    assert set(figures["messages"]) == {"4096", "65536", "1048576"}
+    assert all(found["with_s"] > 0 for found in figures["ring"].values())
+    assert figures["groups"]["groups"]["count"] == 6
+    for part in ("killed", "stopped"):
+        (found,) = figures[part].values()
+        assert found["raised"] == "AbortedError"
+        assert json.loads((tmp_path / "rank-1" / f"{part}.json").read_text())["said"] == f"{part} itself"
+    assert set(figures["speed"]) == {f"{sync}, {planner}" for sync in ("step", "micro_batch")
+                                     for planner in ("dhp", "static_best")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TEST_S + 60)
+def test_a_part_that_fails_on_all_ranks_keeps_none_from_the_next(tmp_path: Path) -> None:
+    process = run_world("device=cpu", "preset=2b", "parts=speed,messages", f"out={tmp_path}", f"limit_s={TEST_S}")
+    assert process.returncode == 1
+    assert "speed: FAILED after " in process.stdout
+    said = json.loads((tmp_path / "speed.json").read_text())["said"]
+    assert "rank 1: SettingsError: preset: got '2b' for the CPU; allowed: auto, tiny" in said
+    assert json.loads((tmp_path / "messages.json").read_text())["status"] == "done"
 
 
 def test_a_part_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -203,10 +246,13 @@ def test_help_comes_without_torch() -> None:
 
 
 @pytest.mark.parametrize(("argument", "said"), [
-    ("devise=cpu", "got 'devise=cpu'; allowed: key=value with key of device, preset, parts, out, limit_s"),
+    ("devise=cpu", "got 'devise=cpu'; allowed: key=value with key of device, preset, parts, out, limit_s, groups"),
     ("device=npu", "device: got 'npu'; allowed: auto, cuda, cpu"),
     ("parts=step,speed", "parts: got 'speed'; allowed: tests, attention, step, synchronisations, parity, abort, nccl"),
     ("limit_s=long", "limit_s: got 'long'; allowed: seconds"),
+    ("groups=many", "groups: got 'many'; allowed: a number"),
+    ("world", "world: needs torchrun; allowed: python -m torch.distributed.run --nproc-per-node 8 benchmarks/device.py "
+              "world"),
 ])
 def test_a_setting_that_is_wrong_is_an_error_of_one_line(argument: str, said: str) -> None:
     process = run(argument)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.device_parts.parity import Degree, holds
 from benchmarks.device_parts.reads import Place, counted
 from benchmarks.device_parts.record import Record
-from benchmarks.device_parts.settings import LIMITS_S, Settings, SettingsError
+from benchmarks.device_parts.settings import LIMITS_S, WORLD_LIMITS_S, Settings, SettingsError
 from benchmarks.device_parts.step import flops_of, sizes_of
 from benchmarks.device_parts.workload import LARGE, batch_of, choose_preset, config_of, num_parameters
 from dhp_ray.model.presets import preset_config
@@ -26,19 +26,20 @@ def test_settings_are_handed_on_whole() -> None:
     settings = Settings.of(["device=cpu", "preset=3b", "parts=abort,step", "out=somewhere", "limit_s=2.5"])
     assert Settings.of(settings.arguments()) == settings
     assert settings.out == Path.cwd() / "somewhere"
-    assert sum(LIMITS_S.values()) == 600
+    assert sum(LIMITS_S.values()) == sum(WORLD_LIMITS_S.values()) == 600
 
 
 def test_a_preset_that_is_unknown_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"^preset: got '7b'; allowed: auto, tiny, 2b, 3b$"):
-        Settings.of(["preset=7b"])
+    with pytest.raises(SettingsError, match=r"^preset: got '9b'; allowed: auto, tiny, 2b, 3b, 7b$"):
+        Settings.of(["preset=9b"])
 
 
-def test_large_presets_have_two_to_four_billion_parameters() -> None:
+def test_large_presets_have_the_parameters_of_published_models() -> None:
     found = {preset: num_parameters(preset) for preset in LARGE}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert 2.0e9 < found["2b"] < 2.4e9
     assert found["3b"] == 3_754_622_976  # Qwen2.5-VL-3B
+    assert found["7b"] == 8_292_166_656  # Qwen2.5-VL-7B
 
 
 def test_the_cpu_takes_the_tiny_preset() -> None:

@@ -135,17 +135,22 @@ def busy(record: Record) -> list[str]:
 
 def lost_peer(record: Record, device: str, backend: str, deed: str) -> list[str]:
     wait: Wait = run_processes(alone, 2, device, backend, deed, timeout_s=40.0, mortal=[1])[0]
+    return written(record, f"{backend}, peer {deed}", device, wait)
+
+
+def written(record: Record, name: str, device: str, wait: Wait) -> list[str]:
+    """A row; what is wrong with it."""
     answers, late_s = wait.answers, wait.answers.late_s(device)
     figures = {**answers._asdict(), "ended_s": wait.ended_s, "raised": wait.raised, "after": wait.after}
-    record.row(f"{backend}, peer {deed}", figures,
-               [f"{backend}: peer {deed}", *answers.cells(),
+    record.row(name, figures,
+               [name, *answers.cells(),
                 f"{1e3 * wait.ended_s:.0f}" if wait.ended_s < ENDS_S else "not ended", wait.raised, wait.after])
     checks = {f"its wait ended by itself after {answers.blocked_s:.2f} s": answers.blocked_s >= WATCHED_S,
               f"an answer took {late_s:.2f} s": late_s < ANSWERS_S,
               f"the abort did not end its wait within {ENDS_S:g} s": wait.ended_s < ENDS_S,
               f"the training thread raised {wait.raised or 'nothing'}": wait.raised == AbortedError.__name__,
               f"the next operation said {wait.after or 'nothing'}": "abort" in wait.after}
-    return [f"{backend}, peer {deed}: {what}" for what, right in checks.items() if not right]
+    return [f"{name}: {what}" for what, right in checks.items() if not right]
 
 
 def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wait | None:
@@ -167,6 +172,13 @@ def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wa
             os.kill(os.getpid(), signal.SIGKILL)
         store().wait(["seen"])
         return None
+    found_wait = ended_wait(device)
+    store().set("seen", "1")
+    return found_wait
+
+
+def ended_wait(device: torch.device) -> Wait:
+    """Wait for a peer that does not answer, in a thread, as training does, and end that by an abort."""
     progress = Progress(device)
     progress.stage = "step 3"
 
@@ -189,7 +201,6 @@ def alone(rank: int, port: int, device_name: str, backend: str, deed: str) -> Wa
         dist.all_reduce(torch.ones(1, device=device))
     except RuntimeError as error:
         after = str(error).split("\n")[0][:120]
-    store().set("seen", "1")
     return Wait(answers, ended_s, raised, after)
 
 

@@ -8,6 +8,7 @@ Ranks exchange over the staged backend of tests/async_backend, or over NCCL (par
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.device_parts.record import CheckError, Record
 from benchmarks.device_parts.settings import Settings
-from dhp_ray.comm.device import ACCELERATORS
+from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.comm.transport import Transport
@@ -62,9 +63,14 @@ def compare(record: Record, device: str, backend: str, num_ranks: int, precision
     Raises:
         CheckError: a degree is too far off.
     """
-    record.table(["backend", "transport", "degree", "loss", "all gradients", "worst gradient", "which"])
     rows: list[Degree] = run_processes(walk, num_ranks, num_ranks, device, backend, precision,
                                        timeout_s=timeout_s)[0]
+    return written(record, rows, backend, precision)
+
+
+def written(record: Record, rows: Sequence[Degree], backend: str, precision: str) -> str:
+    """One row a degree. Raises CheckError."""
+    record.table(["backend", "transport", "degree", "loss", "all gradients", "worst gradient", "which"])
     for row in rows:
         record.row(f"{backend}, {row.transport}, degree {row.degree}", row._asdict(),
                    [backend, row.transport, str(row.degree), f"{row.loss:.1e}", f"{row.gradients:.1e}",
@@ -73,7 +79,8 @@ def compare(record: Record, device: str, backend: str, num_ranks: int, precision
     wrong = [f"{row.transport}, degree {row.degree}" for row in rows if not holds(row, alone, precision)]
     if wrong:
         raise CheckError(f"gradients or loss are off at {'; '.join(wrong)}")
-    return f"degrees 1 to {num_ranks} over {backend}: gradients within {max(row.gradients for row in rows):.1e}"
+    most = max(row.degree for row in rows)
+    return f"degrees 1 to {most} over {backend}: gradients within {max(row.gradients for row in rows):.1e}"
 
 
 def holds(row: Degree, alone: Degree, precision: str) -> bool:
@@ -84,7 +91,7 @@ def holds(row: Degree, alone: Degree, precision: str) -> bool:
 
 
 def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, precision: str) -> list[Degree]:
-    """Run by every rank; rank 0 compares."""
+    """Run by every rank of a world on one machine and one device."""
     async_backend.register()
     accelerator = replace(ACCELERATORS[device_name], backend=backend)
     if backend == "nccl":
@@ -95,6 +102,12 @@ def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, p
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout,
                             device_id=device if backend == "nccl" else None)
+    return degrees(accelerator, precision, num_ranks)
+
+
+def degrees(accelerator: Accelerator, precision: str, most: int) -> list[Degree]:
+    """Errors of every degree up to `most`. Every rank of the world calls this; rank 0 compares."""
+    device, rank, num_ranks = accelerator.torch_device(), dist.get_rank(), dist.get_world_size()
     adapter = rough_model()
     made = [make_sample(f"{number}", parts) for number, parts in enumerate(SAMPLES)]
     payloads = {sample.id: payload for sample, payload in made}
@@ -110,9 +123,9 @@ def walk(rank: int, port: int, num_ranks: int, device_name: str, backend: str, p
     engine = FlatEngine(adapter.module, settings, None, 1, 0, precision)  # its gradients are summed over ranks below
     found, progress = [], Progress(device)
     for name in TRANSPORTS:
-        transport = Transport(name, rank, num_ranks, accelerator, 16, timeout, progress)
-        transport.prepare([tuple(range(degree)) for degree in range(2, num_ranks + 1)])
-        for degree in range(1, num_ranks + 1):
+        transport = Transport(name, rank, num_ranks, accelerator, 16, timedelta(seconds=60), progress)
+        transport.prepare([tuple(range(degree)) for degree in range(2, most + 1)])
+        for degree in range(1, most + 1):
             pack = make_pack(degree, range(degree), [sample for sample, _ in made])
             engine.zero_gradients()
             total = torch.zeros((), dtype=torch.float32, device=device)

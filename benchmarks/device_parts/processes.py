@@ -12,40 +12,49 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.device_parts.record import CheckError, NotRun, Record, write
-from benchmarks.device_parts.settings import Settings
+from benchmarks.device_parts.settings import LIMITS_S, WORLD_LIMITS_S, Settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MODULES = {"tests": "gpu_tests", "abort": "aborts"}
+MODULES = {"tests": "gpu_tests", "abort": "aborts", **dict.fromkeys(WORLD_LIMITS_S, "world")}
 """Of parts whose module has another name."""
+POLL_S = 0.05
+RunPart = Callable[[Settings, str, str], dict[str, Any]]
 
 
-def run_parts(settings: Settings, command: list[str]) -> list[dict[str, Any]]:
-    """Run every part of the settings, with a line as it begins and as it ends; what each has written down."""
+def run_parts(settings: Settings, command: list[str], run: RunPart | None = None) -> list[dict[str, Any]]:
+    """Run every part of the settings (by `run_part`), with a line as it begins and as it ends; what each has written
+    down.
+    """
     settings.out.mkdir(parents=True, exist_ok=True)
     records = []
     for part in settings.parts:
         print(f"{part}: begins (at most {settings.limit_of(part):g} s)", flush=True)
-        record = run_part(settings, part, " ".join(command))
+        record = (run or run_part)(settings, part, " ".join(command))
         how = "FAILED" if record["status"] == "failed" else record["status"]
         print(f"{part}: {how} after {record['seconds']:.1f} s{': ' * bool(record['said'])}{record['said']}", flush=True)
         records.append(record)
     return records
 
 
-def run_part(settings: Settings, part: str, command: str) -> dict[str, Any]:
-    """Run one part to its end or its limit; its record, also where its process could not write one."""
+def run_part(
+    settings: Settings, part: str, command: str, is_over: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Run one part to its end or its limit, or until `is_over`; its record, also where its process could not write
+    one.
+    """
     file, log = settings.out / f"{part}.json", settings.out / f"{part}.log"
     for name in (file, file.with_suffix(".md"), log):
         name.unlink(missing_ok=True)
     begin = time.monotonic()
     what = run_process(
         [sys.executable, "-m", "benchmarks.device_parts.processes", part, command, *settings.arguments()], log,
-        settings.limit_of(part))
+        settings.limit_of(part), is_over)
     seconds = round(time.monotonic() - begin, 1)
     record: dict[str, Any] = (json.loads(file.read_text()) if file.exists()
                               else {"part": part, "command": command, "device": settings.device, "versions": {},
@@ -57,24 +66,29 @@ def run_part(settings: Settings, part: str, command: str) -> dict[str, Any]:
     return record
 
 
-def run_process(command: list[str], log: Path, limit_s: float) -> str:
-    """Run a command at the root of the checkout, and end it at its limit with all that it has started; how it ended."""
+def run_process(command: list[str], log: Path, limit_s: float, is_over: Callable[[], bool] = lambda: False) -> str:
+    """Run a command at the root of the checkout, and end it, at its limit or when it `is_over`, with all that it has
+    started; how it ended.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-    late = False
+    late = over = False
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                                    stderr=subprocess.STDOUT, start_new_session=True)
+        deadline = time.monotonic() + limit_s
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            late = True
+            while process.poll() is None and not (late or over):
+                time.sleep(POLL_S)
+                late, over = time.monotonic() > deadline, is_over()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what it has left
             status = process.wait()
     if late:
         return f"over its limit of {limit_s:g} s"
+    if over:
+        return "ended, since the part was over elsewhere"
     return f"its process died of {signal.Signals(-status).name}" if status < 0 else f"its process ended with {status}"
 
 
@@ -98,11 +112,12 @@ def summary(settings: Settings, records: list[dict[str, Any]]) -> str:
 
 
 def main(part: str, command: str, arguments: list[str]) -> int:
-    settings = Settings.of(arguments)
+    settings = Settings.of(arguments, LIMITS_S | WORLD_LIMITS_S)
     begin = time.monotonic()
     record = Record(settings.out, part, command, settings.device)
     try:
-        said = importlib.import_module(f"benchmarks.device_parts.{MODULES.get(part, part)}").run(settings, record)
+        module = importlib.import_module(f"benchmarks.device_parts.{MODULES.get(part, part)}")
+        said = getattr(module, part if part in WORLD_LIMITS_S else "run")(settings, record)
         status = "done"
     except NotRun as reason:
         status, said = "not run", str(reason)

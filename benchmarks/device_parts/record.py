@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "numpy", "numba", "triton", "flash-attn"):
+    for name in ("torch", "transformers", "numpy", "numba", "triton", "flash-attn", "flash-attn-3", "liger-kernel"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
