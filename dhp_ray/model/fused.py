@@ -41,6 +41,13 @@ def operators_of(device: str) -> Operators | None:
     return cuda if device == "cuda" and find_spec("liger_kernel") else None
 
 
+def unfused_notice(device: str) -> str:
+    """What to tell the user of a kind of device in one line; empty if it has fused operators, or never has."""
+    return "" if device == "cpu" or operators_of(device) else (
+        "Liger is not installed on the workers (pip install -e '.[cuda]'): norms, rotary embeddings and SwiGLU are "
+        "not fused; on an H200 a step then took 1.2 times as long")
+
+
 class FusedNorm(Module):
     """An RMS norm with the weight of `plain`, a norm of transformers."""
 

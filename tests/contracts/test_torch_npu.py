@@ -67,9 +67,7 @@ def test_a_call_that_does_not_fit_is_told() -> None:
 @pytest.mark.slow
 def test_the_wheel_has_the_operators(wheel: zipfile.ZipFile) -> None:
     """As they stand in the table; later arguments may follow, with defaults."""
-    tree = yaml.safe_load(wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"))
-    entries = [entry["func"] for part in tree.values() if isinstance(part, list) for entry in part
-               if isinstance(entry, dict) and "func" in entry]
+    entries = functions_of(wheel)
     offered = wheel.read("torch_npu/utils/custom_ops.py").decode()
     for text in TABLE["operators"]:
         schema = torch._C.parse_schema(text)
@@ -77,6 +75,23 @@ def test_the_wheel_has_the_operators(wheel: zipfile.ZipFile) -> None:
         assert len(found) == 1, f"{schema.name}: {len(found)} in the wheel"
         assert found[0].is_backward_compatible_with(schema), f"{found[0]}\nis not\n{schema}"
         assert f"torch_npu.{schema.name} = torch.ops.npu.{schema.name}\n" in offered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TABLE["aten"], ids=lambda text: text.partition("(")[0])
+def test_the_wheel_has_operators_of_torch(wheel: zipfile.ZipFile, text: str) -> None:
+    """With torch's own schema, by which torch calls them."""
+    name, schema = text.partition("(")[0], str(torch._C.parse_schema(f"aten::{text}"))
+    assert schema == str(getattr(torch.ops.aten, name).default._schema)
+    [found] = [entry for entry in functions_of(wheel) if entry.startswith(f"{name}(")]
+    assert str(torch._C.parse_schema(f"aten::{found}")) == schema
+
+
+def functions_of(wheel: zipfile.ZipFile) -> list[str]:
+    """Schemas of all operators of the NPU."""
+    tree = yaml.safe_load(wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"))
+    return [entry["func"] for part in tree.values() if isinstance(part, list) for entry in part
+            if isinstance(entry, dict) and "func" in entry]
 
 
 @pytest.mark.slow

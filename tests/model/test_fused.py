@@ -17,7 +17,7 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import Transport
-from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of
+from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of, unfused_notice
 from dhp_ray.model.kernels import cuda, npu
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
@@ -105,8 +105,12 @@ def test_operators_are_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operators_of("npu") is npu
     monkeypatch.setattr("dhp_ray.model.fused.find_spec", lambda name: None)
     assert operators_of("cuda") is None
+    assert "pip install -e '.[cuda]'" in unfused_notice("cuda")
+    assert "\n" not in unfused_notice("cuda")
+    assert unfused_notice("cpu") == unfused_notice("npu") == ""
     monkeypatch.setattr("dhp_ray.model.fused.find_spec", lambda name: name == "liger_kernel")
     assert operators_of("cuda") is cuda
+    assert unfused_notice("cuda") == ""
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 """CUDA: torch's variable-length flash attention, one call for all segments, and its grouped product; where the extra
-`liger` is installed, Liger's fused norm, rotation and SwiGLU (Triton).
+`cuda` is installed, Liger's fused norm, rotation and SwiGLU (Triton).
 
 The two operators of attention are those that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13; its public
 function returns the log-sum-exp but has no backward that takes a merged one. What is fused is written against

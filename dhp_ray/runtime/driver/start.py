@@ -76,7 +76,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
             records.truncate(0)
         tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
-    for line in dict.fromkeys(filter(None, (member.described.get("told") for member in group.members))):
+    for line in dict.fromkeys(line for member in group.members for line in member.described["told"] if line):
         tell(Notice(line))
     stored = stored_config(folder) if takes_over or records.last_step else {}
     first_batch: Sequence[Sample] = ()

@@ -12,9 +12,6 @@ from torch.optim.adamw import adamw
 
 from dhp_ray.train.state.shards import Bucket, Piece, ShardState
 
-FUSED = ("cpu", "cuda")
-"""Kinds of devices for which torch has a fused AdamW."""
-
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -62,22 +59,20 @@ class ShardedAdamW:
         moments fade and their decay applies, as with any other gradient. Those of the vision encoder stay as they are
         unless the batch `uses_vision`, as in torch where a gradient is None.
         """
-        fused = gradient.device.type in FUSED
-        steps_on = gradient.device if fused else torch.device("cpu")  # otherwise the host reads them one by one
         for mine, theirs in zip(following.tensors().values(), current.tensors().values(), strict=True):
             mine[bucket.shard].copy_(theirs[bucket.shard])
         for (learning_rate, weight_decay, is_vision), intervals in self._groups[bucket.shard.start].items():
             if is_vision and not uses_vision:
                 continue
             count = current.vision_updates if is_vision else current.version
-            steps = torch.full((len(intervals),), float(count), device=steps_on)
+            steps = torch.full((len(intervals),), float(count), device=gradient.device)
             adamw(
                 [following.value[interval] for interval in intervals],
                 [gradient[interval.start - bucket.shard.start : interval.stop - bucket.shard.start]
                  for interval in intervals],
                 [following.exp_avg[interval] for interval in intervals],
                 [following.exp_avg_sq[interval] for interval in intervals],
-                [], list(steps.unbind()), fused=fused, amsgrad=False, maximize=False,
+                [], list(steps.unbind()), fused=True, amsgrad=False, maximize=False,
                 beta1=self.settings.betas[0], beta2=self.settings.betas[1], eps=self.settings.eps,
                 lr=learning_rate * learning_rate_factor, weight_decay=weight_decay)
 
