@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,10 @@ def _collective(name: str, older_name: str) -> Collective:
 # torch 2.11 has only the older names, 2.13 warns about them
 all_gather_single = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+HAS_FLASH_ATTENTION_3 = torch.__version__ >= "2.13"  # a TorchVersion
+"""Earlier versions of torch register it for fp8 and the forward pass alone, or not at all."""
 
 
 def fsdp_param_groups(module: nn.Module) -> list[Any]:

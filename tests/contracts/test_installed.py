@@ -16,6 +16,7 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import _fa3
 
 from dhp_ray.comm.device import WATCHDOGS
 from dhp_ray.compatibility import fsdp_param_groups
@@ -105,6 +106,29 @@ def test_our_calls_fit_the_table(source: Source, name: str) -> None:
     entry = ENTRIES[name]
     assert list(calls_that_do_not_fit(source, as_used(name), signature_of(entry["signature"]))) == []
     assert sorted(source.used[as_used(name)]) == entry["used"]
+
+
+@pytest.mark.parametrize("name", ["forward_impl_default", "backward_impl"])
+def test_flash_attention_3_takes_our_calls_of_the_operators(source: Source, name: str) -> None:
+    """What torch registers for them then; it refuses dropout and a debug mask, of which our calls have none."""
+    replaced = getattr(_fa3, f"_fa3_flash_attention_{name}")
+    operator = f"torch.ops.aten._flash_attention_{name.partition('_')[0]}"
+    assert source.used[operator] == {"dhp_ray/model/kernels/cuda.py"}
+    assert list(calls_that_do_not_fit(source, operator, inspect.signature(replaced))) == []
+    schema = getattr(torch.ops.aten, operator.rpartition(".")[2]).default._schema
+    assert [*inspect.signature(replaced).parameters][:8] == [argument.name for argument in schema.arguments][:8]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has kernels of its own there")
+def test_flash_attention_3_lies_behind_the_operators_that_we_call() -> None:
+    def has_kernels() -> list[bool]:
+        return [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_flash_attention_{way}", "CUDA")
+                for way in ("forward", "backward")]
+
+    assert has_kernels() == [False, False]
+    library = _fa3._fa3_register_kernels()
+    assert has_kernels() == [True, True]
+    library._destroy()
 
 
 @pytest.mark.parametrize("text", TABLE["operators"], ids=lambda text: text.partition("(")[0])

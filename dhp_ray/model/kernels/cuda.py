@@ -2,22 +2,28 @@
 `cuda` is installed, Liger's fused norm, rotation and SwiGLU (Triton).
 
 The two operators of attention are those that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13; its public
-function returns the log-sum-exp but has no backward that takes a merged one. What is fused is written against
-liger-kernel 0.8 (tests/contracts/liger.yaml); tests/model/test_fused.py compares it on a device.
+function returns the log-sum-exp but has no backward that takes a merged one. On Hopper they run FlashAttention 3 where
+its package is installed: torch puts its kernels behind the same two operators (not yet run on a device). What is fused
+is written against liger-kernel 0.8 (tests/contracts/liger.yaml); tests/model/test_fused.py compares it on a device.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dhp_ray.compatibility import HAS_FLASH_ATTENTION_3
 from dhp_ray.model.segment_attention import Segments
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"train.precision: attention on cuda computes in bf16, got {q.dtype}; allowed: bf16")
+    _take_flash_attention_3()
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, segments.query_offsets_tensor, segments.key_offsets_tensor, segments.longest_query,
         segments.longest_key, 0.0, segments.causal, return_debug_mask=False, scale=scale)
@@ -33,6 +39,12 @@ def backward(
         gradient.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.query_offsets_tensor,
         segments.key_offsets_tensor, segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state,
         unused, scale=scale)
+
+
+@cache
+def _take_flash_attention_3() -> None:
+    if HAS_FLASH_ATTENTION_3 and find_spec("flash_attn_interface") and torch.cuda.get_device_capability()[0] == 9:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 def grouped_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
