@@ -367,13 +367,18 @@ def collective_bytes_per_s(device: Device, num_ranks: int, num_nodes: int) -> fl
 
 
 def state_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
-    """Seconds that a member of a pack waits for the states of each other one: two in each gated delta net, as each has
-    two chunks of the pack, with what multiplies them in the forward pass, over the slower link.
+    """Seconds that a member of a pack waits for the states of each other one, over the slower link."""
+    return state_bytes(memory) / (device.inter_bytes_per_s if num_nodes > 1 else device.intra_bytes_per_s)
+
+
+def state_bytes(memory: MemoryModel) -> float:
+    """Bytes that each member of a pack sends each other one in all gated delta nets: two states in each, as each has
+    two chunks of the pack, with what multiplies them in the forward pass.
     """
     again = int(memory.settings.recomputes)
-    moved = sum(8 * layer.count * layer.state_heads * layer.state_keys * (
-        (1 + again) * (layer.state_keys + layer.state_values) + layer.state_values) for layer in memory.shape.language)
-    return moved / (device.inter_bytes_per_s if num_nodes > 1 else device.intra_bytes_per_s)
+    return float(sum(8 * layer.count * layer.state_heads * layer.state_keys * (
+        (1 + again) * (layer.state_keys + layer.state_values) + layer.state_values)
+        for layer in memory.shape.language))
 
 
 def update_s(memory: MemoryModel, device: Device) -> float:
