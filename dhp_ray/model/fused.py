@@ -80,6 +80,7 @@ class FusedAttention(Module):
         self.q_norm, self.k_norm = (FusedNorm(getattr(plain, name), operators) if hasattr(plain, name) else Identity()
                                     for name in ("q_norm", "k_norm"))
         self.head_dim, self.scaling, self.operators = plain.head_dim, plain.scaling, operators
+        self.in_window = getattr(plain, "sliding_window", None) is not None
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], context: PackContext, **_: Any
@@ -90,7 +91,7 @@ class FusedAttention(Module):
                    for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
         q, k = self.operators.rotary(q, k, *position_embeddings)
-        out = attention_of_layer(q, k, v.transpose(1, 2), self.scaling, context)
+        out = attention_of_layer(q, k, v.transpose(1, 2), self.scaling, context, self.in_window)
         return self.o_proj(out.reshape(1, num_tokens, -1)), None
 
 

@@ -103,6 +103,7 @@ class LanguageModel:
         self._feature_levels = shape.feature_levels
         self.looks_back = max((layer.linear_attn.conv1d.kernel_size[0] - 1 for layer in self.language.layers
                                if hasattr(layer, "linear_attn")), default=None)
+        self.window = next((layer.window for layer in shape.language if layer.window), None)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}  # before sharding
 
     @classmethod
@@ -110,16 +111,15 @@ class LanguageModel:
         """Refuse what context parallelism here does not compute.
 
         Raises:
-            ModelError: sliding windows, dropout, or rotary frequencies that depend on the call.
+            ModelError: kinds of layers, dropout, or rotary frequencies that depend on the call.
         """
         text = config.get_text_config()
-        sliding = getattr(text, "use_sliding_window", False)
-        kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {*cls.layer_types})
-        if sliding or kinds:
-            raise ModelError(
-                f"model: layers of {', '.join(kinds) or 'sliding windows'} (use_sliding_window={sliding}); allowed: "
-                f"{', '.join(cls.layer_types)}"
-            )
+        slides = getattr(text, "use_sliding_window", False)
+        kinds = {*(getattr(text, "layer_types", None) or ()), *(["sliding_attention"] if slides else [])}
+        if unknown := sorted(kinds - {*cls.layer_types}):
+            raise ModelError(f"model: layers of {', '.join(unknown)}; allowed: {', '.join(cls.layer_types)}")
+        if "sliding_attention" in kinds and (text.sliding_window or 0) < 1:
+            raise ModelError(f"model: sliding_window is {text.sliding_window}; allowed: at least 1")
         if getattr(text, "num_experts", 0):
             if text.hidden_act != "silu":
                 raise ModelError(f"model: hidden_act is {text.hidden_act!r} with experts; allowed: silu")
@@ -172,7 +172,8 @@ class LanguageModel:
                     "state_values": text.linear_value_head_dim}
         return {"heads": text.num_attention_heads, "key_value_heads": text.num_key_value_heads,
                 "head_width": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-                "query_key_norms": hasattr(layer.self_attn, "q_norm")}
+                "query_key_norms": hasattr(layer.self_attn, "q_norm"),
+                "window": getattr(layer.self_attn, "sliding_window", None) or 0}
 
     def vision_shape(self, config: Any) -> dict[str, Any]:
         """The encoder's fields of `ModelShape`."""

@@ -124,7 +124,7 @@ def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:
     if not layout.num_tokens(member):
         alone, none = pieces_of(PackLayout((1,), 1), 0, looks_back), (0,) * layout.degree
         return replace(alone, member=member, send_rows=(), receive_counts=(), sent=none, received=none)
-    sequences = _by_sequence(layout)
+    sequences = by_sequence(layout)
     of_member: list[list[Piece]] = [[] for _ in range(layout.degree)]
     for pieces in sequences:
         for piece in pieces:
@@ -147,7 +147,7 @@ def pieces_of(layout: PackLayout, member: int, looks_back: int) -> Pieces:
         chains=_chains(sequences, of_member))
 
 
-def _by_sequence(layout: PackLayout) -> list[list[Piece]]:
+def by_sequence(layout: PackLayout) -> list[list[Piece]]:
     """The pieces of each sequence, in its order."""
     found: list[list[Piece]] = [[] for _ in layout.lengths]
     for member, shard in enumerate(layout.shards):

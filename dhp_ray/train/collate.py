@@ -28,6 +28,7 @@ from dhp_ray.model.loss import IGNORED, valid_tokens
 from dhp_ray.model.pieces import Pieces, pieces_of
 from dhp_ray.model.segment_attention import Segments
 from dhp_ray.model.tensor_fields import TensorFields
+from dhp_ray.model.window import Window, window_of
 from dhp_ray.planner.plan.types import Grid, Pack, Sample, cut_in_time, encoding_ranks
 
 
@@ -165,6 +166,8 @@ class PackInputs(TensorFields):
     """
     pieces: Pieces | None = None
     """What layers that carry a state from token to token need to know; None: the model has none."""
+    window: Window | None = None
+    """What layers that attend within a sliding window need to know; None: the model has none."""
     dropout_keys: Tensor | None = None
     """(max(L, 1),) int32: from which dropout is drawn; None: nothing is dropped."""
     sequence_of: Tensor | None = None
@@ -214,6 +217,7 @@ def collate(
         received_from={other: len(rows) for other, rows in received.items() if len(rows)} if apart else {},
         num_images=num_images, sequence_of=None if sequence_of is None else sequence_of[mine], sequences=sequences,
         pieces=None if adapter.looks_back is None else pieces_of(layout, member, adapter.looks_back),
+        window=None if adapter.window is None else window_of(layout, member, adapter.window),
         dropout_keys=_dropout_keys(pack, mine, adapter, step), offload=pack.offload,
         recomputed=pack.recomputed)
 

@@ -37,7 +37,7 @@ def pack_loss(
             features = exchange_rows(features, inputs.send_index, inputs.receive_counts, link,
                                      differentiable=trains_features)
     context = PackContext(inputs.layout, link, trains_hidden, inputs.segments,
-                          inputs.dropout_keys if torch.is_grad_enabled() else None, inputs.pieces)
+                          inputs.dropout_keys if torch.is_grad_enabled() else None, inputs.pieces, inputs.window)
     with counted_by(inputs.routing):
         hidden = adapter.decode(inputs.token_ids, inputs.positions, inputs.vision_token_index, features, context)
     if inputs.routing:

@@ -87,9 +87,9 @@ class Batch(NamedTuple):
         return max(0.0, (degree - 1) * message_s - hidden_s) + self.latency_s(degree)
 
     def latency_s(self, degree: int) -> float:
-        """Seconds that messages take however short they are: of each turn of the ring."""
+        """Seconds that messages take however short they are, of each turn of the ring; and what windows exchange."""
         turns = degree - 1 if self.cost.communication == "ring" else int(degree > 1)
-        return turns * self.cost.latency_s
+        return turns * self.cost.latency_s + self.cost.window_s * (degree > 1)
 
     def waits_s(self, rows: Sequence[int], degree: int, compute_s: float) -> float:
         """Seconds of copies to host memory and back that no computation hides."""

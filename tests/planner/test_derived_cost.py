@@ -54,6 +54,20 @@ def test_costs_follow_the_settings() -> None:
     assert cost_of("7B", num_nodes=64).fixed_s > 7 * plain.fixed_s  # nodes of one rank have a link each
 
 
+def test_sliding_windows_cost_as_much_for_each_token_and_travel_once_a_pack() -> None:
+    """Three of four layers of the 7B: 28 heads of 128 over 1,024 tokens, 4 of keys and values."""
+    settings, shape = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False), shape_of("7B")
+    (layer,) = shape.language
+    windows = replace(shape, language=(replace(layer, count=21, window=1024), replace(layer, count=7)))
+    plain, cost = (derived_cost(MemoryModel(each, settings), H100, 8) for each in (shape, windows))
+    assert cost.quadratic_s == pytest.approx(plain.quadratic_s / 4)
+    assert cost.comm_bytes_per_token == plain.comm_bytes_per_token / 4
+    assert cost.linear_s - plain.linear_s == pytest.approx(21 * 1024 * 4 * 28 * 128 * 3.5 / 346e12)
+    assert cost.window_s == pytest.approx(21 * 2 * 1024 * 2 * 512 * 2 * 2 / 50e9)
+    rates, without = (each.rates(4) for each in (cost, replace(cost, window_s=0.0)))
+    assert (rates.overhead_s - without.overhead_s).tolist() == pytest.approx([0, 0, *[cost.window_s] * 3])
+
+
 def test_a_token_meets_the_adapters_of_its_own_experts() -> None:
     """8 of 128."""
     of_all, of_experts = (cost_of("Qwen3-30B-A3B", adapters=sizes) for sizes in (

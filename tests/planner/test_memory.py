@@ -1,4 +1,5 @@
-"""The memory model against passes that are traced on fake tensors: real layers, engines, attention and loss."""
+"""The memory model, and workspace.py, against passes traced on fake tensors: real layers, engines, attention and loss.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig, Qwen3Config
 
-from dhp_ray.model.build import adapter_sizes
+from dhp_ray.model.build import adapter_sizes, meta_model
 from dhp_ray.model.lora import LoraSettings
 from dhp_ray.model.loss import CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT
 from dhp_ray.planner.memory.model import (
@@ -21,6 +23,7 @@ from dhp_ray.planner.memory.model import (
     MemorySettings,
     PackLoad,
 )
+from dhp_ray.planner.memory.model_shape import ModelShape
 from tests.memory_trace import fake_world, traced
 from tests.published_configs import GLM, INTERNVL, QWEN3, TEXT, published_config, shape_of
 
@@ -57,14 +60,21 @@ def check(
     share of its activations is moved there, in host memory. `recomputed`: the share of its layers that run again. 0
     layers: all.
     """
-    config = published_config(name, num_layers)
+    check_config(published_config(name, num_layers), shape_of(name, num_layers), settings, seed, degree, largest, lora,
+                 share, recomputed)
+
+
+def check_config(
+    config: PreTrainedConfig, shape: ModelShape, settings: MemorySettings, seed: int, degree: int, largest: int = 22,
+    lora: LoraSettings | None = None, share: float = 0.0, recomputed: float = 0.0,
+) -> None:
     # a pack without a trained part has nothing to keep
     images = hasattr(config, "vision_config") and (seed % 3 > 0 or "language" in settings.frozen)
     found_bytes = traced(config, random_samples(seed, images, largest), settings, degree, lora, share,
                          recomputed)
     if lora is not None:
         settings = replace(settings, adapters=adapter_sizes(config, settings.frozen, lora), drops=lora.dropout > 0)
-    found = MemoryModel(shape_of(name, num_layers), settings)
+    found = MemoryModel(shape, settings)
     assert sum(found.resident().values()) == pytest.approx(found_bytes.resident_bytes, rel=0.01)
     moments = {name: sum(terms.values()) for name, terms in found.moments(found_bytes.load).items()}
     moments.pop("update", 0.0)  # is not traced
@@ -126,6 +136,19 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
 ) -> None:
     with world_of(mode):
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
+
+
+@pytest.mark.parametrize(("mode", "recomputes", "seed", "degree", "window"), [
+    ("step", False, 2, 1, 1024), ("step", False, 1, 3, 4096), ("micro_batch", "selective", 2, 3, 256),
+    *slow(("step", "selective", 3, 8, 4096), ("micro_batch", True, 1, 2, 1024), ("micro_batch", False, 4, 5, 4096))])
+def test_predicted_peaks_with_sliding_windows_are_the_traced_ones(
+    mode: str, recomputes: bool | str, seed: int, degree: int, window: int
+) -> None:
+    tree = published_config("Qwen3-4B", 4).to_dict()
+    config = Qwen3Config.from_dict(tree | {"use_sliding_window": True, "sliding_window": window, "layer_types": [
+        *["sliding_attention"] * 3, "full_attention"]})
+    with world_of(mode):
+        check_config(config, meta_model(config).shape, settings_of(mode, recomputes, ()), seed, degree)
 
 
 @pytest.mark.parametrize(("name", "mode", "recomputes", "degree", "share"), [

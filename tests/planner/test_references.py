@@ -25,7 +25,7 @@ ALL_TO_ALL = CostModel(
     bandwidth_bytes_per_s={2: 1.25e11, 4: 1.09e11, 8: 1.01e11}, vision_quadratic_s=1e-8, vision_linear_s=1e-5)
 RING = CostModel(
     quadratic_s=5e-9, linear_s=2e-4, comm_bytes_per_token=2e5, fixed_s=0.1, communication="ring", overlap=0.8,
-    bandwidth_bytes_per_s={"intra": {2: 2e10, 8: 1e10}, "inter": 2e9}, latency_s=1e-3, pack_s=0.01,
+    bandwidth_bytes_per_s={"intra": {2: 2e10, 8: 1e10}, "inter": 2e9}, latency_s=1e-3, window_s=2e-3, pack_s=0.01,
     vision_linear_s=1e-5, encoder_pass_s=2e-3, attention_block=512)
 
 

@@ -12,6 +12,7 @@ class Qwen3(LanguageModel):
 
     model_class = Qwen3ForCausalLM
     config_class = Qwen3Config
+    layer_types = ("full_attention", "sliding_attention")
 
 
 class Qwen3Moe(LanguageModel):

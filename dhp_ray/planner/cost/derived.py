@@ -13,6 +13,8 @@ bytes of the computing type:
     states         of a gated delta net: products in fp32, their rate as FP32_SHARE has it, always once more in the
                    backward pass; between ranks, states that are as large for any tokens (`state_exchange_s`)
     exchange       2 K d (c f + 4): keys and values each time that attention runs, their gradients in fp32
+    window         of W tokens: 4 H d f W operations a token, as if all saw so many; instead of the exchange what a
+                   member's two chunks look back on, as much for any tokens (`window_exchange_s`)
 
 The forward pass is assumed to have the same share of a pack's compute as of its products. All activations of its layers
 (`memory/model.py`) may go to host memory and come back.
@@ -254,7 +256,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
 
     head = 6 if settings.trains_weights("language") else 4
     vision_rest = products("vision", shape.vision_rest / shape.merge_area)  # nearly all of it is the merger
-    windows = sum(layer.count * layer.window * attention("vision", layer, 4) for layer in shape.vision)
+    windows, sliding = (sum(layer.count * layer.window * attention(part, layer, 4) for layer in layers)
+                        for part, layers in (("vision", shape.vision), ("language", shape.language)))
     language_layers = sum(layer.count for layer in shape.language)
     launches = shape.num_layers * LAUNCHES_PER_LAYER + sum(
         layer.count * (LAUNCHES_OF_EXPERTS + LAUNCHES_OF_SHARED * bool(layer.shared_width))
@@ -265,8 +268,8 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
     cost = CostModel(
         name=f"{shape.family}_{device.name}", communication="ring", overlap=EXCHANGE_OVERLAP, estimated=True,
         source=f"derived from the model's shape and the published figures of {device.name}; not measured",
-        quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language),
-        linear_s=(sum(layer.count * (products("language", layer.parameters_used) + other("language", layer)
+        quadratic_s=sum(layer.count * attention("language", layer, 2) for layer in shape.language if not layer.window),
+        linear_s=(sliding + sum(layer.count * (products("language", layer.parameters_used) + other("language", layer)
                                      + states(layer)) for layer in shape.language)
                   + head * shape.embedding_parameters / device.matrix_flops
                   + adapters("language") + adapters("experts") * shape.experts_per_token / (shape.experts or 1)
@@ -278,6 +281,7 @@ def derived_cost(memory: MemoryModel, device: Device, num_nodes: int, fused: boo
             for layer in shape.vision),
         vision_forward=vision_forward_share(memory), comm_bytes_per_token=ring_bytes_per_token(memory),
         latency_s=language_layers * (1 + turns) * device.message_s + state_exchange_s(memory, device, num_nodes),
+        window_s=window_exchange_s(memory, device, num_nodes),
         pack_s=launches * (3 + again) * device.launch_s, group_s=device.group_s,
         gather_s=gathers_s[settings.sync], gather_s_by_sync=gathers_s,
         fixed_s=fixed_s[settings.sync], fixed_s_by_sync=fixed_s,
@@ -295,7 +299,7 @@ def with_offload_bytes(cost: CostModel, memory: MemoryModel) -> CostModel:
 def ring_bytes_per_token(memory: MemoryModel) -> float:
     """Bytes of a token's keys, values and gradients in a whole turn of the ring, over all layers."""
     layers, settings = memory.shape.language, memory.settings
-    key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in layers)
+    key_values = sum(2 * layer.count * layer.key_value_heads * layer.head_width for layer in layers if not layer.window)
     return float(key_values * (COMPUTE_BYTES[settings.precision] * ring_turns(settings) + 4))
 
 
@@ -379,6 +383,16 @@ def state_bytes(memory: MemoryModel) -> float:
     return float(sum(8 * layer.count * layer.state_heads * layer.state_keys * (
         (1 + again) * (layer.state_keys + layer.state_values) + layer.state_values)
         for layer in memory.shape.language))
+
+
+def window_exchange_s(memory: MemoryModel, device: Device, num_nodes: int) -> float:
+    """Seconds in which a member of a pack gets what its two chunks look back on, forward and backward, over the slower
+    link.
+    """
+    runs = 2 + memory.settings.recomputes
+    moved = sum(4 * layer.count * layer.window * layer.key_value_heads * layer.head_width for layer in
+                memory.shape.language) * COMPUTE_BYTES[memory.settings.precision] * runs
+    return moved / (device.inter_bytes_per_s if num_nodes > 1 else device.intra_bytes_per_s)
 
 
 def update_s(memory: MemoryModel, device: Device) -> float:

@@ -13,13 +13,14 @@ For a pack of sequences with lengths s (tokens) and images of p patches a frame,
     exposed, communication: all_to_all   bytes / d / bandwidth
     exposed, communication: ring         max(0, (d - 1) bytes / d / bandwidth - overlap (d - 1) / d * attention / (d v))
                                          + (d - 1) latency_s
+    and for any d > 1                    + window_s
     bytes = comm_bytes_per_token * sum s                                     0 for d = 1
 
 In a ring, each of the d - 1 steps sends keys and values on while attention runs over those that arrived before, so only
-what attention cannot hide is exposed. A kernel takes keys in blocks of `attention_block` keys and computes a partly
-masked block as a whole (0: as if it took keys one by one). `bandwidth` is a table by degree (a degree between two rows
-takes the row above it; past the last row, the last), or one for groups inside a node (`intra`) and one for groups that
-cross nodes (`inter`), each a number or a table.
+what attention cannot hide is exposed. Layers with a sliding window exchange once, in `window_s`. A kernel takes keys in
+blocks of `attention_block` keys and computes a partly masked block as a whole (0: as if it took keys one by one).
+`bandwidth` is a table by degree (a degree between two rows takes the row above it; past the last row, the last), or one
+for groups inside a node (`intra`) and one for groups that cross nodes (`inter`), each a number or a table.
 
 `fixed_s` is added once per step, or per micro-batch in `sync=micro_batch`; `fixed_s_by_sync` has it by mode if the two
 differ. `update_s` is added once more a step in `sync=micro_batch`. `gather_s` is that of `sync=micro_batch`, where the
@@ -166,6 +167,7 @@ class CostModel:
     communication: str = "all_to_all"
     overlap: float = 1.0
     latency_s: float = 0.0
+    window_s: float = 0.0
     pack_s: float = 0.0
     group_s: float = 0.0
     gather_s: float = 0.0
@@ -319,6 +321,7 @@ class CostModel:
                     self.overlap * steps / degrees / degrees,
                     self.latency_s * steps + self.pack_s,
                 )
+            rates.overhead_s += self.window_s * (steps > 0)
             again = isinstance(beyond, Recomputation)
             rates.moved = np.zeros_like(degrees) if again else beyond.slope / degrees
             rates.again = np.full_like(degrees, beyond.slope * self.forward * again)

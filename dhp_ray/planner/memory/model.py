@@ -33,7 +33,8 @@ only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as
     norms          2 D (4 + 2 c t)       fp32 input; its normalised form and the output, for gradients of weights (with
                    four norms 4 D); layer norms 2 D c (1 + t): input and output; norms of queries and keys
                    (H d + K d) (4 + c t); norms that multiply with 1 + weight keep their normalised form in fp32
-    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp;
+    attention      2 c H d + 2 c K d + 4 H     queries, output, keys and values, log-sum-exp; in a sliding window also
+                   received keys and values, 2 c K d a token looked back on;
                    an encoder block also 2 c D (q and k before rotation)
     MLP            c F (3 + t); without a gate c F (1 + t)
     gated delta    in place of attention, H states of K keys x V values, C channels convolved:
@@ -57,6 +58,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
+from dhp_ray.planner.memory.workspace import workspace_bytes
 from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -179,8 +181,9 @@ class MemoryModel:
         Images are dealt out whole, each to the member that ends first with it, so the fullest member has at most one
         image more than the mean.
         """
-        # a ring's buffers are as large for two ranks as for more; states are those of all members
-        most = self.settings.world_size if any(layer.state_heads for layer in self.shape.language) else 2
+        # a ring's buffers are as large for two ranks as for more; states, and what windows look back on, are of all
+        grows = any(layer.state_heads or layer.window for layer in self.shape.language)
+        most = self.settings.world_size if grows else 2
         degree = min(most, self.settings.world_size)
         text = PackLoad(tokens, 0, tokens, 0, tokens // SHORTEST_MEAN + 1, degree, offload, recomputed)
         if not self.shape.vision:
@@ -261,7 +264,8 @@ class MemoryModel:
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
             for layer in shape.language:
-                for name, terms in self._layer("language", layer, load.tokens, load.sequences, load):
+                pieces = load.sequences + (load.tokens // layer.window if layer.window else 0)
+                for name, terms in self._layer("language", layer, load.tokens, pieces, load):
                     # one unit's gradients are in transit at a time: the head's or those that `_layer` counts
                     counted = terms.get("gradients in transit") or 4 * layer.units(self.settings.expert_parallel)[0]
                     since = max(0, since_loss - counted) if own_head else since_loss
@@ -363,8 +367,8 @@ class MemoryModel:
             weights = 0
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
-            "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load.degree),
-            "attention workspace": self._workspace(layer, positions, pieces)}
+            "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load),
+            "attention workspace": workspace_bytes(layer, positions, pieces, c, self.settings.device)}
         yield "end of a layer", {
             "gathered: a layer": 3 * c * rest if shared else self._gathered(part, 3, 1),
             "gradients in transit": reduced * shared,
@@ -398,11 +402,11 @@ class MemoryModel:
         return {name: {"gradients of weights": kept, "layer, backward": here + shared * (name != "experts forward")}
                 for name, (kept, here) in found.items()}
 
-    def _attention(self, layer: LayerShape, positions: int, degree: int) -> float:
+    def _attention(self, layer: LayerShape, positions: int, load: PackLoad) -> float:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
         that are exchanged.
         """
-        c, kernel = self._c, 4 if self.settings.device == "cpu" else self._c
+        c, kernel, degree = self._c, 4 if self.settings.device == "cpu" else self._c, load.degree
         if layer.state_heads:  # of outputs, also chunk by chunk, and of inputs; of states, from all members; and a run
             of_rows = c * (2 * layer.state_heads * layer.state_values + self._convolved(layer))
             states = (degree > 1) * degree * layer.state_keys * layer.state_values
@@ -411,28 +415,16 @@ class MemoryModel:
             return positions * of_rows + 8.0 * layer.state_heads * states + in_run
         queries, key_values = layer.heads * layer.head_width, layer.key_value_heads * layer.head_width
         here = c * queries + kernel * (queries + 2 * key_values)
+        if layer.window and layer in self.shape.language:  # sums, and rows gathered for the kernel
+            gathered = (4 + 3 * c) * queries + 2 * c * key_values
+            return (positions * (here + gathered)
+                    + (positions + self._looked_back_on(layer, load)) * (8 + 4 * c) * key_values)
         if degree == 1:
             return float(positions * here)
         sums = 4 * queries + 8 * key_values
         # keys and values of two members, the sum that arrives, rows gathered for the kernel
         travels = 4 * c * key_values + 8 * key_values + 3 * c * queries
         return float(positions * (here + sums + travels))
-
-    def _workspace(self, layer: LayerShape, positions: int, pieces: int) -> float:
-        """Bytes of the workspace of the kernel's backward.
-
-        cuda: mha_varlen_bwd of torch's flash_api.cpp: fp32 sums of the queries' gradients and one number a row, each
-        piece padded by 128 rows, and keys and values as often as there are query heads. npu: maximum and sum of the
-        softmax, eight times each. cpu: fp32 copies of what is not fp32.
-        """
-        if self.settings.device == "cuda":
-            rounded = math.ceil(layer.head_width / 32) * 32
-            repeated = 2 * self._c * layer.heads * layer.head_width if layer.heads != layer.key_value_heads else 0
-            return (positions + 128 * pieces) * layer.heads * (rounded + 1) * 4 + positions * repeated
-        if self.settings.device == "npu":
-            return positions * layer.heads * 2 * 8 * 4
-        widened = (3 * layer.heads + 2 * layer.key_value_heads) * layer.head_width * 4
-        return positions * widened if self._c < 4 else 0
 
     def _gathered(self, part: str, copies: int, reduced: int) -> float:
         """Bytes of a layer's gathered parameters (or gradients) if a rank has none of its own: `copies` of them in the
@@ -483,13 +475,20 @@ class MemoryModel:
         return 4 * (layer.state_heads * numbers + 2 * layer.state_key_heads * keys)
 
     def _beside_tokens(self, layer: LayerShape, load: PackLoad) -> float:
-        """Bytes for each token that a gated delta net keeps of what does not follow from its tokens: `_between_runs`,
-        and in a pack on several ranks what each member's two pieces multiply states with.
+        """Bytes for each token that a layer keeps of what does not follow from its tokens: in a sliding window received
+        keys and values; in a gated delta net `_between_runs`, and in a pack on several ranks what each member's two
+        pieces multiply states with.
         """
         if not layer.state_heads:
-            return 0.0
+            rows = self._looked_back_on(layer, load)
+            return 2 * self._c * layer.key_value_heads * layer.head_width * rows / max(1, load.tokens)
         told = (load.degree > 1) * 8 * load.degree * layer.state_heads * layer.state_keys**2
         return self._between_runs(layer, load, self._rule_bytes(layer)) + told / max(1, load.tokens)
+
+    def _looked_back_on(self, layer: LayerShape, load: PackLoad) -> int:
+        """The most tokens of other members that a member's two chunks of each sequence look back on."""
+        in_encoder = layer not in self.shape.language
+        return 0 if in_encoder else min(2 * layer.window * load.sequences, (load.degree - 1) * load.tokens)
 
     @staticmethod
     def _between_runs(layer: LayerShape, load: PackLoad, row_bytes: int) -> float:

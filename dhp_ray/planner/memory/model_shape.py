@@ -20,7 +20,8 @@ class LayerShape:
     `state_values`, and queries and keys for `state_key_heads` of them.
     `gated_attention`: the output of attention is gated.
 
-    Attention covers `window` positions (patches) around each position, or with 0 a whole sequence or frame of an image.
+    Attention covers `window` positions: patches around each one, or tokens up to each one; with 0 a whole sequence or
+    frame of an image.
     With `experts` the MLP is so many gated ones of `mlp_width` each, of which a router takes `experts_per_token`;
     all tokens may also take a shared expert of `shared_width`, whose output is gated.
     num_parameters: of one layer. gated: the MLP multiplies two products (SwiGLU); otherwise it has one and GELU.

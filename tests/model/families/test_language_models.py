@@ -63,7 +63,8 @@ def test_a_saved_folder_gives_transformers_the_same_logits(tmp_path: Path, prese
 
 
 @pytest.mark.parametrize(("preset", "change", "words"), [
-    ("tiny_qwen3", {"use_sliding_window": True}, "layers of sliding"),
+    ("tiny_qwen3_moe", {"use_sliding_window": True}, "layers of sliding_attention; allowed: full_attention"),
+    ("tiny_qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0; allowed: at least 1"),
     ("tiny_llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1; allowed: 0"),
     ("tiny_llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope'")])
 def test_what_cannot_be_trained_is_refused(preset: str, change: dict[str, object], words: str) -> None:
