@@ -18,6 +18,7 @@ from dhp_ray.model.layout import PackLayout, TokenInterval
 from dhp_ray.model.window import window_of
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
+from tests.one_rank import errors_on_one_rank
 from tests.packs import make_pack, make_sample, plain_copy, plain_gradients, relative_errors, rough_model
 from tests.ranks import run_ranks
 
@@ -119,3 +120,12 @@ MIXED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attent
 def test_a_model_computes_what_transformers_does(degree: int, settings: dict[str, object], recompute: bool) -> None:
     errors = run_ranks(model_errors, degree, settings, recompute)[0]
     assert max(errors.values()) < 1e-5, errors
+
+
+def fused_errors(rank: int) -> dict[str, float]:
+    adapter = rough_model(preset="tiny_qwen3", use_sliding_window=True, **MIXED)
+    return errors_on_one_rank(adapter, {"text": [60]}, "tiny_qwen3", fused=True)
+
+
+def test_fused_operators_leave_windows_as_they_are() -> None:
+    assert max(run_ranks(fused_errors, 1)[0].values()) < 1e-5
