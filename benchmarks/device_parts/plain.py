@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import noop_context_fn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from benchmarks.device_parts.workload import Batch, building_on
@@ -40,7 +41,7 @@ class PlainStep:
                 self.attention = "flash_attention_2"
         self.module.float().train()
         if recomputes:
-            checkpoint_activations(self.module)
+            checkpoint_activations(self.module, noop_context_fn)
         assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -1,7 +1,7 @@
 """A whole step, forward to update, beside plain transformers with FSDP2 on the same batch and from the same weights;
 where Liger is installed also with its fused operators, which a run uses then.
 
-Both recompute activations on a device. The share of the matrix rate counts what the model needs and no recomputation:
+Both recompute activations. The share of the matrix rate counts what the model needs and no recomputation:
 6 FLOPs a parameter and token (a parameter of the encoder's blocks: and patch), 12 H D a pair of attention.
 """
 
@@ -66,7 +66,7 @@ def run(settings: Settings, record: Record) -> str:
     record.table(["batch", "step of", "tokens/s", "share of matrix rate", "loss", "reserved GB", "between steps GB",
                   "resident_bytes GB"])
     for kind, (make, found) in kinds.items():
-        step = make(config, device, precision, recomputes=device.type == "cuda")
+        step = make(config, device, precision, recomputes=True)
         own_bytes = predicted if kind in ("own", "own, fused") else None
         record.tree[f"{kind}_attention"] = getattr(step, "attention", "dhp_ring")
         for name, batch in batches.items():
