@@ -154,19 +154,28 @@ def config_of_preset(preset: str) -> PreTrainedConfig:
     return preset_config(preset, preset_token_ids(preset) | TOKEN_IDS)
 
 
+def shallow_config(
+    preset: str, num_layers: int, tie_word_embeddings: bool | None = None, **text_settings: Any
+) -> PreTrainedConfig:
+    """Of a tiny preset with so many layers in its language model, of which `text_settings` are other values."""
+    config = config_of_preset(preset)
+    tree = config.to_dict()
+    text = tree.get("text_config", tree)
+    text |= {"num_hidden_layers": num_layers, **text_settings}
+    if text.get("layer_types"):  # alike but for the last one
+        text["layer_types"] = text["layer_types"][-num_layers:]
+    if tie_word_embeddings is not None:
+        tree["tie_word_embeddings"] = tie_word_embeddings
+    return type(config).from_dict(tree)
+
+
 def rough_model(
     seed: int = 0, tie_word_embeddings: bool = True, preset: str = "tiny", **text_settings: Any
 ) -> LanguageModel:
     """A tiny preset of NUM_LAYERS, with weights far from their start, so that attention is not uniform and no bias is
     zero. `text_settings`: other values in the configuration of its language model.
     """
-    config, number = config_of_preset(preset), NUM_LAYERS[preset]
-    tree = config.to_dict()
-    text = tree.get("text_config", tree)
-    text |= {"num_hidden_layers": number, **text_settings}
-    if text.get("layer_types"):  # alike but for the last one
-        text["layer_types"] = text["layer_types"][-number:]
-    config = type(config).from_dict(tree | {"tie_word_embeddings": tie_word_embeddings})
+    config = shallow_config(preset, NUM_LAYERS[preset], tie_word_embeddings, **text_settings)
     family = FAMILIES[config.model_type]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
