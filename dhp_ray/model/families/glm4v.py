@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Glm4vConfig, Glm4vForConditionalGeneration, PreTrainedConfig, PreTrainedModel
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -136,6 +137,11 @@ class PositionEmbedding(Module):
         """(P, width): the sum over the table with the weights of its rows, `down`, and columns, `across`, both fp32
         (P, side).
         """
+        # the weights of all rows are computed again: of a patch they are as many as the table has rows
+        mean: Tensor = checkpoint(self._mean, down, across, use_reentrant=False, preserve_rng_state=False)
+        return mean
+
+    def _mean(self, down: Tensor, across: Tensor) -> Tensor:
         table = self.position_embedding.weight
         weights = (down[:, :, None] * across[:, None]).flatten(1)
         return (weights @ table.float()).to(table.dtype)
