@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from dhp_ray.comm.expert_group import ExpertGroup
 from dhp_ray.comm.ranks import numbers_of_ranks
 from dhp_ray.model.experts import PARALLEL, Rows, Sums, products
-from dhp_ray.planner.memory.model import CAPACITY, CAPACITY_ROWS
+from dhp_ray.planner.memory.experts import CAPACITY, CAPACITY_ROWS
 from dhp_ray.planner.memory.model_shape import ModelShape
 
 
@@ -86,9 +86,9 @@ class ExpertParallel:
         # behind the last expert's rows, products leave memory as it is: neither sums nor gradients may come of it
         is_none = torch.arange(room + 1, device=order.device) >= ends[-1]
         row_weights = weights_of_all.flatten().index_select(0, order).masked_fill(is_none, 0)
-        rows = Rows.apply(tokens, order, inverse, self.top_k, True)
+        rows = [Rows.apply(tokens, order, inverse, self.top_k, True)]
         del tokens  # as large as the group has ranks
-        partial = Sums.apply(products(experts, rows, row_weights, ends), order, inverse, self.top_k, True)
+        partial = Sums.apply(products(experts, rows.pop(), row_weights, ends), order, inverse, self.top_k, True)
         summed: Tensor = _Scatter.apply(self.group, partial, len(hidden))
         return summed
 

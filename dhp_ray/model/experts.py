@@ -194,16 +194,16 @@ def run_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -
     numbers = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # of each expert's rows
     inverse = order.argsort()
-    rows = Rows.apply(hidden, order, inverse, top_k, False)
-    out: Tensor = Sums.apply(products(experts, rows, weights.flatten().index_select(0, order), ends), order, inverse,
-                             top_k, False)
+    out: Tensor = Sums.apply(
+        products(experts, Rows.apply(hidden, order, inverse, top_k, False),
+                 weights.flatten().index_select(0, order), ends), order, inverse, top_k, False)
     return out
 
 
 def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """(R, D) of rows (R, D), each after the expert among whose rows it is, times its weight (R,); `ends`: of each
     expert's rows. The weights are multiplied with what goes into the last product, which is narrower than what comes
-    out.
+    out. What goes into a product is freed as soon as autograd does not keep it, if the caller holds no `rows`.
     """
     adapters: ExpertAdapters | None = getattr(experts, ADAPTERS, None)
 
@@ -220,7 +220,11 @@ def products(experts: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tenso
             out += multiplied(multiplied(x, first) * adapters.scale, second)
         return out
 
-    return adapted(_Gated.apply(adapted(rows, "gate_up_proj"), weights), "down_proj")
+    both = adapted(rows, "gate_up_proj")
+    del rows
+    gated = _Gated.apply(both, weights)
+    del both
+    return adapted(gated, "down_proj")
 
 
 class _Products(torch.autograd.Function):

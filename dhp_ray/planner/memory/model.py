@@ -41,8 +41,9 @@ only for one layer at a time. Adapters (LoRA) keep the inputs of their layers as
       net          3 c C + (4 + c) H + (12 + 3 c) H V for chunks that are full, beside states (`_beside_tokens`): the
                    chunks are computed again, one run at a time; gated attention: 2 c H d more of it
     experts        E of width F, of which a token takes k: k (c F (2 + t) + c D t + ROUTED_BYTES) + 4 E, with t = 0
-                   unless the weights or adapters of experts are trained; a layer that is recomputed keeps 8 k in
-                   addition to c D; a shared expert of width S keeps c S (3 + t), and c (D + 1) for its gate
+                   unless the weights or adapters of experts are trained, which keep 2 c k of their rank; a layer that
+                   is recomputed keeps 8 k in addition to c D; a shared expert of width S keeps c S (3 + t), and
+                   c (D + 1) for its gate (`experts.py`)
 
 The first ceil(share x L) of the L layers of the encoder, and likewise of the language model, keep their activations in
 host memory. In the backward pass the activations of at least LEAST_LAYERS layers are on the device.
@@ -53,10 +54,11 @@ The terms describe model/, train/ and transformers' layers; tests/planner/test_m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from dhp_ray.planner.memory.experts import ExpertBytes, Moments
 from dhp_ray.planner.memory.model_shape import LayerShape, ModelShape
 from dhp_ray.planner.memory.workspace import workspace_bytes
 from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
@@ -140,10 +142,6 @@ LOGITS_HELD = 1 << 25  # logits of a chunk: CHUNK_ELEMENTS of model/loss.py
 CHUNKS_HELD = 8  # whose logits' gradients are held: CHUNKS_PER_PRODUCT of model/loss.py
 SHORTEST_MEAN = 32  # least mean tokens of a pack's sequences; each sequence adds 128 rows to a kernel's workspace
 SMALLEST_IMAGE = 64  # least mean patches of an image; each image adds rows to a kernel's workspace as well
-ROUTED_BYTES = 40  # of a token at one of its experts: numbers of expert and rows, int64 each, and weights
-CAPACITY = 2.0
-"""Room for tokens at the experts of one of the ranks that share them, over what comes there if all are used alike."""
-CAPACITY_ROWS = 128  # beyond that, for small packs
 STATE_CHUNK = 64  # tokens of a sequence that a gated delta net computes together
 RUN_CHUNKS = 16  # chunks that its backward pass computes again together, at most
 RUN_STEPS = 4  # of one piece of a sequence at least, if it has as many: states are kept where they begin
@@ -161,6 +159,8 @@ class MemoryModel:
         self._trains_experts = self._trains_weights["language"] or "experts" in settings.adapters
         self._sharded = settings.sync == "micro_batch"
         self._root = shape.units()[-1].num_parameters
+        self._adapters_of_experts = settings.adapters.get("experts", 0) / (
+            sum(layer.count for layer in shape.language if layer.experts) or 1)  # of a layer
 
     def resident(self) -> Terms:
         """Device memory that a rank holds between steps."""
@@ -251,7 +251,7 @@ class MemoryModel:
             "last norm": self._norm("language", shape.language[0]) * shape.width * load.tokens,
             "rows of the loss": 2 * c * shape.width * load.valid_tokens}
         # since its forward, or for its backward
-        last = {"gathered: a layer": c * shape.language[-1].units(self.settings.expert_parallel)[0] * self._sharded}
+        last = {"gathered: a layer": c * self.units("language", shape.language[-1])[0] * self._sharded}
         found = {
             "loss": rows | ({} if own_head else last) | {
                 "logits": slopes + max(logits, added), "gradient of the head": 4 * embedding / c},
@@ -264,6 +264,14 @@ class MemoryModel:
                 "last norm": rows["last norm"], "gradient of the head": since_loss,
                 "gradients in the norm": (2 * c + 16) * shape.width * load.tokens}
             for layer in shape.language:
+                if layer.experts:  # in the forward pass of the last layer
+                    rest, shared = self.units("language", layer)
+                    # FSDP keeps its buffer, of the latest unit, if other ranks have a part of it
+                    buffer = (shared or rest) * (self.settings.world_size > self.settings.expert_parallel)
+                    found["language, experts forward"] = held | root | head | {
+                        "gathered: a layer": c * (rest + shared + buffer) * self._sharded,
+                        "layer, forward": self._experts(layer).forward(
+                            load.tokens, not self._again("language", load), again=False)}
                 pieces = load.sequences + (load.tokens // layer.window if layer.window else 0)
                 for name, terms in self._layer("language", layer, load.tokens, pieces, load):
                     # one unit's gradients are in transit at a time: the head's or those that `_layer` counts
@@ -300,11 +308,13 @@ class MemoryModel:
                 "layer, forward": max(rotation, 3 * c * block.mlp_width + 2 * c * block.width) * load.patches}
         if self._sharded:
             count = sum(layer.count for layer in shape.language)  # a buffer, two units
-            found["language, forward"] = held | root | head | {
+            largest = c * max(sum(self.units("language", layer)) for layer in shape.language)
+            found["language, forward"] = held | root | {
                 "activations, language": language * max(0, count - 2) / count,
-                "gathered: a layer": 3 * c * self._largest(shape.language)}
+                # or, beside the last layer, the head
+                "gathered: a layer": max(3 * largest, 2 * largest + c * own_head)}
             first = (shape.vision_rest - shape.vision_projector) if load.patches else (
-                shape.language[0].units(self.settings.expert_parallel)[0])
+                self.units("language", shape.language[0])[0])
             found["gathering"] = {"inputs": inputs, "gathered: embedding": 2 * c * self._root,
                                   "embeddings, features": 2 * c * shape.width * load.tokens + features,
                                   "gathered: first unit": 2 * c * first}
@@ -323,14 +333,14 @@ class MemoryModel:
     def _layer(
         self, part: str, layer: LayerShape, positions: int, pieces: int, load: PackLoad
     ) -> Iterator[tuple[str, Terms]]:
-        """The moments of the first layer's backward pass, while all activations are still there."""
+        """The moments of the last layer's backward pass, while all activations are still there."""
         c, trained = self._c, self._trains[part]
         attention = self._attention_kept(part, layer, load)
         again = self.layer_bytes(part, layer) + self._beside_tokens(layer, load) - attention
         again *= self._again(part, load)
         gradient = c * layer.width
-        experts = layer.experts // self.settings.expert_parallel or 1
-        product = c * layer.width * layer.mlp_width * experts if self._trains_weights[part] else 0
+        product = c * layer.width * layer.mlp_width * (layer.experts // self.settings.expert_parallel or 1)
+        product *= self._trains_weights[part]
         weights, added = (product, 0) if self._sharded else (0, product)  # kept to the layer's end, or added at once
         # gradients of the layer behind this one are in transit once what that layer kept is gone: those of experts are
         # large beside it
@@ -338,19 +348,21 @@ class MemoryModel:
         freed = (1 - load.offload) * kept * positions if layer.experts else 0.0
         under_way = {"gathered: a layer": max(self._gathered(part, 2, 0), self._gathered(part, 2, 1) - freed)}
         # experts that ranks share are gathered and reduced between the rest of their layer and that of the next
-        rest, shared = layer.units(self.settings.expert_parallel)
-        reduced = 4 * self._trains_weights[part]
+        (rest, shared), (rest_reduced, shared_reduced) = (
+            self.units(part, layer), [4 * count for count in self.units(part, layer, trained=True)])
         if shared:
-            under_way = {"gathered: a layer": c * (2 * rest + shared), "gradients in transit": reduced * rest}
-        mlps = self._experts(part, layer, positions, weights, added) if layer.experts else {"MLP backward": {
-            "gradients of weights": weights,
-            "layer, backward": max(c * layer.mlp_width * ((3 if layer.gated else 2) - trained) * positions,
-                                   c * layer.mlp_width * positions + added)}}
-        for name, terms in mlps.items():
-            if name == "experts forward" and shared and not again:  # in the forward pass FSDP keeps its buffer
-                terms |= {"gathered: a layer": 2 * c * (rest + shared), "gradients in transit": 0}
-            yield name, under_way | terms | {"layer, recomputed": again * positions,
-                                             "layer, backward": gradient * positions + terms["layer, backward"]}
+            under_way = {"gathered: a layer": c * (2 * rest + shared), "gradients in transit": rest_reduced}
+        narrow = c * layer.mlp_width * positions
+        moments: Moments = {"MLP backward": (
+            weights, max(narrow * ((3 if layer.gated else 2) - trained), narrow + added))}
+        if layer.experts:
+            experts = self._experts(layer)
+            moments = experts.backward(positions, weights, added)
+            if again:
+                moments["experts forward again"] = (0.0, experts.forward(positions, True, again=True))
+        for name, (of_weights, here) in moments.items():
+            yield name, under_way | {"gradients of weights": of_weights, "layer, recomputed": again * positions,
+                                     "layer, backward": gradient * positions + here}
         if self.settings.drops and part in self.settings.adapters:
             # two gradients of the MLP's last product and, for dropout, a hash and its copy, or a mask and a third
             # gradient
@@ -360,7 +372,7 @@ class MemoryModel:
                 "layer, backward": gradient * positions}
         gone = self._mlp(part, layer) + (layer.norms - 1) * layer.width * self._norm(part, layer)
         if shared:
-            under_way = {"gathered: a layer": 2 * c * rest, "gradients in transit": reduced * shared}
+            under_way = {"gathered: a layer": 2 * c * rest, "gradients in transit": shared_reduced}
             yield "reduction of experts", under_way | {
                 "gradients of weights": 3 * weights, "layer, recomputed": again * positions,
                 "layer, backward": (2 * gradient - self._mlp(part, layer)) * positions}
@@ -371,36 +383,8 @@ class MemoryModel:
             "attention workspace": workspace_bytes(layer, positions, pieces, c, self.settings.device)}
         yield "end of a layer", {
             "gathered: a layer": 3 * c * rest if shared else self._gathered(part, 3, 1),
-            "gradients in transit": reduced * shared,
+            "gradients in transit": shared_reduced,
             "layer, backward": (gradient - self.layer_bytes(part, layer) + again) * positions}
-
-    def _experts(
-        self, part: str, layer: LayerShape, positions: int, weights: float, added: float
-    ) -> dict[str, Terms]:
-        """The moments of experts' backward pass, and of the end of their forward pass if that runs again: `weights` and
-        `added` are gradients of one of their three products, kept to the layer's end or added at once.
-        """
-        rows, trained = positions * self._rows(layer), self._trains_experts
-        wide, narrow = self._c * layer.width * rows, self._c * layer.mlp_width * rows
-        gone = (2 + trained) * narrow  # once the gate's gradient is there
-        # the rows of each choice of a token; or of a token, on all ranks that share the experts
-        summed = (self._c * layer.width * positions * self.settings.expert_parallel
-                  if self.settings.expert_parallel > 1 else wide)
-        found = {"experts forward": (0.0, wide + summed), "down backward": (weights, wide + narrow + added),
-                 "gate backward": (weights, (6 - trained) * narrow),
-                 "up backward": (3 * weights, wide + 2 * narrow - gone + 2 * added),
-                 "rows backward": (3 * weights, (1 - trained) * wide + summed - gone)}
-        if self.settings.expert_parallel > 1:
-            # an adapter's rows are added to those of the weights, while gradients of the sums wait for a layer that
-            # runs again
-            adapted = "experts" in self.settings.adapters
-            found |= {"experts forward": (0.0, (1 + adapted) * wide + summed),
-                      "tokens gathered": (0.0, wide + summed), "sums scattered": (0.0, 2 * summed),
-                      "gradients scattered": (3 * weights, 2 * summed - trained * wide - gone)}
-        # the gradients of the shared expert's output and of its gate's input wait for its backward pass, which is last
-        shared = 2 * self._c * layer.width * positions * bool(layer.shared_width)
-        return {name: {"gradients of weights": kept, "layer, backward": here + shared * (name != "experts forward")}
-                for name, (kept, here) in found.items()}
 
     def _attention(self, layer: LayerShape, positions: int, load: PackLoad) -> float:
         """Bytes of the gradients of attention's output and of the kernel; between ranks also fp32 sums, and the buffers
@@ -430,12 +414,23 @@ class MemoryModel:
         """Bytes of a layer's gathered parameters (or gradients) if a rank has none of its own: `copies` of them in the
         computing type and `reduced` in fp32 (only `sync=micro_batch`).
         """
-        layers = self._layers(part)
-        if not self._sharded or not layers:
+        if not self._sharded:
             return 0
         if not self._trains_weights[part]:
-            copies, reduced = min(copies, 2), 0
-        return self._largest(layers) * (copies * self._c + reduced * 4 * self._sharded)
+            copies = min(copies, 2)
+        return max((copies * self._c * sum(self.units(part, layer))
+                    + 4 * reduced * sum(self.units(part, layer, trained=True)) for layer in self._layers(part)),
+                   default=0)
+
+    def units(self, part: str, layer: LayerShape, trained: bool = False) -> tuple[float, float]:
+        """`LayerShape.units` with adapters, or those of them that are `trained`."""
+        adapters, sharing = self.settings.adapters, self.settings.expert_parallel
+        own = adapters.get(part, 0) / self._num_layers(part)
+        of_experts = self._adapters_of_experts if layer.experts else 0.0
+        rest, experts = (0, 0) if trained and not self._trains_weights[part] else layer.units(sharing)
+        if sharing == 1:
+            return rest + own + of_experts, 0
+        return rest + own, experts + of_experts / sharing
 
     def layer_bytes(self, part: str, layer: LayerShape) -> int:
         """Bytes that a layer keeps for each token (or patch) for its backward pass."""
@@ -581,19 +576,12 @@ class MemoryModel:
 
     def _mlp(self, part: str, layer: LayerShape) -> int:
         """Bytes that an MLP keeps for each position."""
-        c, trained = self._c, self._trains_experts
+        c = self._c
         if layer.experts:
-            row = c * layer.mlp_width * (2 + trained) + c * layer.width * trained + ROUTED_BYTES
             shared = layer.shared_width and c * (layer.shared_width * (3 + self._trains[part]) + layer.width + 1)
-            return math.ceil(self._rows(layer) * row) + 4 * layer.experts + shared
+            return self._experts(layer).kept + shared
         return c * layer.mlp_width * ((3 if layer.gated else 1) + self._trains[part])
 
-    def _rows(self, layer: LayerShape) -> float:
-        """Rows of a token in a layer's experts: its choices or, where ranks share experts, the room for as many."""
-        sharing = self.settings.expert_parallel
-        most = sharing * min(layer.experts_per_token, layer.experts // sharing)
-        return min(CAPACITY * layer.experts_per_token, most) if sharing > 1 else layer.experts_per_token
-
-    def _largest(self, layers: Sequence[LayerShape]) -> int:
-        """Parameters that a rank gathers of the largest layer."""
-        return max(sum(layer.units(self.settings.expert_parallel)) for layer in layers)
+    def _experts(self, layer: LayerShape) -> ExpertBytes:
+        return ExpertBytes(layer, self._c, self._trains_experts, self._adapters_of_experts,
+                           self.settings.expert_parallel)
