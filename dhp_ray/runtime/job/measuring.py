@@ -83,7 +83,8 @@ def measure_here(
             group = WorkerGroup([WorkerHandle(slot, pool.replace(slot)) for slot in range(num_ranks)])
             describe(group, Folder(folder), accelerator.name)
             for number, mode in enumerate(modes):
-                parts = ("images" if memory.shape.vision else "packs", "rings") if number else PARTS  # links: once
+                parts = (("images" if memory.shape.vision else "packs", "rings") if number else  # links: once
+                         tuple(part for part in PARTS if memory.shape.vision or part != "images"))
 
                 def tell(part: str, done: int, of: tuple[str, ...] = parts, before: int = number,
                          sync: str = mode.sync) -> None:
