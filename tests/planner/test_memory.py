@@ -138,17 +138,31 @@ def test_predicted_peaks_of_internvl_are_the_traced_ones(
         check("InternVL3-1B", settings_of(mode, recomputes, frozen), seed, 1, num_layers=2, largest=TILES)
 
 
+def with_windows(window: int, **settings: int) -> PreTrainedConfig:
+    """Four layers of a Qwen3-4B, of which three attend within a window."""
+    tree = published_config("Qwen3-4B", 4).to_dict()
+    return Qwen3Config.from_dict(tree | {"use_sliding_window": True, "sliding_window": window, "layer_types": [
+        *["sliding_attention"] * 3, "full_attention"]} | settings)
+
+
 @pytest.mark.parametrize(("mode", "recomputes", "seed", "degree", "window"), [
     ("step", False, 2, 1, 1024), ("step", False, 1, 3, 4096), ("micro_batch", "selective", 2, 3, 256),
     *slow(("step", "selective", 3, 8, 4096), ("micro_batch", True, 1, 2, 1024), ("micro_batch", False, 4, 5, 4096))])
 def test_predicted_peaks_with_sliding_windows_are_the_traced_ones(
     mode: str, recomputes: bool | str, seed: int, degree: int, window: int
 ) -> None:
-    tree = published_config("Qwen3-4B", 4).to_dict()
-    config = Qwen3Config.from_dict(tree | {"use_sliding_window": True, "sliding_window": window, "layer_types": [
-        *["sliding_attention"] * 3, "full_attention"]})
+    config = with_windows(window)
     with world_of(mode):
         check_config(config, meta_model(config).shape, settings_of(mode, recomputes, ()), seed, degree)
+
+
+def test_a_kernel_has_room_for_what_windows_of_many_short_sequences_look_back_on() -> None:
+    """Seven times as many keys as queries. The vocabulary is small, so that a layer needs more than the loss."""
+    config, settings = with_windows(1024, vocab_size=1024), settings_of("step", "selective", ())
+    found = traced(config, [(256, ())] * 40, settings, 8)
+    moments = MemoryModel(meta_model(config).shape, settings).moments(found.load)
+    moments.pop("update")
+    assert found.pack_bytes <= max(sum(terms.values()) for terms in moments.values()) < 1.1 * found.pack_bytes
 
 
 @pytest.mark.parametrize(("name", "mode", "recomputes", "degree", "share"), [

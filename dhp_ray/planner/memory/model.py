@@ -380,7 +380,8 @@ class MemoryModel:
         yield "attention backward", under_way | {
             "layer, recomputed": again * positions, "gradients of weights": 3 * weights,
             "layer, backward": (gradient - gone) * positions + self._attention(layer, positions, load),
-            "attention workspace": workspace_bytes(layer, positions, pieces, c, self.settings.device)}
+            "attention workspace": workspace_bytes(layer, positions, positions + self._looked_back_on(layer, load),
+                                                   pieces, c, self.settings.device)}
         yield "end of a layer", {
             "gathered: a layer": 3 * c * rest if shared else self._gathered(part, 3, 1),
             "gradients in transit": shared_reduced,
