@@ -55,16 +55,18 @@ class Window(TensorFields):
 def window_of(layout: PackLayout, member: int, size: int) -> Window:
     """A member's part of attention within a window of `size` tokens."""
     sequences = by_sequence(layout)
-    wanted = [[piece for pieces in sequences for piece in _looked_back_on(pieces, other, size)]
-              for other in range(layout.degree)]
-    received = sorted(wanted[member], key=lambda piece: piece.member)
-    ends = accumulate((piece.stop - piece.start for piece in received), initial=layout.num_tokens(member))
-    places = {piece: first for piece, first in zip(received, ends)}
+    received = sorted((piece for pieces in sequences for piece in _looked_back_on(pieces, member, size)),
+                      key=lambda piece: piece.member)
+    sent = [[piece for pieces in sequences for piece in _looked_back_on(
+        [piece for piece in pieces if piece.member in (member, other)], other, size)] for other in range(layout.degree)]
+    end, received_of = layout.num_tokens(member), [list[tuple[int, int, int]]() for _ in sequences]
+    for piece in received:
+        received_of[piece.sequence].append((piece.start, piece.stop, end))
+        end += piece.stop - piece.start
     a, w, b = list[slice](), list[Rows](), list[Rows]()
-    for pieces in sequences:
+    for pieces, others in zip(sequences, received_of):
         own = [piece for piece in pieces if piece.member == member]
-        held = [(piece.start, piece.stop, piece.first_row) for piece in own]
-        held += [(piece.start, piece.stop, places[piece]) for piece in received if piece.sequence == pieces[0].sequence]
+        held = sorted([(piece.start, piece.stop, piece.first_row) for piece in own] + others)
         for piece in own:
             cuts = [piece.start, *range(piece.start // size * size + size, piece.stop, size), piece.stop]
             for start, stop in pairwise(cuts):
@@ -72,14 +74,14 @@ def window_of(layout: PackLayout, member: int, size: int) -> Window:
                 queries = torch.arange(first, first + stop - start)
                 a.append(slice(first, first + stop - start))
                 if (between := max(0, stop - size)) < start:
-                    w.append((queries, _rows(sorted(held), between, start)))
+                    w.append((queries, _rows(held, between, start)))
                 if start >= size and stop - start > 1:
-                    b.append((queries[:-1].flip(0), _rows(sorted(held), start - size + 1, stop - size).flip(0)))
+                    b.append((queries[:-1].flip(0), _rows(held, start - size + 1, stop - size).flip(0)))
     return Window(
         segments=(Segments.of(Blocks(tuple(a), tuple(a), causal=True)), _segments(w, False), _segments(b, True)),
         send_rows=tuple(torch.cat([torch.zeros(0, dtype=torch.int64), *(
             torch.arange(piece.first_row, piece.first_row + piece.stop - piece.start)
-            for piece in pieces if piece.member == member)]) for pieces in wanted),
+            for piece in pieces)]) for pieces in sent),
         receive_counts=tuple(sum(piece.stop - piece.start for piece in received if piece.member == other)
                              for other in range(layout.degree)))
 
