@@ -3,7 +3,7 @@
     session (sync=step)          packs, images, rings, ... -> constants of compute, ring, fixed_s
     session (sync=micro_batch)   images (else packs), rings       -> fixed_s, update_s and latency_s of micro_batch
 
-If only one mode is measured, all constants are those of this mode. `group_s` is derived from the
+If only one mode is measured, all constants are those of this mode. `group_s` and `window_s` are derived from the
 model's shape and what is known of the device, and so are, on one rank, the constants that need several; they are listed
 under `measured.derived`.
 """
@@ -109,13 +109,14 @@ def measured_cost(
         of_images = [pack for pack in packs if pack.has_images and sync == "micro_batch"]  # `fixed_of_micro_batch`
         if packs := of_images or packs:
             rings[sync] = fit_ring(packs, compute, ring_bytes_per_token(memory), links,
-                                   fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync))
+                                   fixed[sync] if sync == "micro_batch" else None, rings.get(main_sync),
+                                   derived.window_s)
     ring = rings.get(main_sync)
     bandwidth = _bandwidth(links, ring.constants["slowness"] if ring else 1.0, derived)
     latency = {sync: fit.constants["latency_s"] for sync, fit in rings.items()}
     not_measured = [f"bandwidth_bytes_per_s.{kind}" for kind, table in links._asdict().items() if not table]
     not_measured += ["forward", *["vision_forward"] * bool(memory.shape.vision)]
-    not_measured += ["group_s", *["latency_s", "overlap"] * (ring is None)]
+    not_measured += ["group_s", *["window_s"] * bool(derived.window_s), *["latency_s", "overlap"] * (ring is None)]
     of_compute: dict[str, Any] = dict(compute.constants)
     cost = CostModel(
         **of_compute, name=name, source=f"jobs/measure.py on {device_words(origin.device)}",
@@ -124,7 +125,7 @@ def measured_cost(
         update_s=seen["micro_batch"].fixed_s if "micro_batch" in seen else 0.0,
         latency_s=latency.get(main_sync, derived.latency_s), latency_s_by_sync=latency if len(latency) > 1 else {},
         overlap=ring.constants["overlap"] if ring else derived.overlap, group_s=derived.group_s,
-        forward=forward_pass_share(memory), vision_forward=vision_forward_share(memory),
+        window_s=derived.window_s, forward=forward_pass_share(memory), vision_forward=vision_forward_share(memory),
         resident_bytes=float(sum(memory.resident().values())),
         memory_bytes_per_token=sum(memory.memory(memory.worst_load(tokens)).pack.values()) / tokens)
     cost = replace(cost, feature_bytes=with_encoder_apart(cost, memory, tokens).feature_bytes)

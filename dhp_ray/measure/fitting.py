@@ -4,6 +4,7 @@
     a message            seconds = waiting + bytes / bandwidth, by degree and link
     a pack's ring        seconds - compute / d = latency_s (d - 1) + max(0, slowness (d - 1) bytes / d / bandwidth
                                                                             - overlap (d - 1) / d * attention / d)
+                                                 + window_s, which is known
 
 Every constant is at least 0. Errors are relative to the measured time, so a short pack counts as much as a long one.
 `slowness`, at least 1, is the time of an exchange beside compute over its time alone, with all else that a ring does
@@ -195,7 +196,7 @@ def fit_links(by_rank: Sequence[Sequence[Exchanged]]) -> Links:
 
 def fit_ring(
     packs: Sequence[PackSeconds], compute: Fit, bytes_per_token: float, links: Links, gathers_s: float | None = None,
-    known: Fit | None = None,
+    known: Fit | None = None, window_s: float = 0.0,
 ) -> Fit:
     """Fit `slowness`, `overlap` and `latency_s` to packs on several ranks: of the points of a grid as good as the best,
     that with the least slowness, then overlap. `gathers_s`: seconds that a micro-batch adds to its packs; None:
@@ -206,7 +207,7 @@ def fit_ring(
                       for pack in packs])
     bandwidth = np.array([links[pack.across][pack.degree] for pack in packs])
     transfer = (degree - 1) / degree * bytes_per_token * np.array([pack.tokens for pack in packs]) / bandwidth
-    own_s = np.array([compute.seconds(pack) for pack in packs])
+    own_s = np.array([compute.seconds(pack) for pack in packs]) + window_s
     attention = compute.constants["quadratic_s"] * np.array([pack.amounts[0, 0] for pack in packs])
     hidden = (degree - 1) / degree * attention
 

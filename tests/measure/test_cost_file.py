@@ -85,6 +85,17 @@ def test_one_rank_takes_what_it_cannot_measure_from_what_is_known() -> None:
                                                      "forward", "vision_forward", "group_s", "latency_s", "overlap"]
 
 
+def test_what_windows_exchange_is_known_and_no_latency() -> None:
+    """1 ms of what two ranks wait for in a ring."""
+    known = replace(KNOWN, window_s=1e-3)
+    one, two = (measured_cost([MeasuredSession(of, results_of(of))], origin(), MEMORY, known, "known")
+                for of in (replace(SPEC, nodes=(0,)), SPEC))
+    assert (one.cost.window_s, one.cost.latency_s) == (1e-3, KNOWN.latency_s)
+    without = measured_cost([MeasuredSession(SPEC, results_of(SPEC))], origin(), MEMORY, KNOWN, "known")
+    assert (two.cost.window_s, two.cost.latency_s) == (1e-3, pytest.approx(without.cost.latency_s - 1e-3))
+    assert two.sections["measured"]["derived"] == [*without.sections["measured"]["derived"], "window_s"]
+
+
 def test_links_across_nodes_are_their_own() -> None:
     found = measured(nodes=(0, 0, 1, 1))
     assert found.cost.bandwidth_bytes_per_s["intra"][2] == pytest.approx(5e8, rel=0.1)
