@@ -100,8 +100,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackC
 def window_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, context: PackContext) -> Tensor:
     """`ring_attention` in which a token attends to the window of `context` alone."""
     query, key, value = _rows_of(q, k, v, context)
-    window, rows = context.window, torch.stack((key, value), 1)
-    assert window is not None
+    if (window := context.window) is None:
+        raise ValueError("attention within a sliding window: the pack's context has no window; allowed: window_of(...)")
+    rows = torch.stack((key, value), 1)
     if window.exchanges:
         assert context.link is not None
         received = exchange_rows(rows.flatten(1), window.send_rows, window.receive_counts, context.link,

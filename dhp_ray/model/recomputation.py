@@ -3,7 +3,8 @@
 torch's checkpoint runs such a layer again in the backward pass. Experts must not be chosen again, since scores that
 differ in their last bit may choose others. And with `attention`, a layer of the language model keeps the output of
 attention and its log-sum-exp: of long sequences attention is the largest part of a layer, and between ranks it is an
-exchange. A gated delta net keeps the outputs and states of its runs. (An encoder's images are short.)
+exchange. A gated delta net keeps the outputs and states of its runs. Within a sliding window keys and values are
+exchanged again, since those that a member has received are not kept. (An encoder's images are short.)
 
     first run    norm, queries, keys, values, attention, product, MLP       kept: input, output and log-sum-exp
     second run   norm, queries, keys, values,          , product, MLP       attention neither computes nor exchanges

@@ -92,6 +92,12 @@ def test_rows_travel_once_and_no_more_of_them_than_the_window_spans() -> None:
         [], [1, 2, 3, 4, 5, 6]]
 
 
+def test_a_context_without_a_window_is_refused() -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="context has no window"):
+        window_attention(q, q, q, SCALE, PackContext(PackLayout((3,), 1)))
+
+
 def model_errors(rank: int, settings: dict[str, object], recompute: bool) -> dict[str, float]:
     """Of all gradients of a pack on all ranks, from plain transformers' of its sequences."""
     world = dist.get_world_size()

@@ -41,7 +41,7 @@ and back during the backward pass, which is the rest. So ranks wait only for wha
 Or the share s(t) of its layers is recomputed (`recomputation`): their forward passes run again, but for attention and
 what it exchanges, whose results are kept (`model/recomputation.py`); the latency of its messages counts again.
 
-    rest  = linear_s * sum s / (d v) + pack_s + (d - 1) latency_s
+    rest  = linear_s * sum s / (d v) + pack_s + (d - 1) latency_s + window_s
     again = s(t) * (forward * rest + vision_forward * encode)                of images only if the encoder is trained
 
 If images are encoded apart from the packs (`timeline.EncoderTimeline`), `vision_forward` is the share of their time
