@@ -26,6 +26,7 @@ def test_settings_are_handed_on_whole() -> None:
     settings = Settings.of(["device=cpu", "preset=3b", "parts=abort,step", "out=somewhere", "limit_s=2.5"])
     assert Settings.of(settings.arguments()) == settings
     assert settings.out == Path.cwd() / "somewhere"
+    assert Settings.of(["parts=step,abort,step"]).parts == ("step", "abort")
     assert sum(LIMITS_S.values()) == sum(WORLD_LIMITS_S.values()) == 600
 
 

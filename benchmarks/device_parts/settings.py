@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LIMITS_S = {"tests": 150, "attention": 35, "step": 150, "synchronisations": 25, "parity": 40, "abort": 50, "nccl": 150}
 """Seconds after which a part is ended, in the order in which they run; ten minutes together."""
@@ -48,18 +49,18 @@ class Settings:
             if not equals or key not in DEFAULTS:
                 raise SettingsError(f"got {argument!r}; allowed: key=value with key of {', '.join(DEFAULTS)}")
             values[key] = value
-        parts = tuple(filter(None, values["parts"].split(","))) or tuple(limits_s)
+        parts = tuple(dict.fromkeys(filter(None, values["parts"].split(",")))) or tuple(limits_s)
         for key, given, allowed in (("device", [values["device"]], DEVICES), ("preset", [values["preset"]], PRESETS),
                                     ("parts", parts, tuple(limits_s))):
             for value in given:
                 if value not in allowed:
                     raise SettingsError(f"{key}: got {value!r}; allowed: {', '.join(allowed)}")
-        numbers = {}
-        for key, kind, allowed in (("limit_s", float, "seconds"), ("groups", int, "a number")):
+        numbers: dict[str, Any] = {}
+        for key, kind, wanted in (("limit_s", float, "seconds"), ("groups", int, "a number")):
             try:
                 numbers[key] = kind(values[key])
             except ValueError:
-                raise SettingsError(f"{key}: got {values[key]!r}; allowed: {allowed}") from None
+                raise SettingsError(f"{key}: got {values[key]!r}; allowed: {wanted}") from None
         device = values["device"]
         if device == "auto":
             device = "cpu" if _without_cuda() else "cuda"
