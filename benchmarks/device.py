@@ -57,21 +57,23 @@ def main(argv: list[str]) -> int:
         settings = Settings.of(given[1:], WORLD_LIMITS_S) if in_world else Settings.of(given)
         if lack := settings.lack():
             raise SettingsError(f"device: got cuda, but {lack}; allowed here: cpu, auto")
+        if in_world:
+            from benchmarks.device_parts.torchrun import Together
+
+            together = Together(settings)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
     from benchmarks.device_parts.processes import run_parts, summary
 
-    if in_world:
-        from benchmarks.device_parts.torchrun import Together
-
-        run = Together(settings).run_part
-        if os.environ["RANK"] != "0":  # which tells for all
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    records = run_parts(settings, ["python benchmarks/device.py", *argv], run if in_world else None)
+    tells = not in_world or os.environ["RANK"] == "0"  # alone: torchrun would end it as soon as another rank failed
+    if not tells:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    command = ["torchrun" if in_world else "python", "benchmarks/device.py", *argv]
+    records = run_parts(settings, command, together.run_part if in_world else None)
     print(summary(settings, records))
-    return 1 if any(record["status"] == "failed" for record in records) else 0
+    return 1 if tells and any(record["status"] == "failed" for record in records) else 0
 
 
 if __name__ == "__main__":

@@ -260,6 +260,14 @@ def test_a_setting_that_is_wrong_is_an_error_of_one_line(argument: str, said: st
     assert process.stderr == f"error: {said}\n"
 
 
+def test_a_world_of_one_rank_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    process = run("world", "device=cpu", "parts=messages")
+    assert process.returncode == 2
+    assert process.stderr == "error: world: got 1 rank; allowed: two or more\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_an_error_of_one_line() -> None:
     process = run("device=cuda")

@@ -116,8 +116,7 @@ def main(part: str, command: str, arguments: list[str]) -> int:
     begin = time.monotonic()
     record = Record(settings.out, part, command, settings.device)
     try:
-        module = importlib.import_module(f"benchmarks.device_parts.{MODULES.get(part, part)}")
-        said = getattr(module, part if part in WORLD_LIMITS_S else "run")(settings, record)
+        said = importlib.import_module(f"benchmarks.device_parts.{MODULES.get(part, part)}").run(settings, record)
         status = "done"
     except NotRun as reason:
         status, said = "not run", str(reason)

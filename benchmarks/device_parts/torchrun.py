@@ -18,14 +18,18 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from benchmarks.device_parts.processes import ROOT, run_part
 from benchmarks.device_parts.record import write
-from benchmarks.device_parts.settings import WORLD_LIMITS_S, Settings
+from benchmarks.device_parts.settings import WORLD_LIMITS_S, Settings, SettingsError
 from dhp_ray.comm.device import ACCELERATORS, Accelerator
 from dhp_ray.comm.world import init_world, meet, open_store
 from tests import async_backend
 
 TIMEOUT = timedelta(seconds=60)
+COMPILES = timedelta(minutes=10)
+"""How long the planner may at most."""
 GRACE_S = 5.0
 """What the other ranks' children have once a part is over."""
 
@@ -35,10 +39,17 @@ class Together:
 
     def __init__(self, settings: Settings) -> None:
         self._rank, self._num_ranks = place()
+        if self._num_ranks < 2:
+            raise SettingsError("world: got 1 rank; allowed: two or more")
+        here, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if settings.device == "cuda" and here > devices:
+            raise SettingsError(f"world: got {here} ranks on a machine whose devices are {devices}; allowed: a device "
+                                "for each rank")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # from torchrun: its child ends too
-        if self._rank == 0:  # compiling the planner takes a minute, once, while other parts run
+        self._compiling: subprocess.Popen[bytes] | None = None
+        if self._rank == 0 and "speed" in settings.parts:  # a minute, once, while other parts run
             program = "from dhp_ray.planner import warm_up; warm_up()"
-            subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.DEVNULL)
+            self._compiling = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.DEVNULL)
         self._store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT)
         if variable := ACCELERATORS[settings.device].visible:
             local, listed = int(os.environ["LOCAL_RANK"]), os.environ.get(variable)
@@ -49,6 +60,11 @@ class Together:
         if self._rank:
             settings = replace(settings, out=settings.out / f"rank-{self._rank}")
             settings.out.mkdir(parents=True, exist_ok=True)
+        if part == "speed":  # which plans
+            if self._compiling:
+                self._compiling.wait()
+                self._store.set("compiled", "")
+            self._store.wait(["compiled"], COMPILES)
         over_since: list[float] = []
 
         def is_over() -> bool:

@@ -29,6 +29,7 @@ from dhp_ray.comm.pack_communicator import PackCommunicator, Pending
 from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import gather_over_ranks, numbers_of_ranks
 from dhp_ray.comm.transport import Transport
+from dhp_ray.comm.world import meet
 from dhp_ray.model.attention import PackContext, ring_attention
 from dhp_ray.model.build import meta_model
 from dhp_ray.model.fused import operators_of
@@ -52,6 +53,20 @@ SYNCS = ("micro_batch", "step")
 TOKENS_PER_RANK = {"cuda": 16384, "cpu": 128}
 SEQUENCES_PER_RANK, CPU_SHORTER = 8, 64
 """Lengths of a batch are those of `benchmarks/planner.py`; on the CPU divided by the second number."""
+
+
+def run(settings: Settings, record: Record) -> str:
+    """A rank that ends takes with it what it has not sent yet: all ranks that are left end together."""
+    part, (rank, num_ranks) = record.tree["part"], place()
+    said, wrong = "", None
+    try:
+        said = PARTS[part](settings, record)
+    except CheckError as error:
+        wrong = error
+    meet(store(), f"{part}/end", part, rank, range(num_ranks - (part in LOSES_ONE)), TIMEOUT)
+    if wrong:
+        raise wrong
+    return said
 
 
 def degrees(settings: Settings, record: Record) -> str:
@@ -227,8 +242,6 @@ def lost(settings: Settings, record: Record, part: str, by: signal.Signals) -> s
     wait = aborts.ended_wait(device)
     if wrong := aborts.written(record, f"{accelerator.backend}, peer is {part}", settings.device, wait):
         raise CheckError("; ".join(wrong))
-    store().set(f"{part}/ended-{rank}", "")
-    store().wait([f"{part}/ended-{other}" for other in range(num_ranks - 1)])  # rank 0's end is the part's
     return f"rank 0 saw nothing for {wait.answers.blocked_s:.1f} s; its abort took {1e3 * wait.ended_s:.0f} ms"
 
 
@@ -281,3 +294,9 @@ def cost_of(accelerator: Accelerator, preset: str, sync: str) -> CostModel:
                          MemorySettings(sync=sync, world_size=num_ranks, precision="bf16", recomputes=True))
     return derived_cost(memory, device, -(-num_ranks // int(os.environ["LOCAL_WORLD_SIZE"])),
                         operators_of(accelerator.name) is not None)
+
+
+LOSES_ONE = ("killed", "stopped")
+PARTS: dict[str, Callable[[Settings, Record], str]] = {
+    "degrees": degrees, "engines": engines, "messages": messages, "ring": ring, "groups": groups, "killed": killed,
+    "stopped": stopped, "speed": speed}
