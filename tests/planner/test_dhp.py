@@ -97,7 +97,7 @@ def test_unequal_ranks_are_no_reason_to_cross_nodes(lengths, num_ranks, ranks_pe
     samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
     problem = checked_problem(samples, ClusterSpec(num_ranks, ranks_per_node, 32768, speeds), RING, sync="micro_batch")
     problem = bounded(problem)
-    as_equal = Rounds(problem, problem.nominal_machine).shortest(np.inf, 1, 1, 40)
+    as_equal = Rounds(problem, problem.nominal_machine).shortest(np.inf, [1], 1, 40)
     assert time_of(problem, dhp(problem)) <= max(time_of(problem, as_equal) * (1 + 1e-9), near_s(problem))
 
 
@@ -155,6 +155,10 @@ ODD = {
     # 20 packs on 3 ranks each leave 13 ranks unused; 10 on 7 leave three (1.13 times `static_best`)
     "unused": ([40_000] * 20, ClusterSpec(73, 4, 40_000), ALL_TO_ALL),
     # a step of milliseconds, behind which nothing else was tried (1.06 times `dhp_paper`)
+    # 18 on single ranks, then 8 in packs of two: a least degree for each micro-batch (1.04 times `pow2`)
+    "mixed": ([552] * 26, ClusterSpec(6, 4, 2048), RING),
+    # 6 giants, twice three on 23 ranks: a third of all ranks is no least degree of large batches (1.12 times `dhp_paper`)
+    "thirds": ([469_220] * 6 + [8000] * 67, ClusterSpec(70, 12, 40_000), RING),
     "short": ([22, 40, 54, 75], ClusterSpec(16, 8, 2048), replace(RING, fixed_s=1e-3, pack_s=1e-4, latency_s=1e-4)),
 }
 

@@ -73,7 +73,7 @@ def test_plans_hold_each_sequence_once_in_memory_and_are_shorter_than_asked_for(
         return
     problem = bounded(problem_of(samples, cluster, cost, "micro_batch"))
     rounds = Rounds(problem, problem.machine)
-    schedule = rounds.shortest(np.inf, least, 1, 13)
+    schedule = rounds.shortest(np.inf, [least], 1, 13)
     if schedule is None:
         return
     assert sorted(schedule.rows.tolist()) == list(range(len(samples)))
@@ -81,7 +81,7 @@ def test_plans_hold_each_sequence_once_in_memory_and_are_shorter_than_asked_for(
     assert (held <= np.diff(schedule.first_rank) * 2000).all()
     seconds = time_of(problem, schedule)
     assert seconds >= problem.lower_bound_s * (1 - 1e-9)
-    shorter = rounds.shortest(seconds * 0.999, least, 4, 40)
+    shorter = rounds.shortest(seconds * 0.999, [least], 4, 40)
     assert shorter is None or time_of(problem, shorter) < seconds
 
 

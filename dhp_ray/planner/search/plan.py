@@ -24,9 +24,9 @@ from dhp_ray.planner.search.targets import STEPS, shortest_under_targets, with_g
 from dhp_ray.planner.search.ways import ways_of
 from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
-LEAST_DEGREES = (1, 2, 3, 4, 6, 8)
-"""Packs have at least so many ranks, or all ranks (of a small batch also any whole part of all ranks); with sync=step,
-both all packs and those of sequences that one rank does not end by the target."""
+LEAST_DEGREES, PARTS = (1, 2, 3, 4, 6, 8), 8
+"""Packs have at least so many ranks, or all ranks or up to a PARTS-th of them (of a small batch any part); with
+sync=step, both all packs and those of sequences that one rank does not end by the target."""
 
 SMALL, ORDERS = 2_000, 16
 """Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
@@ -44,7 +44,8 @@ searches of micro-batches say that they have spent.
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
-partial plans exceed WORK. Narrow searches, which keep one, after the first try a NARROWth of the limits."""
+partial plans exceed WORK. Narrow searches after the first, and all with several least degrees, try a NARROWth of the
+limits."""
 
 BUDGET, TRIAL_S, MOST = 0.02, 2e-8, 5_000
 """The improver may take this share of the bound, at TRIAL_S for each operation of a trial; and its most trials."""
@@ -152,8 +153,9 @@ def is_large(problem: Problem) -> bool:
 
 def least_degrees(problem: Problem) -> list[int]:
     num_ranks = problem.cluster.num_ranks
-    parts = range(1, num_ranks + 1) if is_small(problem) else (1,)
-    return sorted({least for least in LEAST_DEGREES if least < num_ranks} | {num_ranks // count for count in parts})
+    parts = num_ranks if is_small(problem) else min(PARTS, num_ranks)
+    return sorted({least for least in LEAST_DEGREES if least < num_ranks}
+                  | {num_ranks // count for count in range(1, parts + 1)})
 
 
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
@@ -204,19 +206,21 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 
 def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
-    """Plans of `micro_batch`: narrow searches of every way, then wide ones like the plain start and the best; and the
-    same with higher least degrees."""
+    """Plans of `micro_batch`, without a least degree, then with the one that suits each micro-batch, then with one for
+    all. Each time narrow searches of every way, which keep one partial plan, then wide ones like the plain start and
+    the best: with one for all only if the narrow ones found a shorter plan."""
     found = list[Timed]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
     width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * hidden_s(problem)
+    fewer = max(4, count // NARROW)
 
-    def search(rounds: Rounds, least: int, width: int, limits: int) -> bool:
+    def search(rounds: Rounds, degrees: list[int], width: int, limits: int) -> bool:
         nonlocal best_s, left_s
         if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or (left_s <= 0 and found):
             return False
         below_s = problem.cost.fixed_s + (best_s - problem.cost.fixed_s) * (1 - SHORTER)
         waste = min(WASTE, best_s / problem.lower_bound_s)
-        made = rounds.shortest(below_s, least, width, limits, waste)
+        made = rounds.shortest(below_s, degrees, width, limits, waste)
         left_s -= rounds.spent_s
         if not made or (start := timed(problem, made)).seconds in [each.seconds for each in found]:
             return False
@@ -224,17 +228,16 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         is_best, best_s = start.seconds < best_s, min(best_s, start.seconds)
         return is_best
 
-    searches, degrees = [rounds for way in ways for rounds in rounds_on(way)], least_degrees(problem)
-    plain = best = searches[0], 1
-    wide = set[tuple[Rounds, int]]()
-    for some in (degrees[:1], degrees[1:]):
-        for least, rounds in product(some, searches):
-            if search(rounds, least, 1, count if (rounds, least) == plain else max(4, count // NARROW)):
-                best = rounds, least
-        for each in dict.fromkeys([plain, best]):
-            if width > 1 and each not in wide:
-                wide.add(each)
-                search(*each, width, count)
+    searches, least = [rounds for way in ways for rounds in rounds_on(way)], least_degrees(problem)
+    plain = best = searches[0]
+    for degrees in ([1], least, *([each] for each in least[1:])):
+        is_shorter, most = False, count if degrees == [1] else fewer
+        for rounds in searches:
+            if search(rounds, degrees, 1, most if rounds is plain else fewer):
+                best, is_shorter = rounds, True
+        if width > 1 and (is_shorter or degrees is least):
+            for each in dict.fromkeys([plain, best]):
+                search(each, degrees, width, most)
     return found
 
 

@@ -6,7 +6,9 @@ share for encoding, and the remainder for the rest of a pack (`ENCODE_FACTORS` o
 The largest sequence that is left is in the next micro-batch. Limits are tried down to its least time; those are
 followed with the least sum of the micro-batch's time and `waste` times the bound of what it leaves. A micro-batch takes
 sequences largest first, each to the pack with the least time left that holds it; else on the fewest unused ranks on
-which it ends by the limit. Then the limit is bisected for the same sequences.
+which it ends by the limit. Then the limit is bisected for the same sequences. Where several least degrees of packs are
+tried, each micro-batch takes the one that suits it: large sequences on many ranks in one, small ones on single ranks in
+the next.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import SearchBatch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
-CALL_S, LOOK_S, PUT_S = 2.5e-4, 5e-8, 1e-6
+CALL_S, LOOK_S, PUT_S = 1.25e-4, 2.5e-8, 5e-7
 """Seconds of a call that fills micro-batches, of a look at a sequence, and of putting one into a pack, about."""
 
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
@@ -62,12 +64,13 @@ class Partial(NamedTuple):
 
 
 class Next(NamedTuple):
-    """A limit of the micro-batch after a partial plan, and encoding's share of it; ranked by seconds so far and those
-    of what is left times `waste`."""
+    """A limit of the micro-batch after a partial plan, encoding's share of it, the least degree of its packs, and how
+    many sequences it leaves; ranked by seconds so far and those of what is left times `waste`."""
 
     rank_s: float
     limit_s: float
     share: float
+    least: int
     number: int
     partial: Partial
 
@@ -109,10 +112,12 @@ class Rounds:
         self.spent_s = 0.0
 
     def shortest(
-        self, below_s: float, least: int, width: int, limits: int, waste: float = WASTE, most_s: float = np.inf
+        self, below_s: float, degrees: Sequence[int], width: int, limits: int, waste: float = WASTE,
+        most_s: float = np.inf
     ) -> Schedule | None:
         """A plan that is shorter than `below_s`, as far as is known before packs have ranks; none if none is found, or
-        in `most_s`. `waste`: what the micro-batches that are left are assumed to take over their bound."""
+        in `most_s`. degrees: the least degrees that a micro-batch may have. waste: what the micro-batches that are left
+        are assumed to take over their bound."""
         beam, best = [Partial((), 0.0, self.batch.by_work)], Partial((), below_s, self.batch.by_work)
         self.spent_s = 0.0
         most = ENDED * width if width > 1 else 1
@@ -121,15 +126,17 @@ class Rounds:
                 return None
             following = list[Next]()
             for place, partial in enumerate(beam):
-                best = self._ended(partial, best, least)
-                following += self._next(partial, best.seconds, least, limits, waste) if place < width else []
+                for least in degrees:
+                    best = self._ended(partial, best, least)
+                for least in degrees if place < width else ():
+                    following += self._next(partial, best.seconds, least, limits, waste)
             following.sort(key=lambda each: each.rank_s)
             beam, seen = [], set[tuple[float, int]]()
             for each in following:
                 mark = round(each.rank_s, 9), each.number
                 if mark not in seen and len(seen) < most:
                     seen.add(mark)
-                    made = self._made(each, least)
+                    made = self._made(each)
                     if len(made.left):
                         beam.append(made)
                     elif made.seconds < best.seconds:
@@ -138,7 +145,7 @@ class Rounds:
 
     def without_barriers(self, least: int, most_s: float) -> Schedule | None:
         """The packs of a narrow search of at most `most_s` in the order of their micro-batches, for sync=step."""
-        made = self.shortest(np.inf, least, 1, FEW, most_s=most_s)
+        made = self.shortest(np.inf, [least], 1, FEW, most_s=most_s)
         return made._replace(micro_batch=np.zeros_like(made.micro_batch)) if made else None
 
     def _shares(self, rows: np.ndarray) -> list[float]:
@@ -192,12 +199,12 @@ class Rounds:
         so_far_s = partial.seconds + tried[2]
         rank_s = so_far_s + waste * rest_s
         number_left = len(left) - tried[3].astype(np.int64)
-        return [Next(float(rank_s[one]), float(limits[one]), float(shares[one]), int(number_left[one]), partial)
+        return [Next(float(rank_s[one]), float(limits[one]), float(shares[one]), least, int(number_left[one]), partial)
                 for one in np.nonzero(so_far_s + rest_s < below_s)[0]]
 
-    def _made(self, step: Next, least: int) -> Partial:
+    def _made(self, step: Next) -> Partial:
         """A partial plan after its next micro-batch."""
-        partial, args = step.partial, (self.places, least, step.share)
+        partial, args = step.partial, (self.places, step.least, step.share)
         inside = fill(self.batch, partial.left, step.limit_s, *args)[0] >= 0
         rows = partial.left[inside]
         self.spent_s += CALL_S + LOOK_S * len(partial.left) + PUT_S * STEPS * len(rows)
