@@ -195,8 +195,11 @@ class LanguageModel:
         return (area,) * time if is_video else (time * area,)
 
     def layout(self, lengths: Sequence[int], degree: int) -> PackLayout:
-        """Which member of a pack of `degree` ranks holds which tokens of its sequences."""
-        return PackLayout(tuple(lengths), degree, () if self.looks_back is None else zigzag_of_all(lengths, degree))
+        """Which member of a pack of `degree` ranks holds which tokens of its sequences: few pieces where a piece needs
+        what is before it.
+        """
+        few = self.looks_back is not None or self.window is not None
+        return PackLayout(tuple(lengths), degree, zigzag_of_all(lengths, degree) if few else ())
 
     def positions(self, input_ids: Tensor, grids: Tensor, seconds: Tensor | None = None) -> Tensor:
         """Rotary positions (3, L) of one whole sequence `input_ids` (L,) with images and videos of `grids` (N, 3);

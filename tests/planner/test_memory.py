@@ -156,10 +156,10 @@ def test_predicted_peaks_with_sliding_windows_are_the_traced_ones(
         check_config(config, meta_model(config).shape, settings_of(mode, recomputes, ()), seed, degree)
 
 
-def test_a_kernel_has_room_for_what_windows_of_many_short_sequences_look_back_on() -> None:
-    """Seven times as many keys as queries. The vocabulary is small, so that a layer needs more than the loss."""
+def test_a_kernel_has_room_for_all_that_short_chunks_look_back_on() -> None:
+    """Nearly three times as many keys as queries. The vocabulary is small, so that a layer needs more than the loss."""
     config, settings = with_windows(1024, vocab_size=1024), settings_of("step", "selective", ())
-    found = traced(config, [(256, ())] * 40, settings, 8)
+    found = traced(config, [(10_240, ())], settings, 8)
     moments = MemoryModel(meta_model(config).shape, settings).moments(found.load)
     moments.pop("update")
     assert found.pack_bytes <= max(sum(terms.values()) for terms in moments.values()) < 1.1 * found.pack_bytes

@@ -482,9 +482,9 @@ class MemoryModel:
         return self._between_runs(layer, load, self._rule_bytes(layer)) + told / max(1, load.tokens)
 
     def _looked_back_on(self, layer: LayerShape, load: PackLoad) -> int:
-        """The most tokens of other members that a member's two chunks of each sequence look back on."""
+        """The most tokens of other members that a member's two chunks of a pack look back on."""
         in_encoder = layer not in self.shape.language
-        return 0 if in_encoder else min(2 * layer.window * load.sequences, (load.degree - 1) * load.tokens)
+        return 0 if in_encoder else min(2 * layer.window, (load.degree - 1) * load.tokens)
 
     @staticmethod
     def _between_runs(layer: LayerShape, load: PackLoad, row_bytes: int) -> float:
