@@ -154,11 +154,11 @@ ODD = {
     "full": ([2048, *np.random.default_rng(52).integers(60, 512, 45)], ClusterSpec(4, 1, 512), RING),
     # 20 packs on 3 ranks each leave 13 ranks unused; 10 on 7 leave three (1.13 times `static_best`)
     "unused": ([40_000] * 20, ClusterSpec(73, 4, 40_000), ALL_TO_ALL),
-    # a step of milliseconds, behind which nothing else was tried (1.06 times `dhp_paper`)
     # 18 on single ranks, then 8 in packs of two: a least degree for each micro-batch (1.04 times `pow2`)
     "mixed": ([552] * 26, ClusterSpec(6, 4, 2048), RING),
-    # 6 giants, twice three on 23 ranks: a third of all ranks is no least degree of large batches (1.12 times `dhp_paper`)
+    # 6 giants, twice three on 23 ranks: large batches tried no third of all ranks (1.12 times `dhp_paper`)
     "thirds": ([469_220] * 6 + [8000] * 67, ClusterSpec(70, 12, 40_000), RING),
+    # a step of milliseconds, behind which nothing else was tried (1.06 times `dhp_paper`)
     "short": ([22, 40, 54, 75], ClusterSpec(16, 8, 2048), replace(RING, fixed_s=1e-3, pack_s=1e-4, latency_s=1e-4)),
 }
 
