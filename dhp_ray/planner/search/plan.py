@@ -24,9 +24,9 @@ from dhp_ray.planner.search.targets import STEPS, shortest_under_targets, with_g
 from dhp_ray.planner.search.ways import ways_of
 from dhp_ray.planner.timeline import group_creation_s, new_groups, time_of
 
-LEAST_DEGREES, PARTS = (1, 2, 3, 4, 6, 8), 8
-"""Packs have at least so many ranks, or all ranks or up to a PARTS-th of them (of a small batch any part); with
-sync=step, both all packs and those of sequences that one rank does not end by the target."""
+LEAST_DEGREES, PARTS = (1, 2, 4, 8), 4
+"""Packs have at least so many ranks, or all ranks or down to a PARTS-th of them (of a small batch up to eight ranks, or
+any part); with sync=step, both all packs and those of sequences that one rank does not end by the target."""
 
 SMALL, ORDERS = 2_000, 16
 """Sequences x ranks of a small batch, and the shuffled orders in which its sequences are placed, too."""
@@ -153,9 +153,9 @@ def is_large(problem: Problem) -> bool:
 
 def least_degrees(problem: Problem) -> list[int]:
     num_ranks = problem.cluster.num_ranks
-    parts = num_ranks if is_small(problem) else min(PARTS, num_ranks)
-    return sorted({least for least in LEAST_DEGREES if least < num_ranks}
-                  | {num_ranks // count for count in range(1, parts + 1)})
+    degrees, parts = (range(1, max(LEAST_DEGREES) + 1), num_ranks) if is_small(problem) else (LEAST_DEGREES, PARTS)
+    of_parts = {num_ranks // count for count in range(1, min(parts, num_ranks) + 1)}
+    return sorted({least for least in degrees if least < num_ranks} | of_parts)
 
 
 def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
@@ -206,9 +206,9 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 
 def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
-    """Plans of `micro_batch`, without a least degree, then with the one that suits each micro-batch, then with one for
-    all. Each time narrow searches of every way, which keep one partial plan, then wide ones like the plain start and
-    the best: with one for all only if the narrow ones found a shorter plan."""
+    """Plans of `micro_batch`, without a least degree, then with the one that suits each micro-batch, and of a small
+    batch then with one for all. Each time narrow searches of every way, which keep one partial plan; if they found a
+    shorter plan, then wide ones like the plain start and the best."""
     found = list[Timed]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
     width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * hidden_s(problem)
@@ -230,12 +230,13 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
     searches, least = [rounds for way in ways for rounds in rounds_on(way)], least_degrees(problem)
     plain = best = searches[0]
-    for degrees in ([1], least, *([each] for each in least[1:])):
+    alone = [[each] for each in least[1:]] if is_small(problem) else []
+    for degrees in ([1], least, *alone):
         is_shorter, most = False, count if degrees == [1] else fewer
         for rounds in searches:
             if search(rounds, degrees, 1, most if rounds is plain else fewer):
                 best, is_shorter = rounds, True
-        if width > 1 and (is_shorter or degrees is least):
+        if width > 1 and is_shorter:
             for each in dict.fromkeys([plain, best]):
                 search(each, degrees, width, most)
     return found
