@@ -27,8 +27,9 @@ from dhp_ray.planner.schedule import Schedule, by_owner, firsts_of
 from dhp_ray.planner.search.batch import SearchBatch, batch_of
 from dhp_ray.planner.search.placing import cached_groups_of, ranks_of
 
-CALL_S, LOOK_S, PUT_S = 1.25e-4, 2.5e-8, 5e-7
-"""Seconds of a call that fills micro-batches, of a look at a sequence, and of putting one into a pack, about."""
+START_S, CALL_S, LOOK_S = 5e-4, 6e-5, 5e-8
+"""Seconds of placing and timing a plan, of a call that fills micro-batches, and of a look at a sequence, on its own, in
+a pack or on a degree, about."""
 
 LONGEST, SPAN, STEPS, WASTE = 1.2, 4.5, 10, 1.15
 """The longest limit over the seconds of all that is left on its fewest ranks, and over the shortest limit; the steps of
@@ -169,8 +170,8 @@ class Rounds:
                 if partial.seconds + least_s + self.batch.fixed_s >= best.seconds:
                     break
                 high_s = least_s * factor
-                pack, degree, seconds = _tightened(self.batch, rows, least_s, high_s, self.places, least, share)
-                self.spent_s += PUT_S * len(rows) * (1 + STEPS * (len(degree) > 0))
+                pack, degree, seconds, looks = _tightened(self.batch, rows, least_s, high_s, self.places, least, share)
+                self.spent_s += CALL_S + LOOK_S * looks
                 if len(degree):
                     end_s = partial.seconds + seconds + self.batch.fixed_s
                     if end_s < best.seconds:
@@ -190,8 +191,8 @@ class Rounds:
         shares = np.zeros(number)
         if of_images:
             limits, shares = np.tile(limits, 2), np.append(shares, np.resize(of_images, number))
-        tried = _try(batch, left, self.value, limits, self.places, least, shares)  # value, tokens, seconds, sequences
-        self.spent_s += CALL_S + LOOK_S * len(left) * len(limits) + PUT_S * float(tried[3].sum())
+        tried = _try(batch, left, self.value, limits, self.places, least, shares)
+        self.spent_s += CALL_S + LOOK_S * float(tried[4].sum())
         micro_batches = np.maximum(tokens - tried[1], 0.0) / self.most
         micro_batches = np.ceil(micro_batches) if self.whole else micro_batches
         rest_s = np.maximum(np.maximum(value.sum() - tried[0], 0.0) / self.speed, micro_batches * self.gather_s)
@@ -207,13 +208,14 @@ class Rounds:
         partial, args = step.partial, (self.places, step.least, step.share)
         inside = fill(self.batch, partial.left, step.limit_s, *args)[0] >= 0
         rows = partial.left[inside]
-        self.spent_s += CALL_S + LOOK_S * len(partial.left) + PUT_S * STEPS * len(rows)
-        pack, degree, seconds = _tightened(self.batch, rows, step.limit_s / SPAN, step.limit_s, *args)
+        pack, degree, seconds, looks = _tightened(self.batch, rows, step.limit_s / SPAN, step.limit_s, *args)
+        self.spent_s += CALL_S + LOOK_S * looks
         return Partial((*partial.rounds, Round(rows, pack, degree)), partial.seconds + seconds + self.batch.fixed_s,
                        partial.left[~inside])
 
     def _placed(self, rounds: Sequence[Round]) -> Schedule:
         """The packs of all micro-batches on their ranks."""
+        self.spent_s += START_S
         pool, packs = cached_groups_of(self.problem), [by_owner(each.pack, len(each.degree)) for each in rounds]
         degrees = [each.degree for each in rounds]
         return Schedule(
@@ -228,20 +230,21 @@ class Rounds:
 @compiled
 def _tightened(
     batch: SearchBatch, rows: np.ndarray, low_s: float, high_s: float, places: Places, least: int, share: float
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """The pack of each sequence, the degree of each pack, and seconds of a micro-batch of these sequences under the
-    least limit that a bisection finds; no packs if `high_s` is too short."""
-    pack, degree, seconds = fill(batch, rows, high_s, places, least, share)
+) -> tuple[np.ndarray, np.ndarray, float, int]:
+    """What `fill` gives for a micro-batch of these sequences under the least limit that a bisection finds, with all
+    looks; no packs if `high_s` is too short."""
+    pack, degree, seconds, looks = fill(batch, rows, high_s, places, least, share)
     if pack.min() < 0:
-        return pack, degree[:0], np.inf
+        return pack, degree[:0], np.inf, looks
     for _ in range(STEPS):
         middle_s = (low_s + high_s) / 2
-        tighter, of_tighter, tighter_s = fill(batch, rows, middle_s, places, least, share)
+        tighter, of_tighter, tighter_s, more = fill(batch, rows, middle_s, places, least, share)
+        looks += more
         if tighter.min() < 0:
             low_s = middle_s
         else:
             pack, degree, seconds, high_s = tighter, of_tighter, tighter_s, middle_s
-    return pack, degree, max(seconds, batch.rates[1].least_s)
+    return pack, degree, max(seconds, batch.rates[1].least_s), looks
 
 
 @compiled
@@ -275,11 +278,11 @@ def _together_s(batch: SearchBatch, rows: np.ndarray, places: Places, least: int
 @compiled
 def _try(batch: SearchBatch, left: np.ndarray, value: np.ndarray, limits: np.ndarray, places: Places, least: int,
          shares: np.ndarray) -> np.ndarray:
-    """(4, limits): value and tokens inside, seconds, and sequences of a micro-batch under each limit; endless seconds
-    if the largest sequence is not inside."""
-    found = np.zeros((4, len(limits)))
+    """(5, limits): value and tokens inside, seconds, and sequences of a micro-batch under each limit, and looks;
+    endless seconds if the largest sequence is not inside."""
+    found = np.zeros((5, len(limits)))
     for number in range(len(limits)):
-        pack, _, seconds = fill(batch, left, limits[number], places, least, shares[number])
+        pack, _, seconds, found[4, number] = fill(batch, left, limits[number], places, least, shares[number])
         for place in range(len(left)):
             if pack[place] >= 0:
                 found[0, number] += value[left[place]]
@@ -292,23 +295,24 @@ def _try(batch: SearchBatch, left: np.ndarray, value: np.ndarray, limits: np.nda
 @compiled
 def fill(
     batch: SearchBatch, left: np.ndarray, limit_s: float, places: Places, least: int, share: float
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """(the pack of each sequence, -1: it waits; the degree of each pack; seconds)"""
+) -> tuple[np.ndarray, np.ndarray, float, int]:
+    """(the pack of each sequence, -1: it waits; the degree of each pack; seconds; looks)"""
     num_ranks = len(places.speed)
     most = min(num_ranks, len(left))
     pack_of, degree, slowest = np.full(len(left), -1), np.zeros(most, dtype=np.int64), np.zeros(most)
     crosses = np.zeros(most, dtype=np.bool_)
     sums, image_s, seconds, encodes = np.zeros((most, 5)), np.zeros(most), np.zeros(most), np.zeros(most)
     rooms, state = rooms_for(most)  # the work of a sequence that an open pack has time for, roughly
-    used, count, widest, refused = 0, 0, np.inf, np.inf  # the work of the last sequence that waits: one alike does, too
+    looks, used, count, widest = 0, 0, 0, np.inf
+    refused = np.inf  # the work of the last sequence that waits: one alike does, too
     for place in range(len(left)):
         work = batch.work[left[place]]
         if work == refused or (used == num_ranks and work > widest):
             continue
-        item = batch.items[left[place]]
+        item, looks = batch.items[left[place]], looks + 1
         found, after_s, encode_s = first_with(rooms, state, work), 0.0, 0.0
         while found >= 0:
-            pack = int(rooms[OWNER, found])
+            pack, looks = int(rooms[OWNER, found]), looks + 1
             if sums[pack, 4] + item.tokens <= degree[pack] * batch.capacity:
                 encode_s, after_s = _with(batch, sums[pack], image_s[pack], item, degree[pack], slowest[pack],
                                             crosses[pack])
@@ -316,7 +320,8 @@ def fill(
                     break
             found -= 1
         if found < 0:
-            need = _degree(batch, item, limit_s, num_ranks - used, places, used, least, share)
+            need, more = _degree(batch, item, limit_s, num_ranks - used, places, used, least, share)
+            looks += more
             if need == 0:
                 refused = work
                 continue
@@ -331,10 +336,9 @@ def fill(
         sums[pack, 3] += item.vision_s
         sums[pack, 4] += item.tokens
         image_s[pack] = max(image_s[pack], item.image_s)
-        left_s = limit_s - after_s if share == 0.0 else limit_s - min(encode_s, after_s - encode_s)
         rate = batch.rates[degree[pack]]
         transfer_s = rate.across_s if crosses[pack] else rate.inside_s
-        room = left_s / (1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens) * (1 + 1e-9)
+        room = (limit_s - after_s) / (1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens) * (1 + 1e-9)
         if rate.overlap > 0.0:
             room = np.inf if room > 0.0 else room
         low = np.searchsorted(batch.by_tokens, degree[pack] * batch.capacity - sums[pack, 4], side="right")
@@ -345,9 +349,9 @@ def fill(
             add(rooms, state, room, pack)
         widest = largest(rooms, state)
     if count == 0:
-        return pack_of, degree[:0].copy(), np.inf
+        return pack_of, degree[:0].copy(), np.inf, looks
     slot_s = encodes[:count].max() + (seconds - encodes)[:count].max()
-    return pack_of, degree[:count].copy(), max(slot_s, seconds[:count].max())
+    return pack_of, degree[:count].copy(), max(slot_s, seconds[:count].max()), looks
 
 
 @inner
@@ -358,17 +362,23 @@ def _needs_s(encode_s: float, seconds: float, share: float) -> float:
 
 @inner
 def _degree(batch: SearchBatch, item: Item, limit_s: float, most: int, places: Places, used: int,
-            least: int, share: float) -> int:
-    """The fewest of the next ranks on which a sequence ends by the limit; 0: there are too few."""
-    degree, nothing = max(item.minimum_degree, int(item.language_s / (limit_s * places.speed[0]))), np.zeros(5)
-    degree = max(degree, min(least, most), 1)
+            least: int, share: float) -> tuple[int, int]:
+    """The fewest of the next ranks on which a sequence ends by the limit (0: there are too few), and looks."""
+    within_s, nothing = limit_s * places.speed[0], np.zeros(5)
+    if share == 0.0:
+        ranks = (item.language_s + item.vision_s) / within_s
+    elif item.image_s > share * within_s:
+        return 0, 1
+    else:
+        ranks = max(item.language_s / ((1.0 - share) * within_s), item.vision_s / (share * within_s))
+    degree = first = max(item.minimum_degree, int(ranks), min(least, most), 1)
     while degree <= most:
         encode_s, seconds = _with(batch, nothing, 0.0, item, degree, places.speed[used + degree - 1],
                                   used + degree > places.until[used])
         if _needs_s(encode_s, seconds, share) <= limit_s:
-            return degree
+            return degree, degree - first + 1
         degree += 1
-    return 0
+    return 0, max(0, most - first + 1)
 
 
 @inner
