@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from dhp_ray.model.build import meta_model
@@ -19,39 +15,20 @@ from dhp_ray.planner.plan.types import Grid
 from dhp_ray.train.engine import COMPUTE_TYPES
 from dhp_ray.train.pack import pack_loss
 from tests.memory_trace import SilentLink, make_inputs, memory_trace
+from tests.operator_trace import OperatorTrace
 from tests.published_configs import QWEN3, published_config, stored_shape
 
 ELSEWHERE = {"mm", "_grouped_mm", "addmm", "bmm", "convolution", "_flash_attention_forward",
              "_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu",
              "_scaled_dot_product_flash_attention_for_cpu_backward"}
 """Products and attention, which costs count by themselves."""
-VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like",
-         "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "select", "slice", "split",
-         "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
-
-
-class BytesMoved(TorchDispatchMode):
-    """Counts the inputs and outputs of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = function(*arguments, **(options or {}))
-        if function.name().split("::")[1].split(".")[0] not in ELSEWHERE | VIEWS:
-            self.num_bytes += sum(min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
-                                  for leaf in tree_leaves((arguments, options, result)) if isinstance(leaf, Tensor))
-        return result
 
 
 def moved(config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
     """Bytes that a pack of samples (text tokens, grids of images) moves."""
     adapter = meta_model(config)
     inputs, _ = make_inputs(samples, adapter)
-    forward, backward = BytesMoved(), BytesMoved()
+    forward, backward = OperatorTrace(), OperatorTrace()
     adapter.module.to(torch.bfloat16)
     with memory_trace():
         adapter.module.to_empty(device="cpu")
@@ -60,7 +37,8 @@ def moved(config: PreTrainedConfig, samples: Sequence[tuple[int, Sequence[Grid]]
             loss = pack_loss(adapter, on_device, SilentLink(1))
         with backward:
             loss.backward()
-    return Traffic(forward.num_bytes, backward.num_bytes)
+    return Traffic(*(sum(num_bytes for name, num_bytes in trace.moved_bytes.items() if name not in ELSEWHERE)
+                     for trace in (forward, backward)))
 
 
 def of_one_more_layer(name: str, samples: Sequence[tuple[int, Sequence[Grid]]]) -> Traffic:
