@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.counts import MODEL, SEQUENCES, main, pack_counts
+from benchmarks.counts import MODEL, SEQUENCES, end_of_step, main, pack_counts
 from dhp_ray.planner.cost.derived import layer_traffic
+from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, PackLoad
 from tests.planner.test_layer_traffic import ELSEWHERE
 from tests.published_configs import stored_shape
 
@@ -30,3 +31,11 @@ def test_a_fused_layer_moves_what_the_planner_says_and_keeps_attention_alone_whe
     one, two = (pack_counts(layers, "selective") for layers in (1, 2))
     kept = 2 * layer.width + 2 * layer.heads * layer.head_width + 4 * layer.heads  # input, output, log-sum-exp
     assert two.kept_bytes - one.kept_bytes == pytest.approx(kept * num_tokens, rel=0.001)
+
+
+@pytest.mark.seconds
+def test_the_more_ranks_the_fewer_exchanges_end_a_step_within_the_memory_models_term() -> None:
+    trace, taken_bytes = end_of_step(64)
+    assert trace.launched["c10d"] == 2 * 8 + 1  # eight buckets of 64 slices of 64 MiB, and the norm
+    settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False)
+    assert taken_bytes <= sum(MemoryModel(stored_shape(MODEL), settings).moments(PackLoad(1))["update"].values())

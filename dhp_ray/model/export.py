@@ -12,10 +12,10 @@
 A model that exists only in the shards of all ranks is written by all of them:
 
     round     files of all ranks: | f0: r0 | f1: r1 | f2: r2 |, then | f3: r0 | ...
-    gather    parameter by parameter or bucket by bucket, on all ranks; only the rank that writes it keeps it
+    gather    parameter by parameter, on all ranks; only the rank that writes it keeps it
     write     all ranks at the same time; each reads what is not trained from the model's own files
 
-A rank's host holds the file that it writes, in fp32, a bucket, and a parameter while it is cut or transposed.
+A rank's host holds the file that it writes, in fp32, and a parameter while it is cut or transposed.
 """
 
 from __future__ import annotations

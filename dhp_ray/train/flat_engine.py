@@ -23,7 +23,7 @@ from dhp_ray.comm.progress import Progress
 from dhp_ray.comm.ranks import copy_from_rank, numbers_of_ranks
 from dhp_ray.compatibility import all_gather_single, reduce_scatter_single
 from dhp_ray.model.weights import READ_BYTES, Interval, StoredWeights
-from dhp_ray.planner.memory.model import BUCKET_BYTES
+from dhp_ray.planner.memory.model import SLICE_BYTES
 from dhp_ray.train.engine import COMPUTE_TYPES, Engine
 from dhp_ray.train.state.optimizer import OptimizerSettings
 from dhp_ray.train.state.shards import UNFINISHED, Bucket, FlatLayout, Piece, ShardState
@@ -49,14 +49,14 @@ class FlatEngine(Engine):
         world_size: int,
         rank: int,
         precision: str = "fp32",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         initialize: bool = True,
         progress: Progress | None = None,
         weights: StoredWeights | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` counts fp32 gradients;
-        `device` is where the state goes, by default where the parameters are.
+        """Every rank calls this. `world_group` None is for a single rank; `bucket_bytes` counts fp32 gradients, by
+        default SLICE_BYTES for each rank; `device` is where the state goes, by default where the parameters are.
 
         Parameters on the meta device get their values from `weights`: each rank reads its share and gathers the rest,
         and frozen parameters come from a rank that has them, if there is one.
@@ -66,6 +66,7 @@ class FlatEngine(Engine):
         """
         self.module, self.world_size, self.rank = module, world_size, rank
         self.compute_type = COMPUTE_TYPES[precision]
+        bucket_bytes = bucket_bytes or world_size * SLICE_BYTES
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.layout = FlatLayout({name: parameter.shape for name, parameter in self.parameters.items()}, world_size,
@@ -97,27 +98,20 @@ class FlatEngine(Engine):
                 parameter.grad = self._view(self._gradient, name)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
-        held, size = -1, max(bucket.stop - bucket.start for bucket in self.layout.buckets)
-        buffer = torch.empty(size, dtype=torch.float32, device=self.device)
+        """The room of the gradients takes what arrives: those of the last step are gone."""
+        gathered: set[int] = set()
         for name, owner in wanted:
             mine = owner == self.rank
             if name in self.frozen:
                 yield name, self.frozen[name].detach().to("cpu", torch.float32, copy=True) if mine else None
                 continue
-            interval = self.layout.interval(name)
-            value = torch.empty(interval.stop - interval.start) if mine else None
             for number in self.layout.buckets_of(name):
                 bucket = self.layout.buckets[number]
-                whole = buffer[: bucket.stop - bucket.start]
-                if number != held:
-                    self._wait(self._gather_into(whole, self.current.value[bucket.shard]))
+                if number not in gathered:
+                    self._wait(self._gather_into(self._gradient[bucket.flat], self.current.value[bucket.shard]))
                     self.progress.synchronize()
-                    held = number
-                start, stop = max(bucket.start, interval.start), min(bucket.stop, interval.stop)
-                if value is not None:
-                    value[start - interval.start : stop - interval.start].copy_(
-                        whole[start - bucket.start : stop - bucket.start])
-            yield name, None if value is None else value.view(self.layout.shapes[name])
+                    gathered.add(number)
+            yield name, self._view(self._gradient, name).to("cpu", copy=True) if mine else None
 
     def _fill_shard(self, weights: StoredWeights | None) -> None:
         """Fill this rank's shard of the trained parameters, from the module or from their files."""

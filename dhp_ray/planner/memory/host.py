@@ -38,7 +38,7 @@ LARGEST_FILE_BYTES = 5 * 10**9
 """The largest file of an exported model, unless a single tensor is larger."""
 
 SMALLEST_FILE_BYTES = 64 * 2**20
-"""The smallest file of an exported model except the last: a rank has room for a bucket of this size anyway."""
+"""The smallest file of an exported model except the last: a rank has room for a slice of this size anyway."""
 
 
 def host_terms(
@@ -84,7 +84,7 @@ def node_terms(memory: MemoryModel, tokens: int, count: int, share: float = 0.0)
 def export_bytes(shape: ModelShape, settings: MemorySettings, count: int) -> int:
     """Memory that the export of the model takes on a node with `count` ranks: a different file for each
     (`model/export.py`), and once more the experts of a layer, which may have another form there; for adapters (LoRA)
-    the single file. A bucket for each rank is not counted.
+    the single file.
     """
     if settings.adapters:
         return 4 * settings.num_trained(shape)

@@ -64,7 +64,7 @@ from dhp_ray.planner.memory.workspace import workspace_bytes
 from dhp_ray.planner.plan.cluster import LEAST_LAYERS, num_relieved
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
-BUCKET_BYTES = 64 * 2**20  # gradients (fp32) that one collective of sync=step reduces
+SLICE_BYTES = 64 * 2**20  # a rank's slice of the gradients (fp32) that one collective of sync=step reduces
 
 Terms = dict[str, float]
 
@@ -325,9 +325,8 @@ class MemoryModel:
                     "rest of the encoder": c * (shape.vision_rest - shape.vision_projector) * trains_vision * (
                         1 + self._trains_weights["vision"])}
         if not self._sharded:
-            bucket = min(BUCKET_BYTES / 4, self.settings.num_trained(self.shape))
-            # the rank's slice and three copies of it
-            found["update"] = {"buckets": bucket * (4 + 3 * c) / self.settings.world_size}
+            part = min(SLICE_BYTES / 4, self.settings.num_trained(self.shape) / self.settings.world_size)
+            found["update"] = {"buckets": part * (4 + 3 * c)}  # the rank's slice of one, and three copies of it
         return found
 
     def _layer(
