@@ -3,10 +3,10 @@
     python benchmarks/counts.py             the tables of benchmarks/README.md
     python benchmarks/counts.py operators   every operator of a layer and of the rest of a pack: how often, MB moved
 
-A layer of the language model, and a pack of 8,192 tokens of text, forward and backward: operators launched (each may be
-several kernels; views and allocations are none), bytes of their inputs and outputs, and bytes kept for the backward
-pass. All layers of a pack are as its second one. `fused`: norms, rotations and SwiGLU are one operator each (Liger).
-And the end of a step on so many ranks, its update and its gather of parameters.
+A layer of the language model, and a pack of 8,192 tokens of text, not the first of its step, forward and backward:
+operators launched (each may be several kernels; views and allocations are none), bytes of their inputs and outputs, and
+bytes kept for the backward pass. All layers of a pack are as its second one. `fused`: norms, rotations and SwiGLU are
+one operator each (Liger). And the end of a step on so many ranks: its update and its gather of parameters.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def pack_counts(layers: int, level: str = "false", degree: int = 1, fused: bool 
     forward, backward = OperatorTrace(), OperatorTrace()
     with memory_trace() as trace:
         engine = engine_of(adapter)
-        engine.zero_gradients()
         before_bytes = trace.live_bytes
         with forward:
             loss = pack_loss(adapter, inputs, SilentLink(degree))

@@ -15,6 +15,10 @@ from torch.utils._pytree import tree_leaves
 VIEWS = {"_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like",
          "empty_strided", "expand", "lift_fresh", "new_empty", "permute", "promote_types", "select", "slice", "split",
          "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
+WRITES_FIRST = {"copy_", "fill_", "zero_"}
+"""Do not read their first argument."""
+FEW_OF_FIRST = {"gather", "scatter_", "scatter_add_"}
+"""Touch as much of their first argument as of the others."""
 torch.library.define("trace::fused", "(Tensor[] read, int[] like) -> Tensor[]")
 
 
@@ -34,10 +38,11 @@ class OperatorTrace(TorchDispatchMode):
         result = function(*arguments, **(options or {}))
         if name not in VIEWS:
             name = namespace if namespace == "c10d" else name
+            read = arguments[name in WRITES_FIRST | FEW_OF_FIRST:], {**(options or {}), "out": None}
+            written = arguments[-1] if name in FEW_OF_FIRST else result
             self.launched[name] += 1
             self.moved_bytes[name] += sum(min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
-                                          for leaf in tree_leaves((arguments, options, result))
-                                          if isinstance(leaf, Tensor))
+                                          for leaf in tree_leaves((read, written)) if isinstance(leaf, Tensor))
         return result
 
 
