@@ -72,9 +72,10 @@ class _CrossEntropySum(torch.autograd.Function):
         """
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if with_gradients and ctx.needs_input_grad[0] else None
-        # Summed over products in fp32, whatever the compute type.
-        weight_gradient = torch.zeros_like(weight,
-                                           dtype=torch.float32) if with_gradients and ctx.needs_input_grad[1] else None
+        weight_gradient = None
+        if with_gradients and ctx.needs_input_grad[1]:  # summed over products in fp32, whatever the compute type
+            make = torch.empty_like if len(hidden) else torch.zeros_like
+            weight_gradient = make(weight, dtype=torch.float32)
         several = tokens * (per_product if weight_gradient is not None else 1)
         slopes = hidden.new_empty(  # d loss / d logits
             min(several, hidden.shape[0]) if hidden_gradient is not None or weight_gradient is not None else 0,
@@ -82,13 +83,17 @@ class _CrossEntropySum(torch.autograd.Function):
         for start in range(0, hidden.shape[0], several):
             inputs, targets = hidden[start:start + several], labels[start:start + several]
             slope = slopes[:inputs.shape[0]]
-            for part, target, out in zip(inputs.split(tokens), targets.split(tokens),
-                                         slope.split(tokens) if slope.shape[0] else repeat(None)):
-                total += _loss_of_chunk(part, weight, target, out)
+            parts = [_softmax_of_chunk(part, weight, target, out)
+                     for part, target, out in zip(inputs.split(tokens), targets.split(tokens),
+                                                  slope.split(tokens) if slope.shape[0] else repeat(None))]
+            of_target, norm = (torch.cat(values) for values in zip(*parts))
+            total += (norm.log() - of_target).sum()
+            if slope.shape[0]:  # softmax - one-hot, rounded once
+                slope.scatter_(1, targets, of_target.exp_().div_(norm).sub_(1.0).to(slope.dtype))
             if hidden_gradient is not None:
                 torch.mm(slope, weight, out=hidden_gradient[start:start + several])
             if weight_gradient is not None:
-                _add_product(weight_gradient, slope, inputs, rows)
+                _add_product(weight_gradient, slope, inputs, rows, first=start == 0)
         ctx.gradients = (hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight.dtype
         return total
@@ -101,25 +106,31 @@ class _CrossEntropySum(torch.autograd.Function):
         if hidden_gradient is not None:
             hidden_gradient.mul_(scale)
         if weight_gradient is not None:
-            weight_gradient = weight_gradient.mul_(scale).to(ctx.weight_dtype)
+            same = weight_gradient.dtype == ctx.weight_dtype
+            out = weight_gradient if same else torch.empty_like(weight_gradient, dtype=ctx.weight_dtype)
+            weight_gradient = torch.mul(weight_gradient, scale, out=out)
         return hidden_gradient, weight_gradient, *(None,) * 5
 
 
-def _loss_of_chunk(hidden: Tensor, weight: Tensor, target: Tensor, slope: Tensor | None) -> Tensor:
-    """The summed cross entropy, in fp32. Writes d loss / d logits = softmax - one-hot to `slope`."""
-    logits = (hidden @ weight.T).float()  # (tokens, V)
-    logits.sub_(logits.amax(1, keepdim=True))
+def _softmax_of_chunk(hidden: Tensor, weight: Tensor, target: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """In fp32, (tokens, 1) each: the target's logit less the largest one, and the sum of exp of all of these. Writes
+    the softmax to `out` (tokens, V).
+    """
+    logits = hidden @ weight.T
+    largest = logits.amax(1, keepdim=True).float()
+    logits = logits.sub_(largest) if logits.dtype == largest.dtype else logits - largest  # widened as it is subtracted
     of_target = logits.gather(1, target)
     norm = logits.exp_().sum(1, keepdim=True)
-    if slope is not None:
-        slope.copy_(logits.div_(norm).scatter_add_(1, target, torch.full_like(norm, -1.0)))
-    return (norm.log() - of_target).sum()
+    if out is not None:
+        torch.div(logits, norm, out=out)
+    return of_target, norm
 
 
-def _add_product(total: Tensor, slope: Tensor, hidden: Tensor, rows: int) -> None:
-    """Adds `slope.T @ hidden` (V, D) to `total` in fp32."""
+def _add_product(total: Tensor, slope: Tensor, hidden: Tensor, rows: int, first: bool) -> None:
+    """Adds `slope.T @ hidden` (V, D) to `total` in fp32, `rows` at a time; the `first` product takes its place."""
     if slope.dtype == total.dtype:
-        total.addmm_(slope.T, hidden)
+        total.addmm_(slope.T, hidden, beta=0 if first else 1)
         return
     for part, of_part in zip(total.split(rows), slope.split(rows, dim=1)):
-        part += of_part.T @ hidden
+        product = of_part.T @ hidden
+        part.copy_(product) if first else part.add_(product)
