@@ -186,16 +186,19 @@ class _RingAttention(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         context: PackContext = ctx.context
         kernel, wide = kernel_for(q.device), lse.dtype
-        d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+        d_q, d_kv = q[:0].to(wide), kv[:, :0].to(wide)  # all that there is without a token
         pending: Pending | None = None
         for source, shard in _travelling(kv, context, Tag.RING_BACKWARD):
             segments = context.segments[source]
             if len(segments):
                 part_q, part_k, part_v = _backward(kernel, gradient, q, shard, out, lse, segments, ctx.scale)
-                add_rows(d_q, segments.query_rows, part_q)
+                if source == context.member:  # the first, in which every token attends to itself
+                    d_q, d_kv = part_q.to(wide), torch.stack((part_k, part_v)).to(wide)
+                else:
+                    add_rows(d_q, segments.query_rows, part_q)
             if pending is not None:
                 pending.wait()
-            if len(segments):
+            if len(segments) and source != context.member:
                 add_rows(d_kv[0], segments.key_rows, part_k)
                 add_rows(d_kv[1], segments.key_rows, part_v)
             if context.link is not None and context.link.size > 1:
@@ -288,8 +291,11 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, segments: S
     rows = segments.query_rows
     before = lse[:, rows]
     union = torch.logaddexp(before, part_lse)
-    out[rows] = out[rows] * _weights(before - union) + part * _weights(part_lse - union)
+    here = out[rows]  # where they are a slice it is not a copy
+    here.mul_(_weights(before - union)).addcmul_(part, _weights(part_lse - union))
     lse[:, rows] = union
+    if not isinstance(rows, slice):
+        out[rows] = here
 
 
 def _weights(log_weights: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class GatedDeltaNet(Module):
         if context.pieces is None:
             raise ValueError("gated delta net: the model was called with a context without pieces=pieces_of(...)")
         context.move(hidden_states.device)
-        hidden = hidden_states[0]
+        hidden = hidden_states.squeeze(0)  # not [0], whose backward pass copies
         mixed = F.silu(self._convolved(self.in_proj_qkv(hidden), context, context.pieces))
         q, k, v = (rows.unflatten(1, (-1, width)) for rows, width in zip(mixed.split(self.widths, 1), self.head_widths))
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden).float() + self.dt_bias)
@@ -51,5 +51,5 @@ class GatedDeltaNet(Module):
             parts.append(exchange_rows(rows, pieces.send_rows, pieces.receive_counts, context.link,
                                        differentiable=context.differentiable))
         windows = torch.cat(parts).index_select(0, pieces.conv_rows)
-        convolved = F.conv1d(windows.t()[None], self.conv1d.weight, groups=rows.shape[1])[0].t()
+        convolved = F.conv1d(windows.t()[None], self.conv1d.weight, groups=rows.shape[1]).squeeze(0).t()
         return convolved.index_select(0, pieces.conv_places)

@@ -260,8 +260,8 @@ class LanguageModel:
         embeddings.requires_grad_(embeddings.requires_grad or (context.differentiable and self.num_experts > 0))
         output = language(inputs_embeds=embeddings[None], use_cache=False, context=context,
                           **self.language_arguments(positions, vision_token_index, deeper))
-        hidden: Tensor = output.last_hidden_state[0][:num_tokens]
-        return hidden
+        hidden: Tensor = output.last_hidden_state.squeeze(0)  # not [0], whose backward pass copies
+        return hidden if num_tokens else hidden[:0]
 
     def routing(self, sequence_of: Tensor | None, sequences: Tensor | None) -> Routing | None:
         """Where the routers of a pack's forward pass count; None without experts. The arguments: as of `Routing`."""

@@ -90,7 +90,7 @@ class Segments(TensorFields):
 def add_rows(total: Tensor, rows: RowIndex, part: Tensor) -> None:
     """total[rows] += part, also where `rows` names a row twice."""
     if isinstance(rows, slice):
-        total[rows] += part
+        total[rows].add_(part)
     else:
         total.index_add_(0, rows, part.to(total.dtype))
 

@@ -157,7 +157,7 @@ class VisionAttention(Module):
         """Queries and keys (P, H, D) rotated in fp32, as transformers does."""
         wide_q, wide_k = (x.float().transpose(0, 1)[None] for x in (q, k))
         rotated = operators.rotary(wide_q, wide_k, cos.float()[None], sin.float()[None])
-        q, k = (new[0].transpose(0, 1).to(old.dtype) for new, old in zip(rotated, (q, k)))
+        q, k = (new.squeeze(0).transpose(0, 1).to(old.dtype) for new, old in zip(rotated, (q, k)))
         return q, k
 
 

@@ -34,7 +34,7 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Without dropout the state of the random numbers is not read; the operator wants one all the same.
-    random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    random_state, unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), segments.query_offsets_tensor,
         segments.key_offsets_tensor, segments.longest_query, segments.longest_key, 0.0, segments.causal, random_state,
