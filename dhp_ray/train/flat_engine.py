@@ -89,13 +89,16 @@ class FlatEngine(Engine):
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed fp32 gradients by name, as views; zero for what its packs did not use."""
+        self._zero_old()
         return {name: self._view(self._gradient, name) for name in self.parameters}
 
     def zero_gradients(self) -> None:
+        if self.compute_type != torch.float32:
+            self._old.update(self.parameters)  # the first pack that uses one writes over it
+            return
         self._gradient.zero_()
-        if self.compute_type == torch.float32:  # something else may have set .grad to None
-            for name, parameter in self.parameters.items():
-                parameter.grad = self._view(self._gradient, name)
+        for name, parameter in self.parameters.items():  # something else may have set .grad to None
+            parameter.grad = self._view(self._gradient, name)
 
     def gather(self, wanted: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Tensor | None]]:
         """The room of the gradients takes what arrives: those of the last step are gone."""
@@ -164,13 +167,13 @@ class FlatEngine(Engine):
         self._resident = torch.zeros(self.layout.size, dtype=self.compute_type, device=self.device)
         self._gradient = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
         self._shard_gradient = self._gradient if self.world_size == 1 else torch.zeros_like(self.current.value)
-        self._hooks = []
+        self._hooks, self._old = [], set[str]()  # names of gradients that are of the step before
         for name, parameter in self.parameters.items():
             place(parameter, self._view(self._resident, name))
             if self.compute_type == torch.float32:
                 parameter.grad = self._view(self._gradient, name)  # autograd adds to it in place
             else:
-                add = partial(_move_gradient, self._view(self._gradient, name))
+                add = partial(_move_gradient, self._view(self._gradient, name), name, self._old)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
         for holder in self.module.modules():
             for name, buffer in holder.named_buffers(recurse=False):
@@ -191,6 +194,7 @@ class FlatEngine(Engine):
 
     def _reduce(self) -> float:
         """Sum the gradients over all ranks into `_shard_gradient`; return the norm of the sum."""
+        self._zero_old()
         return self._norm(self._shard_gradient[bucket.shard] for bucket in self._reduced())
 
     def _reduced_gradient(self, bucket: Bucket) -> Tensor:
@@ -218,6 +222,11 @@ class FlatEngine(Engine):
         for work, _ in started:
             self._wait(work)
 
+    def _zero_old(self) -> None:
+        for name in self._old:
+            self._view(self._gradient, name).zero_()
+        self._old.clear()
+
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         return buffer[self.layout.interval(name)].view(self.layout.shapes[name])
 
@@ -238,9 +247,14 @@ class FlatEngine(Engine):
             yield bucket
 
 
-def _move_gradient(total: Tensor, parameter: Tensor) -> None:
+def _move_gradient(total: Tensor, name: str, old: set[str], parameter: Tensor) -> None:
+    """Add a gradient to the `total` of its step, widened to fp32 on the way; `total` is `old` if it is the first."""
     assert parameter.grad is not None
-    total.add_(parameter.grad)  # widened to fp32 as it is added
+    if name in old:
+        total.copy_(parameter.grad)
+        old.remove(name)
+    else:
+        total.add_(parameter.grad)
     parameter.grad = None
 
 

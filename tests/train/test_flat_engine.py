@@ -210,6 +210,17 @@ def test_bf16_gradients_are_summed_in_fp32():
     assert network.weight.dtype == torch.bfloat16
 
 
+def test_a_step_in_bf16_has_no_gradient_of_the_step_before():
+    network = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    engine = FlatEngine(network, settings(), None, 1, 0, "bf16")
+    for used in (0, 1):
+        engine.zero_gradients()
+        network[used](torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        update = engine.update(1)
+    assert update.gradient_norm == 1.0
+    assert [gradient.item() for gradient in engine.gradients().values()] == [0.0, 1.0]
+
+
 def test_small_updates_are_not_lost_in_bf16():
     network = nn.Linear(4, 4, bias=False)
     nn.init.ones_(network.weight)
