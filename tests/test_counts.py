@@ -1,12 +1,13 @@
-"""benchmarks/counts.py: operators and bytes of a 7B by a trace on fake tensors."""
+"""benchmarks/counts.py: operators and bytes of a 7B by a trace on fake tensors, and its page."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.counts import MODEL, SEQUENCES, end_of_step, main, pack_counts
+from benchmarks.counts import MODEL, SEQUENCES, end_of_step, main, pack_counts, rows
 from dhp_ray.planner.cost.derived import layer_traffic
 from dhp_ray.planner.memory.model import MemoryModel, MemorySettings, PackLoad
+from tests.checkout import ROOT
 from tests.planner.test_layer_traffic import ELSEWHERE
 from tests.published_configs import stored_shape
 
@@ -39,3 +40,8 @@ def test_the_more_ranks_the_fewer_exchanges_end_a_step_within_the_memory_models_
     assert trace.launched["c10d"] == 2 * 8 + 1  # eight buckets of 64 slices of 64 MiB, and the norm
     settings = MemorySettings(sync="step", world_size=64, precision="bf16", recomputes=False)
     assert taken_bytes <= sum(MemoryModel(stored_shape(MODEL), settings).moments(PackLoad(1))["update"].values())
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_that_the_script_prints() -> None:
+    assert "\n".join(rows()) in (ROOT / "benchmarks" / "README.md").read_text()
