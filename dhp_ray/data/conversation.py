@@ -39,6 +39,7 @@ OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "r
                 "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
 """Keys of qwen-vl-utils by which one image or video is shown otherwise than all others."""
 CONVERSATION_COLUMNS = ("conversations", "messages")
+_JSON = json.JSONDecoder(parse_constant=lambda name: None)  # NaN and Infinity are no JSON
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
 _PLACE = re.compile("<bbox>|<ref-object>")
 _WORD = re.compile(rf"\\(?={'|'.join(MARKS)})")
@@ -173,7 +174,7 @@ def unwrap(value: Any, kind: str) -> tuple[Any, Any]:
     """(name, bytes or frames; frames a second, if given) of an image or video. RowError: it has settings of its own."""
     rate = None
     while isinstance(value, Mapping):
-        if own := next((name for name in OWN_SETTINGS if _given(value, name)), ""):
+        if own := next((name for name in OWN_SETTINGS if value.get(name)), ""):
             raise RowError(f"an image or video has its own {own}, {_brief(value[own])}; allowed: those of the run "
                            "(data.min_pixels, data.max_pixels, data.video_fps, data.max_frames)")
         rate = value.get("fps") if value.get("fps") is not None else rate
@@ -197,12 +198,6 @@ def media_keys(kind: str) -> tuple[str, ...]:
 def _shown_by(part: Mapping[str, Any]) -> str:
     """The kind of what a part shows, by its `type`; empty if that is neither an image nor a video."""
     return next((kind for kind in MEDIA if part.get("type") in (kind, f"{kind}_url")), "")
-
-
-def _given(fields: Mapping[str, Any], name: str) -> bool:
-    """Whether a key has a value: not null, NaN (a column of pandas), 0, false or empty."""
-    value = fields.get(name)
-    return bool(value) and value == value
 
 
 def _turn(number: int, turn: Any) -> Turn:
@@ -230,7 +225,7 @@ def _turn(number: int, turn: Any) -> Turn:
         calls = _calls(calls) if _holds_any(calls) else ""
     if not parts and not calls and ROLES[role] != "tool":
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
-    thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and _given(turn, name)]
+    thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
     if any(turn[name] != turn[thoughts[0]] for name in thoughts):
         raise RowError(f"turn {number} has {' and '.join(thoughts)}, which differ; allowed: one of them")
     for name in thoughts[:1]:
@@ -249,9 +244,9 @@ def _turn(number: int, turn: Any) -> Turn:
 
 
 def _learned(number: int, turn: Mapping[str, Any], role: str) -> bool:
-    """Whether no key of an answer says that it is not learned. None and NaN count as absent."""
-    found = {name: turn[name] for name in LEARNED if turn.get(name) is not None and turn[name] == turn[name]}
-    if details := next((name for name in ("train_detail", "training_detail") if _given(turn, name)), ""):
+    """Whether no key of an answer says that it is not learned. None counts as absent."""
+    found = {name: turn[name] for name in LEARNED if turn.get(name) is not None}
+    if details := next((name for name in ("train_detail", "training_detail") if turn.get(name)), ""):
         raise RowError(f"turn {number} has {details}; allowed: train, true or false, for a whole turn")
     if role != "assistant":
         if trained := next((name for name in ("train", "training") if found.get(name)), ""):
@@ -292,12 +287,10 @@ def _part(number: int, item: Any) -> ContentPart:
         if kind != shows and not given:
             raise RowError(f"turn {number} has a part {kind} without url")
         index = item.get("index")
-        if index is not None and index == index:  # pandas makes floats of a column with nulls, and NaN of these
-            if not isinstance(index, int | float) or index != int(index):
+        if index is not None:
+            if not isinstance(index, int | float) or index != int(index):  # pandas makes floats of a column with nulls
                 raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
             index = int(index)
-        else:
-            index = None
         return ContentPart(shows, source=item if given else None, index=index, fps=None if given else item.get("fps"))
     raise RowError(f"turn {number} has a part of the type {_brief(kind)}; allowed: text, image, image_url, video")
 
@@ -351,12 +344,14 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def json_of(text: str | bytes, what: str) -> Any:
-    """What a row's JSON text, which may be hostile, holds. RowError: it is no JSON, or too much."""
+    """What a row's JSON text, which may be hostile, holds; null for NaN, which pandas and Python write for what is not
+    there. RowError: it is no JSON, or too much.
+    """
     try:
         count = sum(map(text.count, ",[{")) if isinstance(text, str) else sum(map(text.count, (b",", b"[", b"{")))
         if count > MOST_VALUES:
             raise ValueError(f"{count} values; allowed: at most {MOST_VALUES}")
-        return json.loads(text)
+        return _JSON.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is not JSON: {first_line(error)}") from None
 

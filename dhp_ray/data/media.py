@@ -83,10 +83,10 @@ def read_media(fields: Mapping[str, Any], turns: Sequence[Turn], image_root: str
 
 
 def _number(rate: Any) -> Any:
-    """A rate as a number, also of a text; None for NaN."""
+    """A rate as a number, also of a text."""
     with suppress(TypeError, ValueError):
-        rate = float(rate)
-    return rate if rate == rate else None
+        return float(rate)
+    return rate
 
 
 def with_videos(fields: Mapping[str, Any], turns: Sequence[Turn]) -> list[Turn]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_a_turn_without_weight_is_shown_and_not_learned(mark: dict[str, Any]) ->
     assert learned(conversation) == "true<|im_end|>"
     assert PROCESSOR.encode(conversation, []).input_ids.tolist() == PROCESSOR.encode(
         talk("a", "false", "b", "true"), []).input_ids.tolist()
-    for other in ({"weight": 1, "loss": None}, {"weight": math.nan}, {"train": True, "train_detail": None}):
+    for other in ({"weight": 1, "loss": None}, {"train": True, "train_detail": None}):
         shown = first | {"weight": 0.5, "train": False}
         assert learned([shown, answer | other, *rest]) == "false<|im_end|>true<|im_end|>"
 
@@ -78,7 +77,6 @@ def test_a_thought_beside_an_answer_lies_before_it() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert learned([first, answer | {name: " Hm.\n"}]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
         assert learned([first, answer | {name: None}]) == "b<|im_end|>"
-        assert learned([first, answer | {name: float("nan")}]) == "b<|im_end|>"
     both = answer | {"reasoning_content": "Hm.", "thinking": "Hm."}  # as some servers write it
     assert learned([first, both]) == "<think>\nHm.\n</think>\n\nb<|im_end|>"
     with pytest.raises(RowError, match=r"^turn 2 has reasoning_content and thinking, which differ; allowed: one of th"):

@@ -153,6 +153,7 @@ def test_a_row_that_is_not_json_keeps_its_place(tmp_path: Path) -> None:
     ('[{"conversations": [}', "is not JSON"), ("[]", "holds no rows"),
     ('[{"id": 1, "text": "a"}]', "no row has conversations"), ('"text"', "holds str as its first row"),
     ("\x00\x01\x02", "is not JSON"),
+    ('{\n "data": []\n}', r"is not JSON: .* \(in its first row; rows are the objects of one array, or one a line\)"),
 ])
 def test_what_is_not_llava_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

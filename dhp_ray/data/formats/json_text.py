@@ -65,7 +65,8 @@ def _parse(text: bytes, path: str, row: int) -> dict[str, Any]:
         fields = json_of(text, path)
     except RowError as error:
         if row == 0:
-            raise DataError(f"data.path: {error}") from None
+            raise DataError(f"data.path: {error} (in its first row; rows are the objects of one array, or one a line)"
+                            ) from None
         return {}
     if row == 0 and not isinstance(fields, dict):
         raise DataError(f"data.path: {path} holds {type(fields).__name__} as its first row; allowed: objects")

@@ -88,10 +88,15 @@ def read_row(batch: pa.RecordBatch, number: int, max_bytes: int) -> Row:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys of structs that are null: a column gives every call of a tool the arguments of all."""
+    """The value without keys of structs that are null: a column gives every call of a tool the arguments of all. NaN is
+    null too, as which pandas has it in a column.
+    """
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        kept = {name: _without_nulls(inner) for name, inner in value.items()}
+        return {name: inner for name, inner in kept.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value if value == value else None
 
 
 def given_ids(batch: pa.RecordBatch) -> list[Any]:

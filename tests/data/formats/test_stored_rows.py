@@ -7,13 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dhp_ray.data.conversation import stored_turns
+from dhp_ray.data.conversation import read_turns, stored_tools, stored_turns
 from dhp_ray.data.errors import DataError, RowError
 from dhp_ray.data.formats import read_rows
 from dhp_ray.data.formats.rows import check_columns
 from dhp_ray.data.index import index_fragments
 from dhp_ray.schema import Data
-from tests.data.samples import talk
+from tests.data.samples import talk, write_rows
 
 
 def test_conversations_are_lists_or_json_text() -> None:
@@ -62,6 +62,22 @@ def test_columns_of_what_is_refused_are_read(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     [fragment] = index_fragments(Data(format="parquet", path=str(tmp_path)))
     assert [dict(row.fields) for row in read_rows(fragment)] == rows
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_nan_is_null(name: str, tmp_path: Path) -> None:
+    """pandas has it for what a row does not have, and Python's json writes it."""
+    nan, path = float("nan"), tmp_path / name
+    turns = [turn | {"weight": weight, "train_detail": nan} for turn, weight in zip(talk("a", "b"), (nan, 1.0))]
+    rows = [{"id": "1", "conversations": turns, "tools": nan, "answers": [nan]}]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_rows(path, rows)
+    [fragment] = index_fragments(Data(format="parquet" if path.suffix == ".parquet" else "llava", path=str(path)))
+    [row] = read_rows(fragment)
+    assert "nan" not in str(dict(row.fields)).lower()
+    assert [turn.text for turn in read_turns(stored_turns(row.fields), stored_tools(row.fields))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("column", "value"), [
