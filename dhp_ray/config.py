@@ -432,12 +432,12 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) -> None:
     keys = _keys(command.schema)
-    if dotted not in keys:
-        other = [known.name for known in (PREPARE_DATA, EVALUATE) if dotted in _keys(known.schema)]
+    if dotted not in (_own_keys(command) if origin == COMMAND_LINE else keys):
+        other = [known.name for known in (TRAIN, PREPARE_DATA, EVALUATE) if dotted in _own_keys(known)]
         if other and issubclass(command.schema, Config):
             if origin != COMMAND_LINE:  # files are shared
                 return
-            raise ConfigError(f"{dotted}: no key of {command.name} ({origin}); allowed: in {other[0]} alone")
+            raise ConfigError(f"{dotted}: no key of {command.name} ({origin}); allowed: in {' and '.join(other)} alone")
         inside = [name for name in keys if name.startswith(f"{dotted}.")]
         if inside:
             raise ConfigError(f"{dotted}: a section, not a key ({origin}); allowed: {', '.join(inside)}")
@@ -465,6 +465,11 @@ def _set(command: Command, config: Any, dotted: str, value: Any, origin: str) ->
         OmegaConf.update(config, dotted, value, merge=True)
     except (OmegaConfBaseException, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{dotted}: got {brief(value)} ({origin}); allowed: {allowed}") from None
+
+
+def _own_keys(command: Command) -> list[str]:
+    """What the command line may set: the keys in use; with the schema of a run, all of that."""
+    return [name for name in _keys(command.schema) if command.schema is Config or re.match(command.keys, name)]
 
 
 @cache

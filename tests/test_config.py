@@ -211,6 +211,11 @@ def test_the_key_of_another_command_is_passed_over_in_files_alone(bare: list[str
     assert load(both) == load(bare)
     assert load(both, PREPARE_DATA).data.synthetic.num_samples == 5
     assert load([*both, "model.path=m", "eval.path=p"], EVALUATE).eval.output == "x"
+    for key, command, others in (("train.precision=fp32", EVALUATE, "train.py"),
+                                 ("run.dir=x", PREPARE_DATA, "train.py"),
+                                 ("data.path=x", EVALUATE, "train.py and jobs/prepare_data.py")):
+        assert refused([*bare, key], command) == (
+            f"{key.partition('=')[0]}: no key of {command.name} (the command line); allowed: in jobs/{others} alone")
     assert refused([*bare, "data.synthetic.max_tokens=5"]) == (
         "data.synthetic.max_tokens: no key of jobs/train.py (the command line); allowed: in jobs/prepare_data.py alone")
     assert refused([*bare, "eval.output=x"], PREPARE_DATA) == (

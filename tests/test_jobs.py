@@ -80,7 +80,8 @@ sys.meta_path.insert(0, Finder())
 def test_ctrl_c_while_a_command_imports_is_one_line(name: str, module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     (tmp_path / "lengths.csv").write_text("num_tokens\n7\n")
-    words = {"plan": ["lengths=lengths.csv", "num_ranks=1"], "merge": ["adapter=x", "out=y"]}.get(name, ["run.dir=x"])
+    words = {"plan": ["lengths=lengths.csv", "num_ranks=1"], "merge": ["adapter=x", "out=y"],
+             "prepare_data": ["data.path=x.parquet"]}.get(name, ["run.dir=x"])
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "AT_IMPORT_OF": module}
     done = subprocess.run([sys.executable, str(ROOT / "jobs" / f"{name}.py"), *words], cwd=tmp_path, env=environment,
                           text=True, capture_output=True, timeout=120, check=False)

@@ -168,7 +168,7 @@ def test_the_planners_have_their_names() -> None:
                                         "filesystem type in URI: nonsense://bucket/run"),
     (["data.path={folder}/damaged.json"],
      "data.path: {folder}/damaged.json is not JSON: 'utf-8' codec can't decode byte 0x89 in position 0: "
-     "invalid start byte"),
+     "invalid start byte (in its first row; rows are the objects of one array, or one a line)"),
     (["data.path={folder}/other.jsonl"],
      "data.path: {folder}/other.jsonl: no row has conversations; "
      "allowed: rows with id, image and conversations (or messages)"),
