@@ -228,8 +228,12 @@ def _refuse_own_files(folder: Folder, config: Config) -> None:
         path = getattr(section, item.name)
         if key in ("run.dir", "planner.cost") or not path:  # cost.yaml is written with planner.cost=measure alone
             continue
-        for name in WRITTEN:
-            for whole in (os.path.abspath, os.path.realpath):  # a link may be either, or lead to either
+        read_as = getattr(section, "format", "") or config.data.format
+        for whole in (os.path.abspath, os.path.realpath):  # a link may be either, or lead to either
+            if key.endswith(".path") and key != "model.path" and read_as == "llava" and whole(path) == whole(local):
+                raise ConfigError(f"{key}: got {path!r}, which is run.dir: the run's logs would be among the rows; "
+                                  "allowed: another place, or another run.dir")
+            for name in WRITTEN:
                 if Path(whole(path)).is_relative_to(whole(local / name)):
                     raise ConfigError(f"{key}: got {path!r}, which lies in run.dir, where the run writes {name}; "
                                       "allowed: another place, or another run.dir")

@@ -155,6 +155,17 @@ def test_what_a_run_writes_it_does_not_read(
         check_run(Folder(str(link)), reading(path), 0)
 
 
+@pytest.mark.parametrize("change", ["data__path", "eval__path", ""])
+def test_rows_in_json_are_not_read_from_among_the_logs(tmp_path: Path, change: str) -> None:
+    own = config(**{change: str(tmp_path)}) if change else config(data__sources=[Source(path=str(tmp_path))])
+    own.data.format = "parquet"
+    check_run(Folder(str(tmp_path)), own, 0)
+    own.data.format = "llava"
+    assert refused(tmp_path, own) == (
+        f"{'data.sources[0].path' if not change else change.replace('__', '.')}: got {str(tmp_path)!r}, which is "
+        "run.dir: the run's logs would be among the rows; allowed: another place, or another run.dir")
+
+
 def lines(path: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / name).read_text().splitlines()]
 
