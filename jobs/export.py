@@ -130,7 +130,7 @@ def export(folder: Folder, config: Config, step: int, out: Path) -> int:
     except KeyboardInterrupt:
         print(f"error: stopped before {out} was whole: Ctrl-C; nothing of it is left", file=sys.stderr)
         return 1
-    print(f"{out}: the model of step {step}, {num_bytes / 1e9:.3g} GB")
+    print(f"{out}: the model of step {step}, {num_bytes / 1e6:,.1f} MB")
     return 0
 
 

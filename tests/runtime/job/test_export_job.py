@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import runpy
 import shutil
@@ -173,6 +174,7 @@ def test_mistakes_are_one_line(
     assert not list(tmp_path.rglob("exports/*"))
     (run / "exports/.step_000020.unfinished/left").mkdir(parents=True)  # by an export that was killed
     assert main([at, f"model.path={moved}"]) == 0
+    assert re.search(r"step_000020: the model of step 20, [1-9][\d,]*\.\d MB$", capsys.readouterr().out.strip())
     assert [path.name for path in (run / "exports").iterdir()] == ["step_000020"]
     assert not (run / "exports/step_000020/left").exists()
 
