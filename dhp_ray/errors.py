@@ -12,6 +12,11 @@ def printable(text: str) -> str:
     return line if line.isprintable() else "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, of one or of several: 1 rank, 2 ranks."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def first_line_of(text: str) -> str:
     """The first line of a text; empty if there is none."""
     return (text.strip().splitlines() or [""])[0]

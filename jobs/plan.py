@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.errors import printable
+from dhp_ray.errors import counted, printable
 from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
@@ -248,8 +248,8 @@ def print_table(plan: Plan) -> None:
     gap = plan.predicted_time_s / plan.lower_bound_s - 1 if plan.lower_bound_s else 0.0
     print(f"planner:         {plan.planner}, sync={plan.sync}")
     print(
-        f"batch:           {len(plan.samples)} sequences, {sum(sample.num_tokens for sample in plan.samples)} tokens, "
-        f"{plan.cluster.num_ranks} ranks"
+        f"batch:           {counted(len(plan.samples), 'sequence')}, "
+        f"{sum(sample.num_tokens for sample in plan.samples)} tokens, {counted(plan.cluster.num_ranks, 'rank')}"
     )
     print(f"micro-batches:   {len({group.micro_batch for group in plan.groups})}")
     print(f"process groups:  {len(plan.process_groups())}")

@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    from dhp_ray.errors import counted
     from dhp_ray.planner import PlanError
     from dhp_ray.report.page import page
     from dhp_ray.report.run_files import read_run
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     except (StorageError, PlanError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{run.folder.uri.partition('?')[0]}/report.html: {len(run.metrics)} steps")
+    print(f"{run.folder.uri.partition('?')[0]}/report.html: {counted(len(run.metrics), 'step')}")
     return 0
 
 

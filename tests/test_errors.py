@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dhp_ray.credentials import shown
-from dhp_ray.errors import first_line, first_line_of, named_line, printable
+from dhp_ray.errors import counted, first_line, first_line_of, named_line, printable
 from dhp_ray.planner import PlanError
 from dhp_ray.schema import ConfigError
 
@@ -16,6 +16,10 @@ def test_one_line_of_an_error() -> None:
     assert named_line(OSError("no room\nat all")) == "OSError: no room"
     assert named_line(RuntimeError()) == "RuntimeError"
     assert first_line_of("") == ""
+
+
+def test_a_number_has_its_noun() -> None:
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 def test_what_is_shown_has_no_control_characters_and_is_short() -> None:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import yaml
 
+from dhp_ray.errors import counted
 from dhp_ray.measure.fitting import Fit, Links, fit_compute, fit_links, fit_ring, fixed_of_micro_batch, observed
 from dhp_ray.measure.rounds import PartResult, Spec
 from dhp_ray.planner.cost.derived import (
@@ -55,7 +56,7 @@ class Measured:
         device, seen, errors = (self.sections[name] for name in ("device", "measured", "errors"))
         off = [f"{WORDS[kind]}: off by {100 * errors[kind]['median']:.1f} % in the median, "
                f"{100 * errors[kind]['worst']:.1f} % at worst" for kind in self.fits]
-        return [f"Measured by jobs/measure.py on {device['count']} ranks of {device_words(device)}", *off,
+        return [f"Measured by jobs/measure.py on {counted(device['count'], 'rank')} of {device_words(device)}", *off,
                 f"{seen['packs']} packs; {seen['repeats']} repeats, of which the middle half of a pack's lies "
                 f"{100 * seen['spread']:.1f} % apart in the median"]
 

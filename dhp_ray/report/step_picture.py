@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from dhp_ray.errors import counted
 from dhp_ray.planner import plan_starts
 from dhp_ray.planner.plan.types import Pack, Plan
 from dhp_ray.planner.timeline import apart_timeline, fixed_starts
@@ -74,8 +75,9 @@ def draw_planned(axes: Any, plan: Plan, colour: Callable[[int], Any]) -> None:
                                             label=f"fixed {plan.fixed_s:.4g} s"))
     axes.axvline(plan.lower_bound_s, color="crimson", linestyle="--", label=f"lower bound {plan.lower_bound_s:.4g} s")
     axes.axvline(makespan, color="black", label=f"makespan {makespan:.4g} s")
-    _label(axes, plan, max(makespan, plan.lower_bound_s), f"{plan.planner}, sync={plan.sync}: {len(plan.samples)} "
-           f"sequences in {len(plan.groups)} packs on {plan.cluster.num_ranks} ranks", 3)
+    _label(axes, plan, max(makespan, plan.lower_bound_s), f"{plan.planner}, sync={plan.sync}: "
+           f"{counted(len(plan.samples), 'sequence')} in {counted(len(plan.groups), 'pack')} on "
+           f"{counted(plan.cluster.num_ranks, 'rank')}", 3)
 
 
 def _draw_measured(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dhp_ray.config import CONF
+from dhp_ray.errors import counted
 from dhp_ray.planner.cost.work import PAID_ONCE, work_of
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.memory.model_shape import ModelShape
@@ -286,7 +287,8 @@ class SimulatedRun:
         now_s = min(now_s, self.settings.duration_s or now_s)
         undone = self.record.undo(generation.first)
         self.record.events.append(RunEvent(
-            self.now_s, "generation", f"{generation.number}: {why}; {generation.size} ranks go on with step "
+            self.now_s, "generation", f"{generation.number}: {why}; "
+            f"{counted(generation.size, 'rank')} {'goes' if generation.size == 1 else 'go'} on with step "
             f"{generation.first + 1}" + (f", {undone} steps run again" if undone else ""), now_s - self.now_s))
         self.now_s = self.ended_s = now_s
         self.generation = self._entered(generation)

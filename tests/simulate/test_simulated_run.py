@@ -63,7 +63,7 @@ def test_the_state_is_copied_again_after_a_time_with_one_rank() -> None:
     second = f"{{time_s: {(later.begin_s + later.end_s) / 2}, kind: worker, rank: 1}}"
     record = run_of(*two, f"faults.events=[{first}, {second}]")
     words = events_of(record)
-    assert words[0] == "2: worker lost; 1 ranks go on with step 2"
+    assert words[0] == "2: worker lost; 1 rank goes on with step 2"
     assert ["join" in text for text in words[:3]] == [False, True, False]
     assert not any("run again" in text for text in words)
     assert record.lost == []

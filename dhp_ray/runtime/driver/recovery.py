@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from dhp_ray.data.blocks import lose_nodes, start_servers
-from dhp_ray.errors import first_line
+from dhp_ray.errors import counted, first_line
 from dhp_ray.run_folder import CONFIG_FILE
 from dhp_ray.runtime.driver.dispatch import FinishedStep
 from dhp_ray.runtime.driver.elastic import (
@@ -131,7 +131,8 @@ def reconfigure(
                           num_ranks=session.group.size, seconds=round(seconds, 3), **spent,
                           version=start.surviving.version if start.surviving else None, survivors=len(survivors),
                           newcomers=len(newcomers))
-    words = (f"generation {session.current.number}: {cause}; {session.group.size} ranks go on with step "
+    words = (f"generation {session.current.number}: {cause}; "
+             f"{counted(session.group.size, 'rank')} {'goes' if session.group.size == 1 else 'go'} on with step "
              f"{start.step + 1} after {seconds:.1f} s")
     session.scalars.scalars(start.step + 1, {"elastic/recovery_s": seconds})
     session.scalars.text("events", words, start.step + 1)

@@ -22,7 +22,7 @@ from dhp_ray.data.blocks import start_servers
 from dhp_ray.data.formats.parquet import row_group_warning
 from dhp_ray.data.index import data_sources
 from dhp_ray.data.stream import Cursor, Stream, in_thread
-from dhp_ray.errors import about
+from dhp_ray.errors import about, counted
 from dhp_ray.measure import cost_file
 from dhp_ray.measure.fitting import MeasureError
 from dhp_ray.measure.rounds import PARTS, PartResult, Spec
@@ -74,7 +74,7 @@ def open_session(config: Config, folder: Folder, group: WorkerGroup, store: tupl
         not_deleted = checkpoints.discard_after(last_step)  # before the workers report how much space is free
         if not records.last_step:  # a start that failed may have had other data and limits
             records.truncate(0)
-        tell(Notice(f"starting {config.cluster.num_workers} workers on {config.cluster.device}"))
+        tell(Notice(f"starting {counted(config.cluster.num_workers, 'worker')} on {config.cluster.device}"))
         describe(group, folder, config.cluster.device)
     for line in dict.fromkeys(line for member in group.members for line in member.described["told"] if line):
         tell(Notice(line))
@@ -230,7 +230,7 @@ def _opening(session: Session, last_step: int) -> tuple[str, ...]:
     return (
         f"model {config.model.preset or config.model.path}, {config.train.precision}; {session.stream.num_rows} "
         f"samples in {', '.join(source.path for source in data_sources(config.data))}",
-        f"{group.size} ranks on {config.cluster.device}, {nodes} node{'s' if nodes > 1 else ''}; "
+        f"{counted(group.size, 'rank')} on {config.cluster.device}, {counted(nodes, 'node')}; "
         f"planner {config.planner.name}, sync {config.planner.sync}, at most {config.planner.tokens_per_rank} tokens a "
         "rank",
         f"resuming after step {last_step}" if last_step else f"new run in {config.run.dir}",
