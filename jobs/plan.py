@@ -71,15 +71,18 @@ def main(argv: list[str]) -> int:
         return failed(error, 1)
     except ValueError as error:  # PlanError, ConfigError and ArgumentError: one line each
         return failed(error, 2)
-    try:
-        for target in targets.values():
-            target.parent.mkdir(parents=True, exist_ok=True)
-        if "out" in targets:
-            targets["out"].write_text(json.dumps(plan.to_json()))
-        if "picture" in targets:
-            from dhp_ray.report.step_picture import draw_plan
+    from dhp_ray.storage import storage_errors
 
-            draw_plan(plan, targets["picture"])
+    try:
+        for name, target in targets.items():
+            with storage_errors(f"{name}: {target}", "cannot be written"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if name == "out":
+                    target.write_text(json.dumps(plan.to_json()))
+                else:
+                    from dhp_ray.report.step_picture import draw_plan
+
+                    draw_plan(plan, target)
     except OSError as error:
         return failed(error, 1)
     print_table(plan)

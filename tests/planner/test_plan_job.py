@@ -158,6 +158,15 @@ def test_what_cannot_be_written_is_said_before_the_work(lengths, tmp_path, capsy
         assert capsys.readouterr().err == f"error: {name}: {path} cannot be written: {reason}\n"
 
 
+@pytest.mark.parametrize("name", ["out", "picture"])
+def test_a_disk_that_fills_is_told_of_the_file(lengths, tmp_path, capsys, name):
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"{name}={tmp_path / 'full.png'}"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (
+        "", f"error: {name}: {tmp_path / 'full.png'}: cannot be written: No space left on device\n")
+
+
 def test_new_folders_are_made(lengths, tmp_path):
     plan, picture = tmp_path / "new" / "dir" / "plan.json", tmp_path / "other" / "plan.png"
     assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={plan}", f"picture={picture}"]) == 0
