@@ -52,6 +52,7 @@ class ArgumentError(ValueError):
 
 def main(argv: list[str]) -> int:
     import json
+    import os
 
     from dhp_ray.config import local_path
     from dhp_ray.schema import PLANNERS
@@ -62,6 +63,10 @@ def main(argv: list[str]) -> int:
     try:
         arguments = read_arguments(argv)
         targets = {name: local_path(name, arguments[name]) for name in ("out", "picture") if arguments[name]}
+        for name in filter(arguments.get, ("lengths", "replay", "cost")):
+            read = os.path.realpath(local_path(name, arguments[name]))
+            if into := next((key for key, target in targets.items() if os.path.realpath(target) == read), ""):
+                raise ArgumentError(f"{into}: got {arguments[into]!r}, the file of {name}=; allowed: another file")
     except ValueError as error:
         return failed(error, 2)
     try:

@@ -167,6 +167,18 @@ def test_a_disk_that_fills_is_told_of_the_file(lengths, tmp_path, capsys, name):
         "", f"error: {name}: {tmp_path / 'full.png'}: cannot be written: No space left on device\n")
 
 
+@pytest.mark.parametrize("name", ["lengths", "replay", "cost"])
+def test_what_is_read_is_not_written_over(lengths, tmp_path, capsys, name):
+    words = {"lengths": [], "replay": [], "cost": [f"lengths={lengths}", "num_ranks=4"]}[name]
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    (tmp_path / "link").symlink_to(kept)
+    assert job.main([*words, f"{name}={kept}", f"out={tmp_path / 'link'}"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: out: got '{tmp_path / 'link'}', the file of {name}=; allowed: another file\n")
+    assert kept.read_text() == "mine"
+
+
 def test_new_folders_are_made(lengths, tmp_path):
     plan, picture = tmp_path / "new" / "dir" / "plan.json", tmp_path / "other" / "plan.png"
     assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={plan}", f"picture={picture}"]) == 0
