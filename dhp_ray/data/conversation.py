@@ -223,7 +223,7 @@ def _turn(number: int, turn: Any) -> Turn:
         parts = []
     with about(RowError, f"turn {number}"):
         calls = _calls(calls) if _holds_any(calls) else ""
-    if not parts and not calls and ROLES[role] != "tool":
+    if not parts and not calls and ROLES[role] != "tool" and (ROLES[role], content) != ("system", ""):
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
     if any(turn[name] != turn[thoughts[0]] for name in thoughts):

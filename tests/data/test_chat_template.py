@@ -90,6 +90,20 @@ def test_a_thought_beside_an_answer_lies_before_it() -> None:
         PROCESSOR.encode([first, {"from": "gpt", "value": "", "reasoning_content": "Hm."}], [])
 
 
+def test_an_empty_text_of_the_system_is_a_turn() -> None:
+    """As a server has it, which gets the same messages; a template may have a text of its own where there is no turn.
+    """
+    turns = [{"role": "system", "content": ""}, *talk("a", "b")]
+    assert PROCESSOR.tokenizer.decode(PROCESSOR.encode(turns, []).input_ids) == PROCESSOR.tokenizer.apply_chat_template(
+        [{"role": "system", "content": ""}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        chat_template=PROCESSOR.chat_template, tokenize=False)
+    assert learned(turns) == "b<|im_end|>"
+    for turn in ({"role": "system", "content": None}, {"role": "system", "value": "c"},
+                 {"role": "user", "content": ""}):
+        with pytest.raises(RowError, match=r"^turn 1 has no text in content"):
+            PROCESSOR.encode([turn, *talk("a", "b")], [])
+
+
 @pytest.mark.parametrize(("preset", "breaks"), [("tiny", 1), ("tiny_qwen3_vl", 1), ("tiny_internvl", 1)])
 def test_one_line_break_follows_an_image_of_llava(preset: str, breaks: int) -> None:
     """InternVL's template writes one itself, those of Qwen none."""
