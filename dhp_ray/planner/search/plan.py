@@ -207,8 +207,8 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
     """Plans of `micro_batch`, without a least degree, then with the one that suits each micro-batch, and of a small
-    batch then with one for all. Each time narrow searches of every way, which keep one partial plan; if they found a
-    shorter plan, then wide ones like the plain start and the best."""
+    batch then with one for all. Each time narrow searches of every way, which keep one partial plan, then wide ones
+    like the plain start and the best: with one for all only if the narrow ones found a shorter plan."""
     found = list[Timed]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
     width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * hidden_s(problem)
@@ -236,7 +236,7 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         for rounds in searches:
             if search(rounds, degrees, 1, most if rounds is plain else fewer):
                 best, is_shorter = rounds, True
-        if width > 1 and is_shorter:
+        if width > 1 and (is_shorter or degrees is least):
             for each in dict.fromkeys([plain, best]):
                 search(each, degrees, width, most)
     return found
