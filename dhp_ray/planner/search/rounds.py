@@ -338,7 +338,8 @@ def fill(
         image_s[pack] = max(image_s[pack], item.image_s)
         rate = batch.rates[degree[pack]]
         transfer_s = rate.across_s if crosses[pack] else rate.inside_s
-        room = (limit_s - after_s) / (1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens) * (1 + 1e-9)
+        work_takes_s = 1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens
+        room = (limit_s - after_s) / work_takes_s * (1 + 1e-9)
         if rate.overlap > 0.0:
             room = np.inf if room > 0.0 else room
         low = np.searchsorted(batch.by_tokens, degree[pack] * batch.capacity - sums[pack, 4], side="right")
