@@ -56,7 +56,7 @@ def test_a_micro_batch_is_filled_like_the_slow_one(
     samples = [Sample(str(row), length) for row, length in enumerate(lengths)]
     problem = problem_of(samples, cluster, cost, "micro_batch")
     batch = batch_of(problem)
-    pack, degree, seconds = fill(batch, batch.by_work, limit_s, places_of(problem.machine), least, 0.0)
+    pack, degree, seconds, _ = fill(batch, batch.by_work, limit_s, places_of(problem.machine), least, 0.0)
     found = [(int(degree[one]), batch.by_work[pack == one].tolist()) for one in range(len(degree))]
     assert found == slow_fill(problem, limit_s, least)
     assert not found or seconds <= limit_s * (1 + 1e-9)
