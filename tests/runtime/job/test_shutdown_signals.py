@@ -22,19 +22,19 @@ from dhp_ray.runtime.job.signals import ShutdownSignals
 
 ending = ShutdownSignals()
 
-def main(work):
-    return ending.run(lambda: (print("ready", flush=True), work())[1])
+def main(work, before=lambda: None):
+    return ending.run(lambda: (before(), print("ready", flush=True), work())[2])
 """
 SLEEP = "sys.exit(main(lambda: time.sleep(60)))"
 # A mutex that the thread holds itself: signals do not interrupt the wait for it, as they do not interrupt Ray's for a
 # head.
 FOREIGN = ("mutex = ctypes.create_string_buffer(256); lock = ctypes.CDLL(None).pthread_mutex_lock; "
-           "sys.exit(main(lambda: (lock(mutex), lock(mutex))))")
+           "sys.exit(main(lambda: lock(mutex), before=lambda: lock(mutex)))")
 TRAIN = """ending.hand_over(lambda reason: print("told", reason, flush=True)); """ + SLEEP
 OVER = 'ending.hand_over(lambda reason: print("told", flush=True)); ending.over(); main(lambda: time.sleep(0.5))'
 MUTE = "ending.say = lambda text: open('/nowhere/at/all'); " + TRAIN
-RAY = ("def work(): signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals(); time.sleep(60)\n"
-       "sys.exit(main(work))")
+RAY = ("def start_ray(): signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)); ending.take_signals()\n"
+       "sys.exit(main(lambda: time.sleep(60), before=start_ray))")
 WRAPPED = """
 def work():
     try:
