@@ -44,7 +44,7 @@ searches of micro-batches say that they have spent.
 
 NARROW, LIMITS, WIDTH, WORK = 2, 24, 8, 60_000
 """LIMITS of each micro-batch are tried, and a wide search keeps WIDTH partial plans: fewer if limits x sequences x
-partial plans exceed WORK. Narrow searches after the first, and all with several least degrees, try a NARROWth of the
+partial plans exceed WORK. Narrow searches after the first, and all with a least degree, try a NARROWth of the
 limits."""
 
 BUDGET, TRIAL_S, MOST = 0.02, 2e-8, 5_000
@@ -206,15 +206,15 @@ def orders_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
 
 
 def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: float) -> list[Timed]:
-    """Plans of `micro_batch`, without a least degree, then with the one that suits each micro-batch, and of a small
-    batch then with one for all. Each time narrow searches of every way, which keep one partial plan, then wide ones
-    like the plain start and the best: with one for all only if the narrow ones found a shorter plan."""
+    """Plans of `micro_batch`. First narrow searches, which keep one partial plan: of every way, without a least degree
+    and with the one that suits each micro-batch; of the best, with one for all. Then wide ones like the plain start and
+    the best, and with the degree that suits each micro-batch."""
     found = list[Timed]()
     count = int(np.clip(WORK // (2 * len(problem.items)), 4, LIMITS))
     width, left_s = int(np.clip(WORK // (count * len(problem.items)), 1, WIDTH)), STARTS * hidden_s(problem)
     fewer = max(4, count // NARROW)
 
-    def search(rounds: Rounds, degrees: list[int], width: int, limits: int) -> bool:
+    def search(rounds: Rounds, degrees: tuple[int, ...], width: int, limits: int) -> bool:
         nonlocal best_s, left_s
         if best_s <= target_s or rounds.problem.lower_bound_s >= best_s or (left_s <= 0 and found):
             return False
@@ -228,17 +228,18 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         is_best, best_s = start.seconds < best_s, min(best_s, start.seconds)
         return is_best
 
-    searches, least = [rounds for way in ways for rounds in rounds_on(way)], least_degrees(problem)
-    plain = best = searches[0]
-    alone = [[each] for each in least[1:]] if is_small(problem) else []
-    for degrees in ([1], least, *alone):
-        is_shorter, most = False, count if degrees == [1] else fewer
-        for rounds in searches:
-            if search(rounds, degrees, 1, most if rounds is plain else fewer):
-                best, is_shorter = rounds, True
-        if width > 1 and (is_shorter or degrees is least):
-            for each in dict.fromkeys([plain, best]):
-                search(each, degrees, width, most)
+    searches, least = [rounds for way in ways for rounds in rounds_on(way)], tuple(least_degrees(problem))
+    plain: tuple[Rounds, tuple[int, ...]] = searches[0], (1,)
+    best = plain
+    for degrees, rounds in product(((1,), least), searches):
+        if search(rounds, degrees, 1, count if (rounds, degrees) == plain else fewer):
+            best = rounds, degrees
+    for each in least[1:]:
+        if search(best[0], (each,), 1, fewer):
+            best = best[0], (each,)
+    if width > 1:
+        for rounds, degrees in dict.fromkeys((plain, best, (plain[0], least), (best[0], least))):
+            search(rounds, degrees, width, count if degrees == (1,) else fewer)
     return found
 
 
