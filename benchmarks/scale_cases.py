@@ -30,7 +30,7 @@ CLUSTERS = {"910B": "ascend_910b", "H100": "h100"}
 class Case:
     """A model on so many devices, with one batch of a workload for each of `seeds`, each of `samples` (0: 8 a rank).
 
-    `recomputes` as `train.activation_checkpointing`.
+    `recomputes` as `train.activation_checkpointing`, `expert_parallel` as `train.expert_parallel`.
     """
 
     model: str
@@ -41,6 +41,7 @@ class Case:
     seeds: tuple[int, ...] = (0, 1, 2)
     recomputes: str = "auto"
     samples: int = 0
+    expert_parallel: str = "auto"
 
     def __str__(self) -> str:
         return f"{self.model}, {self.num_ranks} {self.device}, {self.workload}, {self.sync}"
@@ -51,7 +52,7 @@ class Case:
             f"model={self.model}", f"cluster={CLUSTERS[self.device]}", f"workload={self.workload}",
             f"sync={self.sync}", f"cluster.num_ranks={self.num_ranks}", f"cluster.ranks_per_node={NODE_RANKS}",
             f"global_samples={self.samples or SAMPLES_PER_RANK * self.num_ranks}",
-            f"train.activation_checkpointing={self.recomputes}"])
+            f"train.activation_checkpointing={self.recomputes}", f"train.expert_parallel={self.expert_parallel}"])
 
 
 class Planned(NamedTuple):
