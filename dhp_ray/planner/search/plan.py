@@ -238,7 +238,7 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         if search(best[0], (each,), 1, fewer):
             best = best[0], (each,)
     if width > 1:
-        for rounds, degrees in dict.fromkeys((plain, best, (plain[0], least), (best[0], least))):
+        for rounds, degrees in dict.fromkeys((plain, best, (best[0], least))):
             search(rounds, degrees, width, count if degrees == (1,) else fewer)
     return found
 
