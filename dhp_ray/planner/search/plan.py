@@ -228,7 +228,8 @@ def rounds_of(problem: Problem, ways: list[Problem], target_s: float, best_s: fl
         is_best, best_s = start.seconds < best_s, min(best_s, start.seconds)
         return is_best
 
-    searches, least = [rounds for way in ways for rounds in rounds_on(way)], tuple(least_degrees(problem))
+    searches = [rounds for each in zip(*map(rounds_on, ways)) for rounds in each]  # the plain ones of all ways first
+    least = tuple(least_degrees(problem))
     plain: tuple[Rounds, tuple[int, ...]] = searches[0], (1,)
     best = plain
     for degrees, rounds in product(((1,), least), searches):

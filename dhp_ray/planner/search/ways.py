@@ -4,7 +4,7 @@ A rank that holds 1,000 tokens with all activations, and 8,000 if all layers are
 
     nothing relieved   enough ranks for each sequence that no rank has more than 1,000 tokens
     as it is           single sequences on any ranks that hold them, several together up to 1,000 tokens
-    packs of 2,000, 4,000, 8,000       every pack recomputes as much as one of that many tokens needs: 0.57, 0.86, 1
+    packs of 8,000, 4,000, 2,000       every pack recomputes as much as one of that many tokens needs: 1, 0.86, 0.57
     joined             a pack that grows is relieved of a little more
 
 So the seconds of a pack are the sum of its sequences', as constructors expect. In the plan each pack then recomputes no
@@ -22,7 +22,7 @@ from dhp_ray.planner.bound import lower_bound_s
 from dhp_ray.planner.plan.cluster import Recomputation
 from dhp_ray.planner.problem import Problem
 
-FULLER = (2, 4)
+FULLER = (4, 2)
 """Packs that recompute layers are tried with so many times the tokens that fit without, and with the most."""
 
 
@@ -35,7 +35,7 @@ def ways_of(problem: Problem) -> Iterator[Problem]:
     yield _up_to(problem, cheap)
     yield problem
     held, recomputation = cluster.tokens_per_rank, cluster.recomputation
-    sizes = [*(factor * held for factor in FULLER if factor * held < most), most] if recomputation.share else []
+    sizes = [most, *(factor * held for factor in FULLER if factor * held < most)] if recomputation.share else []
     for tokens in sizes:
         if problem.items.tokens.max() <= tokens * cluster.num_ranks:
             share = float(recomputation.share_of(tokens))
