@@ -39,6 +39,7 @@ Exit status: 0 on success, 2 on a bad argument or batch, 1 on failure."""
 DEFAULTS = {"lengths": "", "replay": "", "num_ranks": "", "ranks_per_node": "8", "nodes": "", "tokens_per_rank": "8192",
             "speeds": "", "sync": "step",
             "planner": "dhp", "cost": "", "out": "", "picture": ""}
+DEFAULT_COST = Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml"
 
 
 MOST = 10**9
@@ -63,10 +64,11 @@ def main(argv: list[str]) -> int:
     try:
         arguments = read_arguments(argv)
         targets = {name: local_path(name, arguments[name]) for name in ("out", "picture") if arguments[name]}
-        for name in filter(arguments.get, ("lengths", "replay", "cost")):
-            read = os.path.realpath(local_path(name, arguments[name]))
-            if into := next((key for key, target in targets.items() if os.path.realpath(target) == read), ""):
-                raise ArgumentError(f"{into}: got {arguments[into]!r}, the file of {name}=; allowed: another file")
+        files = {name: local_path(name, arguments[name]) for name in ("lengths", "replay", "cost") if arguments[name]}
+        files = {"cost": DEFAULT_COST} | files | targets
+        for into, other in ((into, other) for into in targets for other in files if into != other):
+            if os.path.realpath(files[into]) == os.path.realpath(files[other]):
+                raise ArgumentError(f"{into}: got {arguments[into]!r}, the file of {other}=; allowed: another file")
     except ValueError as error:
         return failed(error, 2)
     try:
@@ -160,8 +162,7 @@ def given(arguments: dict[str, str]) -> dict[str, Any]:
         cluster = ClusterSpec(count(arguments["num_ranks"], "num_ranks", most=MOST_RANKS),
                               count(arguments["ranks_per_node"], "ranks_per_node", most=MOST_RANKS), tokens_per_rank,
                               speeds)
-    default = Path(__file__).resolve().parent.parent / "conf" / "cost" / "cuda.yaml"
-    cost = CostModel.load(local_path("cost", arguments["cost"]) if arguments["cost"] else default)
+    cost = CostModel.load(local_path("cost", arguments["cost"]) if arguments["cost"] else DEFAULT_COST)
     return {"samples": read_lengths(local_path("lengths", arguments["lengths"])), "cluster": cluster, "cost": cost,
             "planner": arguments["planner"], "sync": arguments["sync"]}
 

@@ -101,9 +101,9 @@ def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
-    if not system or (turns and stored_role(turns[0]) == "system"):
-        return turns
-    return [{"role": "system", "content": system}, *turns]
+    if system and turns and stored_role(turns[0]) == "system":  # the turn counts, unless it has no text
+        return turns if _turn(1, turns[0]).text else [{"role": "system", "content": system}, *turns[1:]]
+    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def stored_tools(fields: Mapping[str, Any]) -> Any:
@@ -212,18 +212,20 @@ def _turn(number: int, turn: Any) -> Turn:
               if ROLES[role] == "assistant" and _holds_any(turn.get(name))]
     if len(called) > 1:
         raise RowError(f"turn {number} has tool_calls and function_call; allowed: one of them")
+    items = content if openai and isinstance(content, Sequence) and not isinstance(content, str | bytes) else None
     calls = content if role == "function_call" else called[0] if called else None
     if role == "function_call":
         parts = []
     elif isinstance(content, str):
         parts = _marked(content) if ROLES[role] in ("user", "tool") else [ContentPart("text", content)] * bool(content)
-    elif openai and isinstance(content, Sequence) and not isinstance(content, bytes):
-        parts = [part for item in content for part in [_part(number, item)] if part.kind != "text" or part.text]
+    elif items is not None:
+        parts = [part for item in items for part in [_part(number, item)] if part.kind != "text" or part.text]
     else:
         parts = []
     with about(RowError, f"turn {number}"):
         calls = _calls(calls) if _holds_any(calls) else ""
-    if not parts and not calls and ROLES[role] != "tool" and (ROLES[role], content) != ("system", ""):
+    may_be_empty = ROLES[role] == "tool" or (ROLES[role] == "system" and (content == "" or items is not None))
+    if not parts and not calls and not may_be_empty:
         raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
     thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
     if any(turn[name] != turn[thoughts[0]] for name in thoughts):
@@ -288,7 +290,8 @@ def _part(number: int, item: Any) -> ContentPart:
             raise RowError(f"turn {number} has a part {kind} without url")
         index = item.get("index")
         if index is not None:
-            if not isinstance(index, int | float) or index != int(index):  # pandas makes floats of a column with nulls
+            # pandas makes floats of a column with nulls; JSON's 1e999 is infinite
+            if not isinstance(index, int | float) or (isinstance(index, float) and not index.is_integer()):
                 raise RowError(f"turn {number} has a part of the index {_brief(index)}; allowed: a number from 0 on")
             index = int(index)
         return ContentPart(shows, source=item if given else None, index=index, fps=None if given else item.get("fps"))

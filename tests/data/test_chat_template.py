@@ -98,9 +98,12 @@ def test_an_empty_text_of_the_system_is_a_turn() -> None:
         [{"role": "system", "content": ""}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         chat_template=PROCESSOR.chat_template, tokenize=False)
     assert learned(turns) == "b<|im_end|>"
-    for turn in ({"role": "system", "content": None}, {"role": "system", "value": "c"},
+    for content in ([], [""], [{"type": "text", "text": ""}]):
+        of_parts = [{"role": "system", "content": content}, *talk("a", "b")]
+        assert PROCESSOR.encode(of_parts, []).input_ids.tolist() == PROCESSOR.encode(turns, []).input_ids.tolist()
+    for turn in ({"role": "system", "content": None}, {"role": "system", "value": "c"}, {"from": "system", "value": []},
                  {"role": "user", "content": ""}):
-        with pytest.raises(RowError, match=r"^turn 1 has no text in content"):
+        with pytest.raises(RowError, match=r"^turn 1 has no text in (content|value)"):
             PROCESSOR.encode([turn, *talk("a", "b")], [])
 
 

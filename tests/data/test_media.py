@@ -274,8 +274,11 @@ def test_parts_name_the_images_of_a_row_by_their_index(root: Path) -> None:
         parts = [{"type": "image", "index": index} for index in indices]
         with pytest.raises(RowError, match=f"^the images of a row have the index {named}; allowed: each from 0 to 1 "):
             shown(root, parts, images=[b"first", b"second"])
-    with pytest.raises(RowError, match=r"^turn 1 has a part of the index \[0\]; allowed: a number from 0 on"):
-        shown(root, [{"type": "image", "index": [0]}], images=[b"first"])
+    for index in ([0], "0", 0.5, float("inf"), float("nan")):
+        with pytest.raises(RowError, match=r"^turn 1 has a part of the index .*; allowed: a number from 0 on"):
+            shown(root, [{"type": "image", "index": index}], images=[b"first"])
+    with pytest.raises(RowError, match=r"^the images of a row have the index 1000"):
+        shown(root, [{"type": "image", "index": 10**400}], images=[b"first"])
 
 
 @pytest.mark.parametrize("name", OWN_SETTINGS)

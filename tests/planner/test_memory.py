@@ -390,6 +390,13 @@ def test_resident_bytes_by_hand() -> None:
     assert frozen["gradients"] == 6 * model("3B").shape.num_parameters(without=["language"])
 
 
+def test_gloo_copies_the_gradients_that_it_reduces() -> None:
+    """Two buckets of 64 MiB for each of four ranks; a device's library reduces them in place."""
+    update = {device: model("3B", world_size=4, device=device).moments(PackLoad(4096, 0, 1))["update"]
+              for device in ("cpu", "cuda")}
+    assert sum(update["cpu"].values()) - sum(update["cuda"].values()) == 2 * 4 * 64 * 2**20
+
+
 def test_the_loss_holds_what_the_memory_model_counts() -> None:
     assert (LOGITS_HELD, CHUNKS_HELD) == (CHUNK_ELEMENTS, CHUNKS_PER_PRODUCT)
 

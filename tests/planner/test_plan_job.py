@@ -179,6 +179,22 @@ def test_what_is_read_is_not_written_over(lengths, tmp_path, capsys, name):
     assert kept.read_text() == "mine"
 
 
+def test_what_is_read_by_default_is_not_written_over(lengths, tmp_path, capsys):
+    before = job.DEFAULT_COST.read_text()
+    assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={job.DEFAULT_COST}"]) == 2
+    assert job.DEFAULT_COST.read_text() == before
+    assert capsys.readouterr().err == (
+        f"error: out: got '{job.DEFAULT_COST}', the file of cost=; allowed: another file\n")
+
+
+def test_a_plan_and_its_picture_are_two_files(lengths, tmp_path, capsys):
+    (tmp_path / "link.png").symlink_to(tmp_path / "plan.png")
+    words = [f"out={tmp_path / 'plan.png'}", f"picture={tmp_path / 'link.png'}"]
+    assert job.main([f"lengths={lengths}", "num_ranks=4", *words]) == 2
+    assert capsys.readouterr().err == (
+        f"error: out: got '{tmp_path / 'plan.png'}', the file of picture=; allowed: another file\n")
+
+
 def test_new_folders_are_made(lengths, tmp_path):
     plan, picture = tmp_path / "new" / "dir" / "plan.json", tmp_path / "other" / "plan.png"
     assert job.main([f"lengths={lengths}", "num_ranks=4", f"out={plan}", f"picture={picture}"]) == 0

@@ -325,8 +325,11 @@ class MemoryModel:
                     "rest of the encoder": c * (shape.vision_rest - shape.vision_projector) * trains_vision * (
                         1 + self._trains_weights["vision"])}
         if not self._sharded:
-            part = min(SLICE_BYTES / 4, self.settings.num_trained(self.shape) / self.settings.world_size)
+            ranks = self.settings.world_size
+            part = min(SLICE_BYTES / 4, self.settings.num_trained(self.shape) / ranks)
             found["update"] = {"buckets": part * (4 + 3 * c)}  # the rank's slice of one, and three copies of it
+            if self.settings.device == "cpu" and ranks > 1:
+                found["update"]["gloo's copies"] = 2 * 4 * part * ranks  # of all that it reduces, two buckets at a time
         return found
 
     def _layer(

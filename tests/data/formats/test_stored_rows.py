@@ -41,6 +41,10 @@ def test_a_column_with_the_system_text_comes_first() -> None:
     assert stored_turns({"conversations": talk("a", "b"), "system": ""}) == talk("a", "b")
     own = [{"from": "developer", "value": "Answer in German."}, *talk("a", "b")]
     assert stored_turns({"conversations": own, "system": french}) == own
+    for content in ("", [], [{"type": "text", "text": ""}], [""]):
+        empty = {"role": "system", "content": content}
+        assert stored_turns({"messages": [empty, *talk("a", "b")], "system": french}) == [
+            {"role": "system", "content": french}, *talk("a", "b")]
     with pytest.raises(RowError, match="system holds int; allowed: a text"):
         stored_turns({"conversations": talk("a", "b"), "system": 3})
 
