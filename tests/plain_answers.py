@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.image_utils import load_image
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
@@ -28,11 +29,23 @@ BREAKS = {InternVLProcessor}
 
 
 def model_folder(folder: Path, preset: str) -> Path:
-    """A tiny model by transformers' own `save_pretrained`, with the files of its processor. Images keep to MAX_PIXELS.
+    """A tiny model by transformers' own `save_pretrained`, as its family is published, with the files of its processor.
+    Images keep to MAX_PIXELS.
     """
     plain_copy(rough_model(tie_word_embeddings=False, preset=preset)).save_pretrained(folder)
+    if preset == "tiny_qwen3_vl_moe":
+        transpose_experts(folder)
     ProcessorSpec(preset, "", 3136, MAX_PIXELS).load().save(folder)
     return folder
+
+
+def transpose_experts(folder: Path) -> None:
+    """Let a folder have its experts as those of Qwen3-VL-MoE are published, which transformers turns as it loads them.
+    """
+    file = folder / "model.safetensors"
+    tensors = {key: tensor.transpose(1, 2).contiguous() if ".experts." in key and tensor.shape[1] != tensor.shape[2]
+               else tensor for key, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def plain_answers(

@@ -59,7 +59,7 @@ PRESETS: dict[str, Callable[[Mapping[str, int]], PreTrainedConfig]] = {
     "tiny_qwen3_moe": lambda ids: Qwen3MoeConfig(
         **_text(ids, {}, 128, 4, 4, head_dim=32, norm_topk_prob=True, **EXPERTS), tie_word_embeddings=True),
     "tiny_qwen3_vl": lambda ids: Qwen3VLConfig(**_qwen3_vl(ids, QWEN3_VL_ROPE)),
-    "tiny_qwen3_vl_moe": lambda ids: Qwen3VLMoeConfig(**_qwen3_vl(ids, QWEN3_VL_ROPE, **EXPERTS)),
+    "tiny_qwen3_vl_moe": lambda ids: Qwen3VLMoeConfig(**_qwen3_vl(ids, QWEN3_VL_ROPE, norm_topk_prob=True, **EXPERTS)),
     "tiny_qwen3_5": lambda ids: Qwen3_5Config(**_qwen3_5(ids)),
     "tiny_qwen3_5_moe": lambda ids: Qwen3_5MoeConfig(**_qwen3_5(ids, **EXPERTS, shared_expert_intermediate_size=64))}
 

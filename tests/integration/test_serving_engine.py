@@ -20,7 +20,7 @@ from dhp_ray.data.processor import Processor, ProcessorSpec
 from dhp_ray.data.video import opened_video
 from tests.data.samples import picture, talk, video, write_rows
 from tests.integration.jobs import run
-from tests.packs import PATCH_DIMS
+from tests.packs import PRESETS, TEXT_PRESETS
 from tests.plain_answers import MAX_PIXELS, model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,12 @@ def rows_with_media(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def rows_of_text() -> list[dict[str, Any]]:
+    """Questions of very different lengths, some in a second turn."""
+    return [{"id": str(number), "conversations": talk(*["Hello.", "Yes?"] * (number % 2), question, "x")}
+            for number, question in enumerate(chr(97 + number) * (1 + 5 * number) for number in range(NUM_ROWS))]
+
+
 def questions_of(rows: list[dict[str, Any]], media: Path, processor: Processor) -> list[dict[str, Any]]:
     """The rows as tests/judge.py takes them."""
     return [{"messages": [turn.message() for turn in read_turns(row["conversations"])[:-1]],
@@ -108,10 +114,11 @@ def sampled(clip: Path, processor: Processor) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
-@pytest.mark.parametrize("preset", PATCH_DIMS)
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if "qwen3_5" not in preset])
 def test_vllm_answers_as_evaluate(ray_cluster: None, python: str, preset: str, tmp_path: Path) -> None:
+    """Qwen3.5 cannot be compared: on CPUs vLLM has gated delta nets in bf16 alone."""
     folder = model_folder(tmp_path / "model", preset)
-    rows = rows_with_media(tmp_path)
+    rows = rows_of_text() if preset in TEXT_PRESETS else rows_with_media(tmp_path)
     data, output = write_rows(tmp_path / "rows.json", rows), tmp_path / "predictions.jsonl"
     ended = run("evaluate.py", f"model.path={folder}", f"eval.path={data}", f"eval.output={output}",
                 f"data.max_pixels={MAX_PIXELS}", f"eval.max_new_tokens={NUM_TOKENS}", "cluster.device=cpu",

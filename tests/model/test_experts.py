@@ -29,6 +29,7 @@ from tests.packs import (
     save_model,
     stored_values,
 )
+from tests.plain_answers import transpose_experts
 from tests.ranks import run_ranks
 
 
@@ -111,11 +112,7 @@ def published(folder: Path, preset: str) -> dict[str, Tensor]:
     adapter = rough_model(preset=preset)
     save_model(adapter, folder, dict(adapter.module.named_parameters()))
     if preset == "tiny_qwen3_vl_moe":
-        tensors = load_file(folder / "model.safetensors")
-        oblong = {key for key, tensor in tensors.items() if ".experts." in key and tensor.shape[1] != tensor.shape[2]}
-        transposed = {key: tensor.transpose(1, 2).contiguous() if key in oblong else tensor
-                      for key, tensor in tensors.items()}
-        save_file(transposed, folder / "model.safetensors", {"format": "pt"})
+        transpose_experts(folder)
     return {name: parameter.detach() for name, parameter in adapter.module.named_parameters()}
 
 
