@@ -57,9 +57,12 @@ class Accelerator:
     def activate(self) -> None:
         """Make the device this process's current one; NCCL and HCCL take it from there.
 
-        From then on the process outlives a lost peer: torch's watchdogs no longer end it.
+        From then on the process outlives a lost peer: torch's watchdogs no longer end it. Call it before the process takes
+        memory of its device.
         """
         os.environ.update(WATCHDOGS)
+        if self.name == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
         import torch
 
         if self.name == "npu":
@@ -160,6 +163,10 @@ WATCHDOGS = {f"TORCH_{library}_{name}": "0" for library in ("NCCL", "HCCL")
 """By default torch's watchdogs end the process when a peer is gone, and so do the threads that watch them; a survivor
 must keep its state and join the next generation. A watchdog that has seen an error also waits for a dump of what it
 knows, a minute by default, and its group cannot be destroyed meanwhile. Process groups read these when they are made.
+"""
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Torch's settings of its memory, and their older name. Packs of ever new sizes leave gaps between its segments, unless
+these may grow.
 """
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
 """Read by cuBLAS at its first product, by HCCL and by CANN's products."""

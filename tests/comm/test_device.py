@@ -155,6 +155,18 @@ def test_too_few_queues_for_a_devices_streams_are_not_taken(given: str, monkeypa
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ, "it comes before the device does"
 
 
+@pytest.mark.parametrize("given", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_a_devices_memory_may_grow_unless_the_user_says_more(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {given: "max_split_size_mb:512"} if given else {}
+    monkeypatch.setattr(os, "environ", dict(environment))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    CUDA.activate()
+    assert {name: value for name, value in os.environ.items() if "ALLOC_CONF" in name} == (
+        environment or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 @pytest.mark.parametrize("given", ["8", "32", None])
 def test_enough_queues_are_left_as_they_are(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
