@@ -30,6 +30,8 @@ reduce_scatter_single = _collective("reduce_scatter_single", "reduce_scatter_ten
 
 HAS_FLASH_ATTENTION_3 = torch.__version__ >= "2.13"  # a TorchVersion
 """Earlier versions of torch register it for fp8 and the forward pass alone, or not at all."""
+HAS_TRITON_3_7_1 = torch.__version__ >= "2.13"
+"""Of torch for CUDA: each version asks for one of Triton."""
 
 
 def fsdp_param_groups(module: nn.Module) -> list[Any]:

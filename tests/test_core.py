@@ -9,7 +9,7 @@ import pytest
 
 CORE = ("planner", "comm", "model", "train", "compatibility")
 ALLOWED = {"torch", "transformers", "numpy", "numba", "msgspec", "pyarrow", "safetensors", "yaml"}
-DEVICES = {"torch_npu", "liger_kernel", "triton", "cuda"}
+DEVICES = {"torch_npu", "liger_kernel", "fla", "triton", "cuda"}
 """Imported only on the device that it is for."""
 
 

@@ -24,13 +24,18 @@ All that takes ten times the memory of q, k and v. So a run of chunks (`pieces.p
 tokens and the states before it. The backward pass takes the runs from the last to the first and computes the chunks of
 each again, of one run at a time. What was exchanged is kept. If the layer itself is recomputed, a run may keep what it
 gave (`recomputation.py`): the layer's second run then computes no chunk.
+
+On CUDA, flash-linear-attention computes a run where it can: all its pieces at once, in bf16 with states in fp32. To it
+M is K further columns of the state, which are one at the start, and of values that are 0:
+
+    [E | M] = state at the end of a piece, from [0 | 1] at its start and [v | 0] for each token's v
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from itertools import islice
+from functools import cache, partial
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +43,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dhp_ray.comm.pack_communicator import PackCommunicator, Tag
+from dhp_ray.model.kernels import cuda
 from dhp_ray.model.pieces import Counts, Pieces
 from dhp_ray.model.recomputation import attention_once
 from dhp_ray.planner.memory.model import STATE_CHUNK as CHUNK
@@ -160,6 +166,8 @@ def _run(
     counts: Counts, reads: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
 ) -> tuple[Tensor, ...]:
     """The states after a run, and its outputs if they are wanted."""
+    if _kernel_computes(v):
+        return _run_of_kernel(counts, reads, q, k, v, g, beta, states)
     chunks, outputs, ended = _chunks(q, k, v, g, beta), list[Tensor](), list[Tensor]()
     if states.shape[3] > v.shape[3]:
         chunks = chunks._replace(stored=F.pad(chunks.stored, (0, states.shape[3] - v.shape[3])))
@@ -171,6 +179,35 @@ def _run(
         states = here.decay * states + here.keys.transpose(2, 3) @ new
     found = [torch.cat(outputs).transpose(1, 2).to(v.dtype)] if reads else []
     return torch.cat((states, *reversed(ended))), *found
+
+
+def _kernel_computes(v: Tensor) -> bool:
+    """Not in a deterministic run: its block sizes, and with them the order of sums, are those that ran fastest."""
+    return (v.is_cuda and v.dtype == torch.bfloat16 and cuda.has_gated_delta_rule()
+            and not torch.are_deterministic_algorithms_enabled())
+
+
+def _run_of_kernel(
+    counts: Counts, reads: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor
+) -> tuple[Tensor, ...]:
+    order, places, offsets, chunks = _by_piece(counts, v.device)
+    v = F.pad(v, (0, states.shape[3] - v.shape[3]))
+    q, k, v, g, beta = (rows.index_select(0, order).flatten(0, 1) for rows in (q, k, v, g, beta))
+    out, after = cuda.gated_delta_rule(q, k, v, g, beta, states, offsets, chunks)
+    return after, *([out.unflatten(0, (-1, CHUNK)).index_select(0, places)] if reads else [])
+
+
+@cache  # of at most as many as there are ways to write RUN_CHUNKS or less as a sum
+def _by_piece(counts: Counts, device: torch.device) -> list[Tensor]:
+    """Of a run's chunks, which lie step by step: their order piece by piece, and their places in it, (C,); the token at
+    which each piece then begins, and the last one ends, (pieces + 1,); and of each chunk its piece and step, (C, 2).
+    """
+    starts = (0, *accumulate(counts))
+    chunks = sorted((piece, step) for step, count in enumerate(counts) for piece in range(count))
+    order = [starts[step] + piece for piece, step in chunks]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    offsets = [0, *accumulate(CHUNK * sum(count > piece for count in counts) for piece in range(counts[0]))]
+    return [torch.tensor(rows).to(device, non_blocking=True) for rows in (order, places, offsets, chunks)]
 
 
 def _end(states: Tensor, count: int, ended: list[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ which downloads code from the Hub.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch.nn import Identity, Module
 from dhp_ray.model.attention import PackContext, attention_of_layer
 from dhp_ray.model.experts import has_experts
 from dhp_ray.model.kernels import cuda, npu
+from dhp_ray.planner.memory.model_shape import LayerShape
 
 
 class Operators(Protocol):
@@ -46,6 +47,14 @@ def unfused_notice(device: str) -> str:
     return "" if device == "cpu" or operators_of(device) else (
         "Liger is not installed on the workers (pip install -e '.[cuda]'): norms, rotary embeddings and SwiGLU are "
         "not fused; on an H200 a step then took 1.2 times as long")
+
+
+def unfused_states_notice(device: str, layers: Iterable[LayerShape]) -> str:
+    """The same of layers with gated delta nets, of a model that has some."""
+    if device != "cuda" or not any(layer.state_heads for layer in layers) or cuda.has_gated_delta_rule():
+        return ""
+    return ("flash-linear-attention does not run on the workers (pip install -e '.[cuda]'; torch 2.13, A100 to H200): "
+            "gated delta nets are computed by operators of torch, chunk after chunk")
 
 
 class FusedNorm(Module):

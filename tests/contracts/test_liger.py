@@ -18,7 +18,7 @@ KERNEL = ROOT / "dhp_ray" / "model" / "kernels" / "cuda.py"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel that the extra `cuda` asks for, as a file: without a device it cannot be imported."""
-    with wheel_of("cuda", tmp_path_factory.mktemp("wheel")) as opened:
+    with wheel_of("liger-kernel", tmp_path_factory.mktemp("wheel")) as opened:
         yield opened
 
 

@@ -25,7 +25,7 @@ def source() -> Source:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """The wheel that the extra `npu` asks for, as a file: it needs a device's libraries to be installed."""
-    with wheel_of("npu", tmp_path_factory.mktemp("wheel")) as opened:
+    with wheel_of("torch_npu", tmp_path_factory.mktemp("wheel")) as opened:
         yield opened
 
 

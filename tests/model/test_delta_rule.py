@@ -1,10 +1,18 @@
-"""The gated delta rule over pieces of sequences, beside its definition, token by token."""
+"""The gated delta rule over pieces of sequences, beside its definition, token by token.
+
+flash-linear-attention's kernel runs on CUDA alone. Here it is in plain torch, by its definition and behind its own
+signature (tests/contracts); on a CUDA device where it is installed its own is compared.
+"""
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate, pairwise, product
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +21,12 @@ from torch import Tensor
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import Transport
-from dhp_ray.model.delta_rule import gated_delta_rule
+from dhp_ray.model import delta_rule
+from dhp_ray.model.delta_rule import CHUNK, gated_delta_rule
+from dhp_ray.model.kernels import cuda
 from dhp_ray.model.layout import PackLayout, zigzag, zigzag_of_all
 from dhp_ray.model.pieces import pieces_of
+from tests.contracts.fla_operators import fla_ops
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=60)
@@ -75,7 +86,19 @@ def worst_error(layout: PackLayout, member: int, link: object, wanted: list[Tens
     return max(float((here - whole[index]).abs().max()) for here, whole in zip(found, wanted))
 
 
-def all_packs(rank: int, transport_name: str, packs: dict[tuple[int, ...], list[Tensor]]) -> list[float]:
+def take_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of flash-linear-attention, in plain torch, where `import` finds it."""
+    for name, module in (("fla", ModuleType("fla")), ("fla.ops", ModuleType("fla.ops")),
+                         ("fla.ops.gated_delta_rule", fla_ops())):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(delta_rule, "_kernel_computes", lambda v: True)
+
+
+def all_packs(
+    rank: int, transport_name: str, packs: dict[tuple[int, ...], list[Tensor]], by_kernel: bool = False
+) -> list[float]:
+    if by_kernel:
+        take_kernel(pytest.MonkeyPatch())
     world = dist.get_world_size()
     transport = Transport(transport_name, rank, world, CPU, 4, TIMEOUT)
     ranks = tuple((place + 1) % world for place in range(world))
@@ -177,3 +200,58 @@ def test_bytes_exchanged_do_not_depend_on_the_length() -> None:
     state = HEADS * KEYS * VALUES * 8
     to_both_others = 2 * 4 * (state * (VALUES + KEYS) // VALUES + state)
     assert [sum(run_ranks(bytes_sent, 3, length)) for length in (300, 3000)] == [to_both_others] * 2
+
+
+@pytest.mark.parametrize("lengths", [PACKS[0], PACKS[3], (1100, 130, 70)])
+def test_the_kernel_computes_the_definition_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
+) -> None:
+    take_kernel(monkeypatch)
+    assert worst_error(PackLayout(lengths, 1), 0, None, reference(lengths)) < 1e-9
+
+
+@pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (3, 5))])
+def test_the_kernel_computes_the_definition_at_any_degree(degree: int) -> None:
+    packs = {lengths: reference(lengths) for lengths in PACKS[2:4]}
+    errors = torch.tensor(run_ranks(all_packs, degree, "parent", packs, True))
+    assert errors.max() < 1e-9, errors
+
+
+def run_and_gradients(counts: tuple[int, ...], told: bool, inputs: list[Tensor]) -> list[Tensor]:
+    """A run's states and, unless it tells what it adds, outputs; and the gradients of all that it is given."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    found = delta_rule._run(counts, not told, *leaves)  # type: ignore[arg-type]
+    slopes = [torch.linspace(-1, 2, each.numel(), device=each.device).view_as(each).to(each.dtype) for each in found]
+    return [*(each.detach() for each in found), *torch.autograd.grad(found, leaves, slopes, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["outputs", "told"])
+@pytest.mark.parametrize("counts", [(3, 2, 2, 1), (1,) * 5, (4,)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not find_spec("fla"), reason="needs flash-linear-attention")])])
+def test_a_run_of_the_kernel_is_that_of_products(
+    monkeypatch: pytest.MonkeyPatch, device: str, counts: tuple[int, ...], told: bool
+) -> None:
+    """In fp64, or on a device in bf16 against fp64. `told`: what pieces add to a state and multiply it with."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (KEYS, VALUES) if device == "cpu" else (128, 128)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+    shape = (sum(counts), CHUNK)
+    states: Any = draw(counts[0], HEADS, keys, values)
+    if told:
+        states = torch.cat((torch.zeros_like(states), torch.eye(keys).to(states).expand(counts[0], HEADS, -1, -1)), 3)
+    inputs = [draw(*shape, KEY_HEADS, keys), draw(*shape, KEY_HEADS, keys), draw(*shape, HEADS, values),
+              -torch.nn.functional.softplus(draw(*shape, HEADS)) / 8, draw(*shape, HEADS).sigmoid(), states]
+    if device == "cuda":
+        assert cuda.has_gated_delta_rule(), "a device that it runs on"
+        types = (*(torch.bfloat16,) * 3, torch.float32, torch.bfloat16, torch.float32)
+        inputs = [tensor.to(dtype) for tensor, dtype in zip(inputs, types)]
+    wanted = run_and_gradients(counts, told, [tensor.double() for tensor in inputs])
+    if device == "cpu":
+        take_kernel(monkeypatch)
+    found = run_and_gradients(counts, told, inputs)
+    for here, there in zip(found, wanted, strict=True):
+        assert float((here - there).norm()) <= (1e-9 if device == "cpu" else 2e-2) * float(there.norm())

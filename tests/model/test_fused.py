@@ -17,7 +17,16 @@ import torch
 
 from dhp_ray.comm.device import CPU
 from dhp_ray.comm.transport import Transport
-from dhp_ray.model.fused import FusedAttention, FusedMLP, FusedNorm, operators_of, unfused_notice
+from dhp_ray.data.families import preset_token_ids
+from dhp_ray.model.build import model_shape
+from dhp_ray.model.fused import (
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+    operators_of,
+    unfused_notice,
+    unfused_states_notice,
+)
 from dhp_ray.model.kernels import cuda, npu
 from dhp_ray.train.collate import collate
 from dhp_ray.train.pack import pack_loss
@@ -111,6 +120,18 @@ def test_operators_are_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dhp_ray.model.fused.find_spec", lambda name: name == "liger_kernel")
     assert operators_of("cuda") is cuda
     assert unfused_notice("cuda") == ""
+
+
+def test_a_model_with_states_is_told_that_no_kernel_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_states, without = (model_shape(preset, "", preset_token_ids(preset)).language
+                            for preset in ("tiny_qwen3_5", "tiny_qwen3_vl"))
+    monkeypatch.setattr("dhp_ray.model.kernels.cuda.find_spec", lambda name: None)
+    cuda.has_gated_delta_rule.cache_clear()
+    assert "pip install -e '.[cuda]'" in unfused_states_notice("cuda", with_states)
+    assert "\n" not in unfused_states_notice("cuda", with_states)
+    assert unfused_states_notice("cuda", without) == unfused_states_notice("cpu", with_states) == ""
+    monkeypatch.setattr(cuda, "has_gated_delta_rule", lambda: True)
+    assert unfused_states_notice("cuda", with_states) == ""
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
 """CUDA: torch's variable-length flash attention, one call for all segments, and its grouped product; where the extra
-`cuda` is installed, Liger's fused norm, rotation and SwiGLU (Triton).
+`cuda` is installed, Liger's fused norm, rotation and SwiGLU, and flash-linear-attention's gated delta rule (Triton).
 
 The two operators of attention are those that `torch.nn.attention.varlen.varlen_attn` calls in torch 2.13; its public
 function returns the log-sum-exp but has no backward that takes a merged one. On Hopper they run FlashAttention 3 where
 its package is installed: torch puts its kernels behind the same two operators (not yet run on a device). What is fused
-is written against liger-kernel 0.8 (tests/contracts/liger.yaml); tests/model/test_fused.py compares it on a device.
+is written against liger-kernel 0.8 (tests/contracts/liger.yaml); tests/model/test_fused.py compares it on a device. So
+is the gated delta rule against fla-core 0.6 (fla.yaml, tests/model/test_delta_rule.py), not yet run on a device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dhp_ray.compatibility import HAS_FLASH_ATTENTION_3
+from dhp_ray.compatibility import HAS_FLASH_ATTENTION_3, HAS_TRITON_3_7_1
 from dhp_ray.model.segment_attention import Segments
 
 
@@ -74,3 +75,30 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     from liger_kernel.ops import LigerSiLUMulFunction
 
     return LigerSiLUMulFunction.apply(gate, up)
+
+
+@cache
+def has_gated_delta_rule() -> bool:
+    """Whether this process's device runs `gated_delta_rule`. An older Triton gives wrong gradients on Hopper, which
+    flash-linear-attention refuses (its issue 640); on Blackwell it may give NaN (its issue 913).
+    """
+    return find_spec("fla") is not None and HAS_TRITON_3_7_1 and torch.cuda.get_device_capability()[0] in (8, 9)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, offsets: Tensor, chunks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs (L, H, values) of sequences one after the other, and the states after them, fp32 (sequences, H, keys,
+    values), from those before.
+
+    q and k: (L, Hk, keys), not normed, with H a multiple of Hk; v: (L, H, values); g, the logarithm of the decay, and
+    beta: (L, H). offsets: (sequences + 1,) int64, where sequences begin and the last one ends. chunks: (C, 2) int64, of
+    each 64 tokens, or fewer at a sequence's end, the sequence and how many such it has before; given, or the kernel
+    would read the offsets on the host.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out, after = chunk_gated_delta_rule(
+        q[None], k[None], v[None], g[None], beta[None], initial_state=states, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=offsets, chunk_indices=chunks)
+    return out.squeeze(0), after

@@ -90,7 +90,7 @@ class Worker:
     def describe(self, device: str, probe: str) -> dict[str, Any]:
         """Return where this worker is and the memory of its device; also checks that it reaches the run folder."""
         from dhp_ray.comm.device import CPU, allow_streams, choose
-        from dhp_ray.model.fused import operators_of, unfused_notice
+        from dhp_ray.model.fused import operators_of, unfused_notice, unfused_states_notice
         from dhp_ray.runtime.worker.export import check_reached, save_folder
         from dhp_ray.runtime.worker.run_model import state_size
         from dhp_ray.storage import Folder
@@ -99,10 +99,12 @@ class Worker:
         self.accelerator = choose(device)
         self.accelerator.activate()
         check_reached(Folder(self.config.run.dir), probe)
-        told = [streams, unfused_notice("cuda")] if self.accelerator.name == "cuda" else []
+        size = state_size(self.config)
+        told = [streams, unfused_notice("cuda"), unfused_states_notice("cuda", size.shape.language)
+                ] if self.accelerator.name == "cuda" else []
         return {"pid": os.getpid(), "node_id": ray.get_runtime_context().get_node_id(),
                 "device": self.accelerator.name, "told": told,
-                **state_size(self.config)._asdict(),
+                **size._asdict(),
                 "device_name": self.accelerator.model_name(), "memory_bytes": self.accelerator.memory_bytes(),
                 "host_memory_bytes": CPU.memory_bytes(), "fused": operators_of(self.config.cluster.device) is not None,
                 "save_free_bytes": shutil.disk_usage(save_folder(self.config)).free}
