@@ -39,6 +39,7 @@ OWN_SETTINGS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "r
                 "video_end", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps")
 """Keys of qwen-vl-utils by which one image or video is shown otherwise than all others."""
 CONVERSATION_COLUMNS = ("conversations", "messages")
+AUDIO_COLUMNS = ("audio", "audios")
 _JSON = json.JSONDecoder(parse_constant=lambda name: None)  # NaN and Infinity are no JSON
 _MARK = re.compile(rf"(?<!\\)({'|'.join(MARKS)})")
 _PLACE = re.compile("<bbox>|<ref-object>")
@@ -92,12 +93,13 @@ def stored_turns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(turns, str):
         turns = json_of(turns, str(name))
     if not isinstance(turns, list):
-        raise RowError("no conversations; allowed: conversations, a list of turns with from and value, or messages, "
-                       "with role and content")
+        held = f"{name} holds {type(turns).__name__}" if name else "no conversations"
+        raise RowError(f"{held}; allowed: conversations, a list of turns with from and value, or messages, with role "
+                       "and content")
     if _holds_any(fields.get("objects")) and (mark := _PLACE.search(str(turns))):
         raise RowError(f"objects are to fill {mark[0]} (ms-swift); allowed: texts with the names and places themselves")
-    if _holds_any(fields.get("audios")):
-        raise RowError(f"audios hold {_brief(fields['audios'])}; allowed: images and videos")
+    if audio := next((column for column in AUDIO_COLUMNS if _holds_any(fields.get(column))), ""):
+        raise RowError(f"{audio} holds {_brief(fields[audio])}; allowed: images and videos")
     system = fields.get("system")
     if system is not None and not isinstance(system, str):
         raise RowError(f"system holds {type(system).__name__}; allowed: a text")
@@ -226,7 +228,8 @@ def _turn(number: int, turn: Any) -> Turn:
         calls = _calls(calls) if _holds_any(calls) else ""
     may_be_empty = ROLES[role] == "tool" or (ROLES[role] == "system" and (content == "" or items is not None))
     if not parts and not calls and not may_be_empty:
-        raise RowError(f"turn {number} has no text in {'content' if openai else 'value'}")
+        held = "no text" if not content or isinstance(content, str) or items is not None else _brief(content)
+        raise RowError(f"turn {number} has {held} in {'content' if openai else 'value'}; allowed: a text")
     thoughts = [name for name in THOUGHTS if ROLES[role] == "assistant" and turn.get(name)]
     if any(turn[name] != turn[thoughts[0]] for name in thoughts):
         raise RowError(f"turn {number} has {' and '.join(thoughts)}, which differ; allowed: one of them")
@@ -280,9 +283,11 @@ def _part(number: int, item: Any) -> ContentPart:
         return ContentPart("text", item)
     if not isinstance(item, Mapping):
         raise RowError(f"turn {number} has a part that holds {type(item).__name__}; allowed: an object with type")
-    kind = item.get("type")
-    if kind == "text" and isinstance(item.get("text"), str):
-        return ContentPart("text", item["text"])
+    kind, text = item.get("type"), item.get("text")
+    if kind == "text":
+        if not isinstance(text, str):
+            raise RowError(f"turn {number} has a part text with {_brief(text)}; allowed: a text")
+        return ContentPart("text", text)
     if shows := _shown_by(item):
         with about(RowError, f"turn {number}"):
             given = holds_media(item, shows)

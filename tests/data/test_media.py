@@ -322,7 +322,7 @@ def test_a_video_file_is_sampled_as_the_run_says(root: Path) -> None:
     ({"type": "image", "image": "../secret"}, "is not a relative file name"),
     ({"type": "audio"}, "turn 1 has a part of the type 'audio'; allowed: text, image"),
     (["a"], "turn 1 has a part that holds list"),
-    ({"type": "text", "text": None}, "turn 1 has a part of the type 'text'"),
+    ({"type": "text", "text": None}, "turn 1 has a part text with None; allowed: a text"),
 ])
 def test_a_part_that_cannot_be_had_is_a_bad_row(root: Path, part: object, reason: str) -> None:
     with pytest.raises(RowError, match=reason) as caught:

@@ -6,7 +6,7 @@
     system         the text of a system turn before them, unless they begin with one (LLaMA-Factory)
     answers        right answers in addition to the last turn of the assistant (jobs/evaluate.py), a list or one
     tools          what the assistant may call (see data/conversation.py), a list or JSON text; or functions
-    objects        ms-swift's names and places for marks in texts, refused with these marks; audios, refused
+    objects        ms-swift's names and places for marks in texts, refused with these marks; audio, audios, refused
     image, images  a file name below the image root, a data: URI, encoded bytes, {"bytes": ..., "path": ...},
                    {"image": ...}, or a list of these; null and empty texts are no image
     video, videos  likewise; a video may be a list of its frames, or {"video": [...], "fps": 2}
@@ -20,14 +20,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from dhp_ray.data.conversation import CONVERSATION_COLUMNS, media_keys
+from dhp_ray.data.conversation import AUDIO_COLUMNS, CONVERSATION_COLUMNS, media_keys
 from dhp_ray.data.errors import DataError
 from dhp_ray.data.fragments import MOST_BYTES, Fragment, UniqueIds
 from dhp_ray.errors import first_line
 
 ROWS_PER_FRAGMENT = 32
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
-TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "system", "tools", "functions", "objects", "audios", "answers")
+TEXT_COLUMNS = ("id", *CONVERSATION_COLUMNS, "system", "tools", "functions", "objects", *AUDIO_COLUMNS, "answers")
 ROW_COLUMNS = (*TEXT_COLUMNS, *MEDIA_COLUMNS)
 
 

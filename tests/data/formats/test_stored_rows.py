@@ -19,8 +19,8 @@ from tests.data.samples import talk, write_rows
 def test_conversations_are_lists_or_json_text() -> None:
     assert stored_turns({"conversations": talk("a", "b")}) == talk("a", "b")
     assert stored_turns({"conversations": json.dumps(talk("a", "b"))}) == talk("a", "b")
-    for value, reason in ((None, "no conversations"), (3, "no conversations"), ('"a"', "no conversations"),
-                          ("[{", "conversations is not JSON")):
+    for value, reason in ((None, "no conversations"), (3, "conversations holds int"),
+                          ('"a"', "conversations holds str"), ("[{", "conversations is not JSON")):
         with pytest.raises(RowError, match=reason):
             stored_turns({"conversations": value})
 
@@ -57,8 +57,9 @@ def test_what_fills_marks_of_ms_swift_is_refused() -> None:
         assert stored_turns(row | {"objects": empty, "audios": empty}) == row["conversations"]
     with pytest.raises(RowError, match=r"^objects are to fill <ref-object> \(ms-swift\); allowed: texts with"):
         stored_turns(row | {"objects": objects})
-    with pytest.raises(RowError, match=r"^audios hold \['a\.wav'\]; allowed: images and videos$"):
-        stored_turns(row | {"audios": ["a.wav"]})
+    for column in ("audio", "audios"):
+        with pytest.raises(RowError, match=rf"^{column} holds \['a\.wav'\]; allowed: images and videos$"):
+            stored_turns(row | {column: ["a.wav"]})
 
 
 def test_columns_of_what_is_refused_are_read(tmp_path: Path) -> None:
