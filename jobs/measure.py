@@ -38,7 +38,7 @@ def main(argv: list[str], signals: ShutdownSignals | None = None) -> int:
             print(help_text(PURPOSE, argv, command))
             return 0
         own, rest = split(argv)
-        config = load(rest, command)
+        config = load(["data.format=synthetic", *rest], command)  # a run's file may lack data: none is read
         return measure(config, own, signals)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -80,7 +80,7 @@ def measure(config: Config, own: dict[str, str], signals: ShutdownSignals | None
         check_writable(target)
         check_writable(target.with_suffix(".png"))
     except OSError as error:
-        print(f"error: {target}: {error.strerror}", file=sys.stderr)
+        print(f"error: out: {target} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -118,7 +118,7 @@ def measure(config: Config, own: dict[str, str], signals: ShutdownSignals | None
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {target}: {error.strerror or first_line(error)}", file=sys.stderr)
+        print(f"error: out: {target} cannot be written: {error.strerror or first_line(error)}", file=sys.stderr)
         return 1
     print("\n".join(measured.summary()))
     print(f"written: {target}, {target.with_suffix('.png')}")

@@ -91,6 +91,14 @@ def test_without_a_file_the_devices_of_this_machine_are_measured(job: Any, monke
     assert [(config.model.preset, config.cluster.device) for config in given] == [("small", "auto"), ("tiny", "cpu")]
 
 
+def test_the_file_of_a_run_needs_no_data(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(job, "measure", lambda config, *_: given.append(config) or 0)
+    words = ["--config", str(ROOT / "conf" / "finetune.yaml"), "model.path=m"]
+    assert (job.main(words), job.main([*words, "data=llava", "data.max_pixels=5000"])) == (0, 0)
+    assert [(config.model.path, config.data.max_pixels) for config in given] == [("m", 1003520), ("m", 5000)]
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -100,10 +108,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     monkeypatch.setattr(measuring, "measure_here", never)
     (tmp_path / "file").write_text("")
     assert job.main(["cluster.device=cpu", "model.preset=tiny", f"out={tmp_path / 'file' / 'cost.yaml'}"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file' / 'cost.yaml'}: ")
+    assert capsys.readouterr().err.startswith(f"error: out: {tmp_path / 'file' / 'cost.yaml'} cannot be written: ")
     (tmp_path / "cost.png").mkdir()  # the picture's place
     assert job.main(["cluster.device=cpu", "model.preset=tiny", f"out={tmp_path / 'cost.yaml'}"]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'cost.yaml'}: Is a directory\n"
+    assert capsys.readouterr().err == f"error: out: {tmp_path / 'cost.yaml'} cannot be written: Is a directory\n"
 
 
 def test_a_damaged_file_of_known_costs_is_refused_before_anything_is_measured(
