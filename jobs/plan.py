@@ -191,7 +191,7 @@ def read_lengths(path: Path) -> list[Any]:
     samples = []
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
+            rows = csv.DictReader(file, skipinitialspace=True)
             if "num_tokens" not in (rows.fieldnames or ()):
                 raise ArgumentError(
                     f"lengths: {path} has columns {', '.join(rows.fieldnames or ()) or '(none)'}; a column num_tokens "
@@ -199,6 +199,9 @@ def read_lengths(path: Path) -> list[Any]:
                 )
             for index, row in enumerate(rows):
                 where = f"lengths: {path} line {rows.line_num}"
+                if None in row:  # of a number with commas, say
+                    raise ArgumentError(f"{where} has {len(row) - 1 + len(row[None])} cells; allowed: "
+                                        f"{len(row) - 1}, as in its first line")
                 tokens = count(row["num_tokens"], f"{where}: num_tokens")
                 vision = count(row["vision_tokens"], f"{where}: vision_tokens", 0) if "vision_tokens" in row else 0
                 if vision > tokens:

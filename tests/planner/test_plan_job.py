@@ -136,12 +136,18 @@ def test_bad_arguments_are_one_line_and_exit_2(words, message, lengths, capsys):
 
 @pytest.mark.parametrize(("row", "message"), [
     ("", "line 4: num_tokens: got ''"), ("12.5", "line 3: num_tokens: got '12.5'"),
-    ("0", "line 3: num_tokens: got '0'")])
+    ("0", "line 3: num_tokens: got '0'"), ("1,024", "line 3 has 3 cells; allowed: 2, as in its first line")])
 def test_a_bad_row_is_named_by_its_line(tmp_path, capsys, row, message):
     path = tmp_path / "bad.csv"
     path.write_text(f"num_tokens,name\n7,a\n{row},b\n" if row else "num_tokens,name\n7,a\n8,b\n,c\n")
     assert job.main([f"lengths={path}", "num_ranks=1"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_spaces_behind_commas_are_no_part_of_columns(tmp_path):
+    (tmp_path / "spaced.csv").write_text("num_tokens, vision_tokens\n7, 5\n")
+    [sample] = job.read_lengths(tmp_path / "spaced.csv")
+    assert (sample.text_tokens, sample.vision_tokens) == (2, 5)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, capsys):
