@@ -57,8 +57,8 @@ class Accelerator:
     def activate(self) -> None:
         """Make the device this process's current one; NCCL and HCCL take it from there.
 
-        From then on the process outlives a lost peer: torch's watchdogs no longer end it. Call it before the process takes
-        memory of its device.
+        From then on the process outlives a lost peer: torch's watchdogs no longer end it. Call it before anything takes
+        memory of the device.
         """
         os.environ.update(WATCHDOGS)
         if self.name == "cuda" and not any(name in os.environ for name in ALLOCATOR):
