@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dhp_ray.credentials import MASK, Uri, concealed, masked
-from dhp_ray.errors import first_line
+from dhp_ray.errors import first_line, yaml_line
 from dhp_ray.schema import MEASURE, NUMBERS, Config, ConfigError, Evaluation, Lora, Preparation
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -362,7 +362,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {path} cannot be read: {first_line(error)}") from None
     except Exception as error:  # the YAML reader's own errors have no common base
-        raise ConfigError(f"--config: {path} is not YAML: {first_line(error)}") from None
+        raise ConfigError(f"--config: {path} is not YAML: {yaml_line(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: {path} holds {type(tree).__name__}; allowed: sections with keys")
     return {str(name): value for name, value in tree.items()}
@@ -414,7 +414,7 @@ def _value(command: Command, name: str, text: str) -> Any:
     except Exception as error:  # as in _read
         if kind is str:
             return text
-        raise ConfigError(f"{name}: {text!r} is not a YAML value: {first_line(error)}") from None
+        raise ConfigError(f"{name}: {text!r} is not a YAML value: {yaml_line(error)}") from None
     return value if kind is not str or isinstance(value, str) else text
 
 
@@ -488,7 +488,7 @@ def _allowed(spec: Mapping[str, Any], kind: Any) -> str:
     if spec["number"]:
         return f"{', '.join(spec['choices'])}, or a {spec['number']} of {_limits(spec)}"
     if spec["choices"]:
-        return ", ".join(spec["choices"])
+        return ", ".join(name or "nothing" for name in spec["choices"])
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false",
              list[str]: "a list of names"}
     if kind in names:

@@ -31,6 +31,12 @@ def named_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line_of(str(error))}".removesuffix(": ")
 
 
+def yaml_line(error: BaseException) -> str:
+    """What a reader of YAML found, and the line: the message of its error begins with what it was doing."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    return f"line {mark.line + 1}: {problem}" if problem and mark else first_line(error)
+
+
 @contextmanager
 def about(kind: type[Exception], what: object) -> Iterator[None]:
     """Let errors of this kind begin with what they are about."""

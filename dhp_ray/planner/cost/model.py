@@ -63,7 +63,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from dhp_ray.errors import about, first_line
+from dhp_ray.errors import about, yaml_line
 from dhp_ray.planner.cost.rates import RATE, Rates, pairs_of, predicted_s
 from dhp_ray.planner.errors import PlanError
 from dhp_ray.planner.plan.cluster import NO_OFFLOAD, ClusterSpec, LayerShare, Recomputation
@@ -142,7 +142,7 @@ def constants_of_text(text: str | bytes, path: str | Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanError(f"{path}: not YAML: {first_line(error)}") from None
+        raise PlanError(f"{path}: not YAML: {yaml_line(error)}") from None
     if not isinstance(tree, dict):
         raise PlanError(f"{path}: not a mapping from names to values")
     return tree
