@@ -76,6 +76,7 @@ def arguments(argv: list[str]) -> dict[str, str]:
 
 def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
     """The folder of a run, and its configuration."""
+    import re
     import tempfile
 
     from dhp_ray.config import ConfigError, check_place, load
@@ -94,7 +95,11 @@ def run_of(given: dict[str, str]) -> tuple[Folder, Config]:
         overrides = [f"run.dir={given['run.dir']}"]
         if "model.path" in given:
             overrides.append(f"model.path={given['model.path']}")
-        return folder, load(["--config", str(file), *overrides])
+        try:
+            return folder, load(["--config", str(file), *overrides])
+        except ConfigError as error:  # of the run's own file
+            told = str(error).replace(str(file), f"{folder.uri}/{CONFIG_FILE}")
+            raise ConfigError(re.sub("^--config:", "run.dir:", told)) from None
 
 
 def target(given: dict[str, str], folder: Folder, step: int) -> Path:

@@ -151,9 +151,13 @@ def test_mistakes_are_one_line(
     shutil.copytree(run, cut)
     for file in cut.rglob("*.distcp"):
         file.write_bytes(b"")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.yaml").write_text("run: [")
     at = f"run.dir={run}"
     cases = [(2, f"run.dir: no run in {tmp_path / 'absent'} ", f"run.dir={tmp_path / 'absent'}"),
              (2, "run.dir: not given", "checkpoint=1"),
+             (2, f"run.dir: {damaged}/config.yaml is not YAML: ", f"run.dir={damaged}"),
              (2, "run.dri=x: not understood", "run.dri=x"),
              (2, "checkpoint: got 'last'; allowed: latest", at, "checkpoint=last"),
              (2, "ruh.dir=x: not understood; allowed: --help, run.dir=..., checkpoint=...", "ruh.dir=x"),
