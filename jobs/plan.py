@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dhp_ray.errors import counted, printable
+from dhp_ray.errors import about, counted, printable
 from dhp_ray.runtime.job.signals import ShutdownSignals
 from dhp_ray.streams import run_command  # all other imports come once signals are handled
 
@@ -172,14 +172,15 @@ def recorded(arguments: dict[str, str]) -> dict[str, Any]:
     import json
 
     from dhp_ray.config import local_path
-    from dhp_ray.planner import recorded_inputs
+    from dhp_ray.planner import PlanError, recorded_inputs
 
     path = local_path("replay", arguments["replay"])
     try:
         tree = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"replay: {path} cannot be read: {error}") from None
-    return recorded_inputs(tree)
+    with about(PlanError, f"replay: {path}"):
+        return recorded_inputs(tree)
 
 
 def read_lengths(path: Path) -> list[Any]:

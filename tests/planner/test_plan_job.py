@@ -228,6 +228,14 @@ def test_a_plan_file_that_is_nested_too_deeply_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: replay: {tmp_path / 'deep.json'} cannot be read: ")
 
 
+def test_a_file_that_is_no_plan_is_named(tmp_path, capsys):
+    for text in ("[]", "{}"):
+        (tmp_path / "other.json").write_text(text)
+        assert job.main([f"replay={tmp_path / 'other.json'}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: replay: {tmp_path / 'other.json'}: plan file: no usable inputs (")
+
+
 def test_a_file_without_the_column_is_refused(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("length\n7\n")
     assert job.main([f"lengths={tmp_path / 'other.csv'}", "num_ranks=1"]) == 2
