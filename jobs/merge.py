@@ -62,7 +62,8 @@ def _merge(adapter: str, base: str, out: Path) -> int:
     try:
         base = base or base_of(adapter)
         check_merge(adapter, base, out)
-        changed = sum(track(merged_files(adapter, base, out), "merging", transient=True))
+        changed = sum(track(merged_files(adapter, base, out), "merging", transient=True,
+                            disable=not sys.stdout.isatty()))
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -83,7 +83,7 @@ def prepare(path: Path, config: Preparation) -> None:
     check_writable(path)
     started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("rendering samples", total=wanted["num_samples"])
         write(path, config.data, config.seed, lambda done: progress.update(task, completed=done))
     print(

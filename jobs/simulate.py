@@ -77,10 +77,10 @@ def run(simulation: Simulated, settings: Simulation) -> None:
 
     from dhp_ray.simulate.run import simulated
 
-    total = settings.duration_s or settings.num_batches
+    total, console = settings.duration_s or settings.num_batches, Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"),
                TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         tasks = {planner: progress.add_task(planner, total=total, words="", start=False)
                  for planner in settings.planners}
 

@@ -157,6 +157,7 @@ def test_the_job(tmp_path: Path) -> None:
     assert ended(main, [*words, f"base={tmp_path / 'none'}"])[::2] == (2, [error])
     status, output, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
     assert (status, errors) == (0, [])
+    assert output.startswith(f"{tmp_path / 'out'}: ")
     assert "weights changed by the adapter" in output
     status, _, errors = ended(main, [*words, f"base={tmp_path / 'base'}"])
     assert status == 2

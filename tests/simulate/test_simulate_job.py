@@ -21,7 +21,9 @@ WORDS = [*SMALL, "num_batches=4", "global_samples=12", "planners=[dhp,static]"]
 def test_a_simulation_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fault = "faults.events=[{time_s: 0.6, kind: worker, rank: 2}]"
     assert job.main([*WORDS, f"out={tmp_path}", fault, "faults.worker.return_s=50"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert said.err == ""
     assert lines[0].startswith("qwen3_vl_2b on 8 h100, 4 a node: step, ")
     assert lines[0].endswith("All modelled, nothing measured.")
     assert [line.split()[0] for line in lines[1:4]] == ["planner", "dhp", "static"]
