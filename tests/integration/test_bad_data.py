@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 import time
@@ -209,7 +210,11 @@ def test_the_run_goes_on_without_them(ended: tuple[Path, Ended]) -> None:
     assert len(used) == len(set(used)) == 11
     assert {"0/fine-video", "0/spelled-token", "1/fine", "1/caption", "2/fine", "3/fine"} < set(used)
     assert not set(used) & set(BAD)
-    assert all(line["loss"] > 0 for line in lines(run_dir, "metrics.jsonl"))
+    metrics = lines(run_dir, "metrics.jsonl")
+    assert all(line["loss"] > 0 for line in metrics)
+    [last] = [line for line in run_ended.output.splitlines() if line.startswith("done")]
+    why = r"since some rows cannot be used \(skipped\.jsonl\)"
+    assert re.match(rf"done after step {len(metrics)} of \d+, {why}: model in ", last)
     assert json.loads((run_dir / "plans/step_000001.json").read_text())["sync"] == "micro_batch"
 
 

@@ -318,7 +318,10 @@ def finish(session: Session, stopping: str) -> RunFinished:
     if stopping:
         return RunFinished("", f"stopped after step {session.records.last_step}: {stopping}{_way_back(session)}",
                            status=1)
-    return RunFinished(f"done: model in {Folder(session.config.run.dir).child(MODEL_FOLDER).uri}")
+    last_step, total = session.records.last_step, session.total_steps
+    fewer = f" after step {last_step} of {total}, since some rows cannot be used (skipped.jsonl)"
+    return RunFinished(f"done{fewer if last_step < total else ''}: model in "
+                       f"{Folder(session.config.run.dir).child(MODEL_FOLDER).uri}")
 
 
 def untrained(session: Session) -> RunFinished:
