@@ -244,6 +244,11 @@ def _tightened(
             low_s = middle_s
         else:
             pack, degree, seconds, high_s = tighter, of_tighter, tighter_s, middle_s
+    if share > 0.0:
+        even, even_s, more = spread(batch, rows, degree, places, share)
+        looks += more
+        if even_s < seconds:
+            pack, seconds = even, even_s
     return pack, degree, max(seconds, batch.rates[1].least_s), looks
 
 
@@ -330,12 +335,7 @@ def fill(
             used, count = used + need, count + 1
             encode_s, after_s = _with(batch, sums[pack], image_s[pack], item, need, slowest[pack], crosses[pack])
         pack_of[place], seconds[pack], encodes[pack] = pack, after_s, encode_s
-        sums[pack, 0] += item.language_s
-        sums[pack, 1] += item.attention_s
-        sums[pack, 2] += item.host_s
-        sums[pack, 3] += item.vision_s
-        sums[pack, 4] += item.tokens
-        image_s[pack] = max(image_s[pack], item.image_s)
+        _put(sums, image_s, pack, item)
         rate = batch.rates[degree[pack]]
         transfer_s = rate.across_s if crosses[pack] else rate.inside_s
         work_takes_s = 1.0 / (degree[pack] * slowest[pack]) + transfer_s * batch.least_tokens
@@ -351,8 +351,55 @@ def fill(
         widest = largest(rooms, state)
     if count == 0:
         return pack_of, degree[:0].copy(), np.inf, looks
-    slot_s = encodes[:count].max() + (seconds - encodes)[:count].max()
-    return pack_of, degree[:count].copy(), max(slot_s, seconds[:count].max()), looks
+    return pack_of, degree[:count].copy(), _slot_s(encodes[:count], seconds[:count]), looks
+
+
+@compiled
+def spread(
+    batch: SearchBatch, rows: np.ndarray, degree: np.ndarray, places: Places, share: float
+) -> tuple[np.ndarray, float, int]:
+    """Sequences with images on packs of these degrees, largest first, each to the pack that needs the least limit so
+    far: where both encoding and the rest count, the fullest pack that has time is no good choice. (the pack of each;
+    seconds, endless if one has no place; looks)"""
+    count, used = len(degree), 0
+    pack_of, slowest, crosses = np.full(len(rows), -1), np.zeros(count), np.zeros(count, dtype=np.bool_)
+    for pack in range(count):
+        slowest[pack] = places.speed[used + degree[pack] - 1]
+        crosses[pack] = used + degree[pack] > places.until[used]
+        used += degree[pack]
+    sums, image_s, seconds, encodes, needs_s = (
+        np.zeros((count, 5)), np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
+    for place in range(len(rows)):
+        item, found = batch.items[rows[place]], -1
+        for pack in range(count):
+            if (degree[pack] >= item.minimum_degree and (found < 0 or needs_s[pack] < needs_s[found])
+                    and sums[pack, 4] + item.tokens <= degree[pack] * batch.capacity):
+                found = pack
+        if found < 0:
+            return pack_of, np.inf, place + 1
+        encodes[found], seconds[found] = _with(batch, sums[found], image_s[found], item, degree[found], slowest[found],
+                                               crosses[found])
+        needs_s[found] = _needs_s(encodes[found], seconds[found], share)
+        pack_of[place] = found
+        _put(sums, image_s, found, item)
+    return pack_of, _slot_s(encodes, seconds), len(rows)
+
+
+@inner
+def _put(sums: np.ndarray, image_s: np.ndarray, pack: int, item: Item) -> None:
+    """Add a sequence to the sums of a pack and to its longest image."""
+    sums[pack, 0] += item.language_s
+    sums[pack, 1] += item.attention_s
+    sums[pack, 2] += item.host_s
+    sums[pack, 3] += item.vision_s
+    sums[pack, 4] += item.tokens
+    image_s[pack] = max(image_s[pack], item.image_s)
+
+
+@inner
+def _slot_s(encodes: np.ndarray, seconds: np.ndarray) -> float:
+    """Seconds of a micro-batch of packs that encode for `encodes` of their seconds."""
+    return max(encodes.max() + (seconds - encodes).max(), seconds.max())
 
 
 @inner
